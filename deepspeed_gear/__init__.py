@@ -1,0 +1,51 @@
+"""Experience replay for large sequence models, as a part of DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from deepspeed_gear.collection.batch import Batch
+    from deepspeed_gear.engine import attach, disable, enable, initialize
+    from deepspeed_gear.errors import GearError
+    from deepspeed_gear.replay import Replay
+    from deepspeed_gear.schema import Column, Schema
+    from deepspeed_gear.store.dataset import Dataset, DatasetWriter
+
+_HOMES = {
+    "Batch": "collection.batch",
+    "Column": "schema",
+    "Dataset": "store.dataset",
+    "DatasetWriter": "store.dataset",
+    "GearError": "errors",
+    "Replay": "replay",
+    "Schema": "schema",
+    "attach": "engine",
+    "disable": "engine",
+    "enable": "engine",
+    "initialize": "engine",
+}
+__all__ = [
+    "Batch",
+    "Column",
+    "Dataset",
+    "DatasetWriter",
+    "GearError",
+    "Replay",
+    "Schema",
+    "attach",
+    "disable",
+    "enable",
+    "initialize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: commands and actors need neither DeepSpeed's engine nor a process group."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

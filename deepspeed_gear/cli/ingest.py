@@ -1,0 +1,80 @@
+"""`gear ingest SOURCE... DEST`: turn D4RL or Minari files into a data set."""
+
+from __future__ import annotations
+
+import argparse
+
+from deepspeed_gear.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `gear ingest`."""
+    parser.description = "Turn one or more sources into a data set that training maps in place."
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help="D4RL HDF5 file, Minari folder or HDF5")
+    parser.add_argument("dest", metavar="DEST", help="folder to make")
+    parser.add_argument("--format", default="auto", help="auto (by the content, default), d4rl or minari")
+    parser.add_argument(
+        "--split",
+        action="append",
+        default=[],
+        metavar="NAME=SHARE",
+        help="hold out a share of the trajectories, e.g. eval=0.05; statistics are those of the rest",
+    )
+    parser.add_argument(
+        "--columns",
+        action="append",
+        metavar="PATTERN[,PATTERN]",
+        help="optional columns to keep, e.g. infos.qpos,observation.*; '' for none; default: all",
+    )
+    parser.add_argument("--allow-nan", action="store_true", help="take NaN and infinite values")
+    parser.add_argument("--overwrite", action="store_true", help="replace a data set at DEST")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar and no notes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ingest and print one line about the result.
+
+    Raises:
+        GearError: An argument or a source is wrong; DEST is not made.
+    """
+    from deepspeed_gear.store.ingest import ingest
+
+    dataset = ingest(
+        args.source,
+        args.dest,
+        format=args.format,
+        split=parse_split(args.split),
+        columns=parse_columns(args.columns),
+        allow_nan=args.allow_nan,
+        overwrite=args.overwrite,
+        progress=not args.quiet,
+    )
+    size = dataset.num_bytes / 1e6
+    print(f"{dataset.path}: {len(dataset)} trajectories, {dataset.num_steps} steps, {size:.1f} MB")
+    return 0
+
+
+def parse_split(options: list[str]) -> dict[str, float]:
+    """Read `NAME=SHARE` options.
+
+    Raises:
+        ConfigError: One is malformed or named twice.
+    """
+    split: dict[str, float] = {}
+    for option in options:
+        name, _, share = option.partition("=")
+        try:
+            value = float(share)
+        except ValueError:
+            raise ConfigError("--split", "must be NAME=SHARE", option, "for example eval=0.05") from None
+        if name in split:
+            raise ConfigError("--split", "must name every part once", option)
+        split[name] = value
+    return split
+
+
+def parse_columns(options: list[str] | None) -> list[str] | None:
+    """Return the patterns of all `--columns` options, or None without any."""
+    if options is None:
+        return None
+    return [pattern.strip() for option in options for pattern in option.split(",") if pattern.strip()]

@@ -1,0 +1,173 @@
+"""`gear inspect DEST`: what is in a data set, as a table, JSON or figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_gear.store.statistics import ColumnStatistics
+
+if TYPE_CHECKING:
+    from deepspeed_gear.store.dataset import Dataset
+
+_LEVELS = (0.1, 0.5, 0.9)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `gear inspect`."""
+    parser.description = "Show trajectories, steps, returns, columns, bytes and statistics of a data set."
+    parser.add_argument("dest", metavar="DEST", help="folder of the data set")
+    parser.add_argument("--plot", metavar="FILE", help="write a figure (.png, .svg, .pdf)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with statistics of each element")
+    parser.add_argument("--verify", action="store_true", help="compare every byte with what was written")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table or JSON, and write the figure.
+
+    Raises:
+        DataError: The data set is missing, foreign, truncated or changed.
+        ConfigError: The figure cannot be written.
+    """
+    from deepspeed_gear.store.dataset import Dataset
+
+    dataset = Dataset.open(args.dest)
+    if args.verify:
+        dataset.verify()
+    summary = summarize(dataset)
+    summary["verified"] = bool(args.verify)
+    print(json.dumps(summary, indent=1) if args.json else format_table(summary))
+    if args.plot:
+        from deepspeed_gear.cli.plot import plot_dataset
+
+        plot_dataset(dataset, Path(args.plot))
+    return 0
+
+
+def summarize(dataset: Dataset) -> dict[str, Any]:
+    """Collect what `gear inspect --json` prints; JSON-able. Cost: reads extents and returns only."""
+    returns = dataset.schema.role("return")
+    summary: dict[str, Any] = {
+        "path": str(dataset.path),
+        "fingerprint": dataset.fingerprint,
+        "trajectories": len(dataset),
+        "steps": dataset.num_steps,
+        "bytes": dataset.num_bytes,
+        "split": _splits(dataset),
+        "source": dataset.source,
+        "length": _distribution(dataset.lengths),
+        "return": None if returns is None else _distribution(dataset.columns[returns.name]),
+        "columns": {},
+    }
+    for column in dataset.schema:
+        statistics = dataset.statistics[column.name]
+        summary["columns"][column.name] = {
+            "dtype": column.dtype,
+            "shape": list(column.shape),
+            "rows": column.rows,
+            "role": column.role,
+            "bytes": dataset.columns[column.name].nbytes,
+            "overall": _overall(statistics),
+            "statistics": statistics.to_json(),
+        }
+    return summary
+
+
+def _splits(dataset: Dataset) -> dict[str, dict[str, Any]]:
+    from deepspeed_gear.store.split import split_of
+
+    part = split_of(np.arange(len(dataset), dtype=np.int64), dataset.split)
+    names = ["train", *sorted(dataset.split)]
+    return {
+        name: {
+            "share": dataset.split.get(name, 1.0 - sum(dataset.split.values())),
+            "trajectories": int((part == i).sum()),
+            "steps": int(dataset.lengths[part == i].sum()),
+        }
+        for i, name in enumerate(names)
+    }
+
+
+def _distribution(values: NDArray[Any]) -> dict[str, float | None]:
+    """Describe one value per trajectory, over all splits."""
+    numbers = np.asarray(values, dtype=np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    if not len(numbers):
+        return dict.fromkeys(("min", *map(str, _LEVELS), "max", "mean", "std"))
+    quantiles = np.quantile(numbers, _LEVELS)
+    return {
+        "min": float(numbers.min()),
+        **{str(level): float(value) for level, value in zip(_LEVELS, quantiles, strict=True)},
+        "max": float(numbers.max()),
+        "mean": float(numbers.mean()),
+        "std": float(numbers.std()),
+    }
+
+
+def _overall(statistics: ColumnStatistics) -> dict[str, float | None]:
+    """Describe a column by one mean, std, min and max over all its elements; None without finite values."""
+    mean, std = statistics.mean.ravel(), statistics.std.ravel()
+    known = np.isfinite(mean)
+    if not known.any():
+        return dict.fromkeys(("mean", "std", "min", "max"))
+    center = float(mean[known].mean())
+    spread = float(np.sqrt((std[known] ** 2 + (mean[known] - center) ** 2).mean()))
+    low, high = float(np.nanmin(statistics.min)), float(np.nanmax(statistics.max))
+    return {"mean": center, "std": spread, "min": low, "max": high}
+
+
+def format_table(summary: dict[str, Any]) -> str:
+    """Return the text that `gear inspect` prints."""
+    lines = [
+        f"{summary['path']}",
+        f"  fingerprint   {summary['fingerprint']}" + ("  (verified)" if summary["verified"] else ""),
+        f"  trajectories  {summary['trajectories']:,}",
+        f"  steps         {summary['steps']:,}",
+        f"  bytes         {summary['bytes']:,}",
+    ]
+    for name, part in summary["split"].items():
+        text = f"{part['trajectories']:,} trajectories, {part['steps']:,} steps"
+        lines.append(f"  {name:<12}  {text} ({part['share']:.1%} asked for)")
+    for source in summary["source"].get("sources", []):
+        lines.append(f"  source        {source['name']} ({source['format']}, {source['episodes']} episodes)")
+        lines += [f"                note: {note}" for note in source.get("notes", [])]
+    heads = ["", "min", *(f"{level:.0%}" for level in _LEVELS), "max", "mean", "std"]
+    keys = ["min", *map(str, _LEVELS), "max", "mean", "std"]
+    found = [(name, summary[name]) for name in ("length", "return") if summary[name] is not None]
+    lines += ["", *_grid(heads, [[name, *(_number(values[key]) for key in keys)] for name, values in found])]
+    heads = ["column", "dtype", "shape", "rows", "bytes", "mean", "std", "min", "max"]
+    rows = [
+        [
+            name,
+            c["dtype"],
+            str(c["shape"]),
+            c["rows"],
+            f"{c['bytes']:,}",
+            *map(_number, c["overall"].values()),
+        ]
+        for name, c in summary["columns"].items()
+    ]
+    note = "Statistics of columns: training split, over all elements of a row (--json has each)."
+    return "\n".join([*lines, "", *_grid(heads, rows, num_left=4), "", note])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5g}"
+
+
+def _grid(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:
+    """Align a table: the first `num_left` columns to the left, the rest to the right."""
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    lines = []
+    for row in [heads, ["-" * width for width in widths], *rows]:
+        cells = (
+            cell.ljust(width) if i < num_left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines

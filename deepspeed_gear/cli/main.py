@@ -1,0 +1,62 @@
+"""The `gear` command: finds the subcommand and imports only that one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from ..errors import GearError
+
+COMMANDS = {
+    "ingest": "turn an offline data set into the format that gear trains from",
+    "inspect": "show what a data set holds",
+    "init": "write a config and a training script that fit a data set",
+    "report": "show the native ops beside DeepSpeed's, and what they are built with",
+    "clean": "remove what dead runs left in shared memory",
+}
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """Make the parser; only `command`'s own module is imported and asked for its arguments."""
+    parser = argparse.ArgumentParser(prog="gear", description="Experience replay for DeepSpeed.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, help_line in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help_line, description=f"{help_line.capitalize()}.")
+        if name == command:
+            module = importlib.import_module(f"{__package__}.{name}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        argv: The arguments after the program's name; None takes the process's.
+    Returns:
+        The exit status: 2 for an error that names its remedy, 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        options = build_parser(command).parse_args(arguments)
+        status: int = options.run(options)
+        sys.stdout.flush()
+        return status
+    except GearError as error:
+        print(f"gear: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (`gear inspect | head`) has gone; Python must not complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

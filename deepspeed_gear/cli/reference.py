@@ -1,0 +1,105 @@
+"""The option reference, generated from the config model: `python -m deepspeed_gear.cli.reference FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from deepspeed_gear.config import GearConfig
+from deepspeed_gear.config.describe import alternatives, as_model, describe, options, parts
+
+_HEAD = """# The `gear` section
+
+<!-- Made by `python -m deepspeed_gear.cli.reference docs/reference/config.md`; a test compares the two. -->
+
+Every option of the `"gear"` section of `ds_config.json`, with what it admits and its default. A misspelt
+option, a value of another type (a number in quotes is not a number), and options that contradict one another
+are refused when the engine is made, on all ranks, with the option's name, the rule, the value and the remedy.
+`"auto"` is refused wherever it is not listed.
+"""
+_PLACEHOLDERS = {"tables": "<name>", "fields": "<name>", "where": "<column>", "columns": "<column>"}
+
+
+def render() -> str:
+    """Return the reference as Markdown."""
+    titles: dict[type[BaseModel], str] = {}
+    for title, model in _sections("gear", GearConfig):
+        titles.setdefault(model, title)
+    shown = [_section(title, model, titles) for model, title in titles.items()]
+    return "\n".join([_HEAD, *shown])
+
+
+def _sections(title: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Walk the models, each with the name of the option that holds it."""
+    yield title, model
+    for name, info in options(model).items():
+        for suffix, inner in _models_in(name, info.annotation):
+            yield from _sections(f"{title}.{name}{suffix}", inner)
+
+
+def _models_in(name: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
+    for member in alternatives(annotation):
+        model, (bare, _) = as_model(member), parts(member)
+        if model is not None:
+            yield "", model
+        elif get_origin(bare) is dict:
+            inner = as_model(get_args(bare)[1])
+            if inner is not None:
+                yield f".{_PLACEHOLDERS[name]}", inner
+
+
+def _section(title: str, model: type[BaseModel], titles: dict[type[BaseModel], str]) -> str:
+    rows = [_row(name, info, titles) for name, info in options(model).items()]
+    return "\n".join(
+        [
+            f"## `{title}`",
+            "",
+            inspect.cleandoc(model.__doc__ or ""),
+            "",
+            "| option | admits | default | meaning |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _row(name: str, info: FieldInfo, titles: dict[type[BaseModel], str]) -> str:
+    admits = describe(info.annotation, info.metadata)
+    links = [
+        f"[`{titles[model]}`](#{_anchor(titles[model])})" for _, model in _models_in(name, info.annotation)
+    ]
+    if links:
+        admits += f" (see {', '.join(links)})"
+    default = "required" if info.is_required() else f"`{_json(info.default)}`"
+    cells = (f"`{name}`", admits, default, info.description or "")
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _anchor(title: str) -> str:
+    """Return the name that Markdown viewers give to a heading."""
+    return "".join(c for c in title.lower() if c.isalnum() or c in "_-")
+
+
+def _json(default: Any) -> str:
+    return "{}" if isinstance(default, BaseModel) else json.dumps(default)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the reference to a file."""
+    parser = argparse.ArgumentParser(prog="python -m deepspeed_gear.cli.reference", description=__doc__)
+    parser.add_argument("file", type=Path, help="the file to write, docs/reference/config.md")
+    file: Path = parser.parse_args(argv).file
+    file.write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,113 @@
+"""`gear report`: what `ds_report` shows, with GEAR's ops among them and what they are built with."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed import env_report
+from deepspeed.accelerator import get_accelerator
+
+from ..errors import GearError
+from ..ops import jit, toolchain
+from ..ops.builder import GearBuilder, GearCudaBuilder
+from ..ops.load import load_native, load_native_cuda
+from ..ops.register import register
+
+_WIDTH = 26
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `gear report`."""
+    parser.add_argument("--load", action="store_true", help="load the native ops, building them if need be")
+    parser.add_argument("--quiet", action="store_true", help="leave out why an op is not compatible")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; the status is 0 unless `--load` was asked for and the CPU op cannot be loaded."""
+    register()
+    with _prebuilt_ops_shown():
+        env_report.op_report(verbose=not options.quiet)
+    env_report.debug_report()
+    print("-" * 46)
+    print("GEAR native ops:")
+    status = 0
+    for name, value in _facts():
+        _show(name, value)
+    for builder, load in ((GearBuilder(), load_native), (GearCudaBuilder(), load_native_cuda)):
+        try:
+            if options.load:
+                load()
+        except GearError as error:
+            status = status or int(isinstance(builder, GearBuilder))
+            _show(builder.NAME, f"{env_report.FAIL} {error}")
+            continue
+        _show(builder.NAME, state(builder))
+    return status
+
+
+def state(builder: GearBuilder | GearCudaBuilder) -> str:
+    """Say in one line whether an op is prebuilt, built, or will be built; or why it cannot be."""
+    module = jit.loaded(builder.NAME)
+    if module is not None:
+        return f"{env_report.OKAY} loaded from {module.__file__}"
+    prebuilt, why = builder.prebuilt()
+    if prebuilt is not None:
+        return f"{env_report.OKAY} prebuilt, {prebuilt}"
+    missing = builder.missing()
+    if missing:
+        no = f"{env_report.YELLOW}[NO]{env_report.END}"
+        return f"{no} {why}; {', '.join(missing)}: {' and '.join(missing.values())}"
+    try:
+        name = builder.jit_name()
+    except GearError as error:
+        return f"{env_report.FAIL} {error}"
+    if jit.is_built(name):
+        return f"{env_report.OKAY} {why}; built just in time, {jit.build_folder(name)}"
+    return f"{env_report.OKAY} {why}; is built on first use, in {jit.build_folder(name)}"
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    home = toolchain.cuda_home()
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+    yield "package", str(Path(__file__).resolve().parents[1])
+    yield "accelerator", str(get_accelerator().device_name())
+    yield "torch, DeepSpeed", f"{torch.__version__}, {deepspeed.__version__}"
+    yield "C++ compiler", toolchain.compiler_version() or "none"
+    yield "CUDA of torch, device", f"{torch.version.cuda or 'none'}, {device}"
+    yield "CUDA toolkit", f"{home} ({toolchain.nvcc_version(home)})" if home else "none"
+    yield "sources", str(toolchain.csrc_root())
+
+
+def _show(name: str, value: str) -> None:
+    print(name, "." * (_WIDTH - len(name)), value)
+
+
+@contextmanager
+def _prebuilt_ops_shown() -> Iterator[None]:
+    """Let op_report say [YES] for a prebuilt GEAR op where DeepSpeed was installed without prebuilt ops.
+
+    It compares one accelerator name for all ops, which is empty then; no op of DeepSpeed's changes its line.
+    """
+    before = env_report.accelerator_name
+    env_report.accelerator_name = before or get_accelerator()._name
+    try:
+        yield
+    finally:
+        env_report.accelerator_name = before
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the report by itself."""
+    parser = argparse.ArgumentParser(prog="gear report", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

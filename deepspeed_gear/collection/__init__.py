@@ -1,0 +1,1 @@
+"""Collection: from resolutions to the tensors of a batch."""

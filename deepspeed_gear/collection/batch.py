@@ -1,0 +1,181 @@
+"""What `sample` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_ID, _SLOT, _GENERATION, _FIRST_ROW, _NUM_STEPS, _ANCHOR, _MASS, _NUMBER = range(8)  # of common/slot.h
+
+
+class Batch(Mapping[str, torch.Tensor]):
+    """Fields by name, with what is known about each sample.
+
+    `batch["action"]` is [B, T, *shape] for a field with a window of T steps, [B, *shape] without one.
+    `batch.mask["action"]` is [B, T] or [B], bool: True where the values are real.
+
+    The tensors belong to a ring of preallocated batches and are overwritten a few samples later; `clone`
+    keeps them. A backward pass that would use overwritten values raises.
+
+    Args:
+        tensors: The fields.
+        mask: Their masks.
+        records: What the samples resolved to. [B, 8], int64.
+        valid: False for samples that only fill up the last batch of an evaluation pass. [B], bool.
+        step_items: Whether an item is a step, which has a mass of 1, rather than a trajectory.
+        total: Sum of the masses of all items.
+        epoch: Epoch of each sample, 0 where the sampler has none. [B], int64.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        mask: dict[str, torch.Tensor],
+        records: torch.Tensor,
+        valid: torch.Tensor,
+        step_items: bool,
+        total: int,
+        epoch: torch.Tensor,
+    ) -> None:
+        self._tensors, self.mask, self._records = tensors, mask, records
+        self.valid = valid
+        self._step_items, self._total, self.epoch = step_items, total, epoch
+
+    # ---- fields ----------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise KeyError(f"{name}: no such field in the batch; it has {', '.join(self._tensors)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        """Return the number of fields; the number of samples is `num_samples`."""
+        return len(self._tensors)
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        """Set a field, as a transform does."""
+        self._tensors[name] = tensor
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._records)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._tensors.values())).device if self._tensors else self._records.device
+
+    # ---- samples ---------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> torch.Tensor:
+        """Trajectory of each sample. [B], int64."""
+        return self._records[:, _ID]
+
+    @property
+    def handle(self) -> torch.Tensor:
+        """Slot and generation of each sample. [B, 2], int64."""
+        return self._records[:, _SLOT : _GENERATION + 1]
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """Step at which each sample's windows stand. [B], int64."""
+        return self._records[:, _ANCHOR]
+
+    @property
+    def number(self) -> torch.Tensor:
+        """Sample number in its stream: the same for every number of ranks. [B], int64."""
+        return self._records[:, _NUMBER]
+
+    @property
+    def num_steps(self) -> torch.Tensor:
+        """Length of each sample's trajectory. [B], int64."""
+        return self._records[:, _NUM_STEPS]
+
+    @property
+    def probability(self) -> torch.Tensor:
+        """Probability of each sample's item in one draw: mass / total mass. [B], float64."""
+        if self._step_items:
+            return torch.full(
+                (self.num_samples,), 1 / self._total, dtype=torch.float64, device=self._records.device
+            )
+        return self._records[:, _MASS].double() / self._total
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Importance weight: 1, and 0 for fillers. [B], float32."""
+        return self.valid.float()
+
+    # ---- forms -----------------------------------------------------------------------------------
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return a batch with a function applied to every tensor; shared masks stay shared."""
+        done: dict[int, torch.Tensor] = {}
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in done:
+                done[id(tensor)] = function(tensor)
+            return done[id(tensor)]
+
+        tensors = {name: once(tensor) for name, tensor in self._tensors.items()}
+        mask = {name: once(tensor) for name, tensor in self.mask.items()}
+        records, valid, epoch = once(self._records), once(self.valid), once(self.epoch)
+        return Batch(tensors, mask, records, valid, self._step_items, self._total, epoch)
+
+    def clone(self) -> Batch:
+        """Return a copy that is not overwritten."""
+        return self.map(torch.Tensor.clone)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on a device; itself if it is there already."""
+        return self if self.device == torch.device(device) else self.map(lambda tensor: tensor.to(device))
+
+    def tree(self) -> dict[str, Any]:
+        """Return nested dictionaries: field `observation.image` is `["observation"]["image"]`."""
+        root: dict[str, Any] = {}
+        for name, tensor in self._tensors.items():
+            *path, leaf = name.split(".")
+            node = root
+            for part in path:
+                node = node.setdefault(part, {})
+            node[leaf] = tensor
+        return root
+
+    def to_tensordict(self) -> Any:
+        """Return a `tensordict.TensorDict` of batch size [B], with masks under "mask".
+
+        Raises:
+            ImportError: The package `tensordict` is not installed.
+        """
+        from tensordict import TensorDict
+
+        extra = {"id": self.id, "anchor": self.anchor, "number": self.number, "weight": self.weight}
+        content = {**self.tree(), "mask": dict(self.mask), "gear": extra}
+        return TensorDict(content, batch_size=[self.num_samples])
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{n}: {str(t.dtype)[6:]}{list(t.shape)}" for n, t in self._tensors.items())
+        return f"Batch({self.num_samples} samples; {fields})"
+
+
+def _flatten(batch: Batch) -> tuple[list[Any], Any]:
+    names, masks = list(batch._tensors), list(batch.mask)
+    values = [*batch._tensors.values(), *batch.mask.values(), batch._records, batch.valid, batch.epoch]
+    return values, (names, masks, batch._step_items, batch._total)
+
+
+def _unflatten(values: Any, context: Any) -> Batch:
+    names, masks, step_items, total = context
+    values = list(values)
+    tensors = dict(zip(names, values[: len(names)], strict=True))
+    mask = dict(zip(masks, values[len(names) : len(names) + len(masks)], strict=True))
+    return Batch(tensors, mask, values[-3], values[-2], step_items, total, values[-1])
+
+
+pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")

@@ -1,0 +1,237 @@
+"""Fields of a batch, collected in one pass into a ring of preallocated tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.autograd.graph import increment_version
+
+from deepspeed_gear.config import NStepConfig, ResolvedField
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.schema import DTYPES
+from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.statistics import ColumnStatistics
+from deepspeed_gear.store.table import Table
+
+SOURCES = {"T": 0, "T+1": 1, "1": 2}  # enum Source of ops/csrc/cpu/ops.h
+SOURCE_TIMESTEP = 3
+ALIGNS = {"in_place": 0, "left": 1, "right": 2}
+PADS = {"zero": 0, "value": 0, "edge": 1}
+WIDE = (torch.float64, torch.int64, torch.int32)  # sources whose arithmetic needs float64
+PERIOD_ELEMENTS = 4096  # shift and gain are repeated up to this many elements, so that inner loops are long
+CONSTANT = 1e-7  # deviations below this part of the mean are rounding: the element is constant
+
+
+@dataclass
+class _Buffers:
+    """One batch's tensors."""
+
+    outs: list[torch.Tensor]
+    masks: list[torch.Tensor]
+    n_step: list[torch.Tensor]  # return_n, discount, steps_n
+    tensors: dict[str, torch.Tensor]
+    mask: dict[str, torch.Tensor]
+    all: list[torch.Tensor]
+
+
+class Collector:
+    """Collects batches of fixed fields and size. Not thread-safe.
+
+    Args:
+        fields: What a batch holds.
+        table: Where it comes from.
+        statistics: Of the table's columns, where a field is normalised.
+        n_step: n-step returns, or None.
+        num_samples: B.
+        depth: Batches in the ring.
+        engine_dtype: What `as: engine` means.
+        threads: Threads of one pass.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[ResolvedField],
+        table: Table,
+        statistics: Mapping[str, ColumnStatistics],
+        n_step: NStepConfig | None,
+        num_samples: int,
+        depth: int,
+        engine_dtype: torch.dtype,
+        threads: int,
+    ) -> None:
+        self._table, self._ops, self._threads = table, table.ops, threads
+        self._fields = list(fields)
+        self._n_step = n_step
+        self.counters = torch.zeros(3, dtype=torch.int64)  # real rows, all rows, bytes
+        self._columns: list[torch.Tensor] = []
+        self._shifts: list[torch.Tensor] = []
+        self._gains: list[torch.Tensor] = []
+        self._pads: list[float] = []
+        self._spec: list[int] = []
+        self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._mask_lengths: list[int | None] = []
+        self._mask_of: dict[str, int] = {}
+        windows: dict[tuple[object, ...], int] = {}
+        for field in self._fields:
+            self._add(field, statistics, engine_dtype, windows)
+        if n_step is not None:
+            self._prepare_n_step(n_step)
+        self._ring = [self._buffers(num_samples) for _ in range(depth)]
+        self._turn = 0
+
+    def _add(
+        self,
+        field: ResolvedField,
+        statistics: Mapping[str, ColumnStatistics],
+        engine_dtype: torch.dtype,
+        windows: dict[tuple[object, ...], int],
+    ) -> None:
+        shape: tuple[int, ...] = ()
+        if field.derived == "timestep":
+            source, column = SOURCE_TIMESTEP, torch.empty(0, dtype=torch.int64)
+        elif field.derived == "return_to_go":
+            source, column = SOURCES["T"], torch.from_numpy(self._table.views[RETURN_TO_GO])
+        else:
+            assert field.column is not None
+            source, column = SOURCES[field.column.rows], self._table.tensor(field.column.name)
+            shape = field.column.shape
+        dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
+        shift, gain = _affine(field, statistics, column.dtype, dtype, shape)
+        follows = field.offset == "n_step"
+        offset = 0 if field.offset == "n_step" else int(field.offset)
+        length = field.length or 1
+        window = (source, offset, field.length, field.align, follows)
+        mask = windows.setdefault(window, len(windows))
+        if mask == len(self._mask_lengths):
+            self._mask_lengths.append(field.length)
+        self._mask_of[field.name] = mask
+        elements = int(np.prod(shape, dtype=np.int64))
+        writes = mask if list(self._mask_of.values()).count(mask) == 1 else -1
+        self._spec += [
+            source,
+            offset,
+            length,
+            ALIGNS[field.align],
+            int(follows),
+            PADS[field.pad_kind],
+            elements,
+            writes,
+        ]
+        self._pads.append(float(field.pad_value) if field.pad_kind == "value" else 0.0)
+        self._columns.append(column)
+        self._shifts.append(shift)
+        self._gains.append(gain)
+        time = () if field.length is None else (field.length,)
+        self._shapes.append(((*time, *shape), dtype))
+
+    def _prepare_n_step(self, n_step: NStepConfig) -> None:
+        schema = self._table.spec.schema
+        columns = {role: schema.role(role) for role in ("reward", "terminated", "truncated")}
+        self._reward, self._terminated, self._truncated = (
+            None if column is None else self._table.tensor(column.name) for column in columns.values()
+        )
+        powers = [1.0]
+        for _ in range(n_step.n):
+            powers.append(powers[-1] * n_step.gamma)
+        self._powers = torch.tensor(powers, dtype=torch.float64)
+
+    def _buffers(self, num_samples: int) -> _Buffers:
+        outs = [torch.zeros(num_samples, *shape, dtype=dtype) for shape, dtype in self._shapes]
+        masks = [
+            torch.zeros((num_samples,) if length is None else (num_samples, length), dtype=torch.bool)
+            for length in self._mask_lengths
+        ]
+        n_step: list[torch.Tensor] = []
+        tensors = {field.name: out for field, out in zip(self._fields, outs, strict=True)}
+        mask = {name: masks[index] for name, index in self._mask_of.items()}
+        if self._n_step is not None:
+            n_step = [
+                torch.zeros(num_samples),
+                torch.zeros(num_samples),
+                torch.zeros(num_samples, dtype=torch.int64),
+            ]
+            tensors.update(zip(("return_n", "discount", "steps_n"), n_step, strict=True))
+        return _Buffers(outs, masks, n_step, tensors, mask, [*outs, *masks, *n_step])
+
+    def collect(self, records: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Collect the samples that records describe.
+
+        Args:
+            records: Resolutions. [B, 8], int64, contiguous.
+        Returns:
+            Fields and masks by name: the next batch of the ring, whose older content is gone.
+        Cost: every real row is read once and written once; no allocation.
+        """
+        buffers = self._ring[self._turn]
+        self._turn = (self._turn + 1) % len(self._ring)
+        steps = None
+        if self._n_step is not None:
+            returns, discount, steps = buffers.n_step
+            self._ops.n_step_(
+                returns,
+                discount,
+                steps,
+                self._reward,
+                self._terminated,
+                self._truncated,
+                self._powers,
+                records,
+                self._n_step.n,
+            )
+        if self._spec:
+            self._ops.gather_(
+                buffers.outs,
+                buffers.masks,
+                self.counters,
+                self._columns,
+                self._shifts,
+                self._gains,
+                records,
+                steps,
+                self._spec,
+                self._pads,
+                self._threads,
+            )
+        for tensor in buffers.all:  # a backward pass that saved the old content must fail
+            increment_version(tensor)
+        return dict(buffers.tensors), dict(buffers.mask)
+
+
+def _affine(
+    field: ResolvedField,
+    statistics: Mapping[str, ColumnStatistics],
+    source: torch.dtype,
+    target: torch.dtype,
+    shape: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return shift and gain of (x - shift) * gain, repeated along the window; empty where nothing changes."""
+    wide = torch.float64 if source in WIDE or target == torch.float64 else torch.float32
+    if not field.is_converted:
+        return torch.empty(0, dtype=wide), torch.empty(0, dtype=wide)
+    if field.normalize is None:
+        return torch.zeros(1, dtype=wide), torch.full((1,), field.scale, dtype=wide)
+    assert field.column is not None
+    if field.column.name not in statistics:
+        raise ConfigError(
+            f"gear.fields.{field.name}.normalize",
+            "must be of a column with statistics",
+            field.column.name,
+            "use a data set made by `gear ingest`, or leave it out",
+        )
+    known = statistics[field.column.name]
+    mean, spread = np.asarray(known.mean), np.asarray(known.std)
+    if field.normalize == "min_max":
+        low, high = np.asarray(known.min), np.asarray(known.max)
+        mean, spread = (low + high) / 2, (high - low) / 2
+    constant = ~(spread > CONSTANT * np.abs(mean))
+    gain = field.scale / np.where(constant, 1.0, spread)
+    elements = int(np.prod(shape, dtype=np.int64))
+    repeats = max(1, min(field.length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
+
+    def tiled(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.tile(values.reshape(-1), repeats)).to(wide)
+
+    return tiled(mean), tiled(gain)

@@ -1,0 +1,69 @@
+"""Batches prepared ahead by a background thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_CHECK_S = 0.05
+
+
+class Prefetcher(Generic[T]):
+    """Calls `produce(0)`, `produce(1)`, ... in a daemon thread, at most `depth` results ahead.
+
+    An error of `produce` is raised by the `get` that would have returned its result, and ends the thread.
+
+    Args:
+        produce: Makes the i-th result; called by one thread only.
+        depth: Results that wait at most.
+    """
+
+    def __init__(self, produce: Callable[[int], T], depth: int) -> None:
+        self._produce = produce
+        self._results: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gear-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        index = 0
+        while not self._stop.is_set():
+            try:
+                result: tuple[T | None, BaseException | None] = (self._produce(index), None)
+            except BaseException as error:
+                result = (None, error)
+            while not self._stop.is_set():
+                try:
+                    self._results.put(result, timeout=_CHECK_S)
+                    break
+                except queue.Full:
+                    continue
+            if result[1] is not None:
+                return
+            index += 1
+
+    def get(self) -> T:
+        """Return the next result, waiting for it.
+
+        Raises:
+            BaseException: What `produce` raised.
+        """
+        while True:
+            try:
+                result, error = self._results.get(timeout=_CHECK_S)
+                break
+            except queue.Empty:
+                if not self._thread.is_alive() and self._results.empty():
+                    raise RuntimeError("the prefetch thread has ended") from None
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def stop(self) -> None:
+        """End the thread; results that wait are dropped."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()

@@ -1,0 +1,65 @@
+"""The `gear` section of ds_config.json: its options and all checks on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from deepspeed_gear.config.checks import batch_sizes, refuse_batch_sizes
+from deepspeed_gear.config.digest import difference
+from deepspeed_gear.config.errors import translate
+from deepspeed_gear.config.fields import ResolvedField, check_against
+from deepspeed_gear.config.model import (
+    DataConfig,
+    EveryConfig,
+    FieldConfig,
+    GearConfig,
+    NStepConfig,
+    SamplerConfig,
+    SharedMemoryConfig,
+    TableConfig,
+    WhereConfig,
+)
+from deepspeed_gear.errors import ConfigError
+
+__all__ = [
+    "DataConfig",
+    "EveryConfig",
+    "FieldConfig",
+    "GearConfig",
+    "NStepConfig",
+    "ResolvedField",
+    "SamplerConfig",
+    "SharedMemoryConfig",
+    "TableConfig",
+    "WhereConfig",
+    "batch_sizes",
+    "check_against",
+    "difference",
+    "parse",
+    "refuse_batch_sizes",
+]
+
+
+def parse(section: Mapping[str, Any] | GearConfig) -> GearConfig:
+    """Check a `gear` section.
+
+    Args:
+        section: The JSON object under `"gear"`; a GearConfig is returned as it is.
+    Returns:
+        The frozen config, defaults filled in.
+    Raises:
+        ConfigError: An option is unknown, of a wrong type or value, or contradicts another.
+    """
+    if isinstance(section, GearConfig):
+        return section
+    if not isinstance(section, Mapping) or not all(isinstance(key, str) for key in section):
+        raise ConfigError(
+            "gear", "must be a JSON object", section, 'write "gear": {"data": "path/of/the/data/set"}'
+        )
+    try:
+        return GearConfig(**section)
+    except ValidationError as error:
+        raise translate(GearConfig, error) from None

@@ -1,0 +1,258 @@
+"""Checks that cross options and need no schema."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepspeed_gear.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepspeed_gear.config.model import DataConfig, FieldConfig, GearConfig, TableConfig, WhereConfig
+
+BATCH_NAMES = ("mask", "id", "handle", "anchor", "number", "probability", "weight", "epoch", "valid")
+N_STEP_NAMES = ("return_n", "discount", "steps_n")
+
+
+def dotted(*parts: object) -> str:
+    """Join the parts of an option's name; keys that are no plain words stand in brackets."""
+    name = ""
+    for part in parts:
+        word = isinstance(part, str) and part.replace("-", "_").isidentifier()
+        name += (f".{part}" if name else str(part)) if word else f"[{part!r}]"
+    return name
+
+
+def check_options(config: GearConfig) -> None:
+    """Refuse options that contradict one another.
+
+    Raises:
+        ConfigError: Two options conflict, or one needs another that is missing.
+    """
+    _check_tables(config)
+    _check_sampler(config)
+    for name, field in config.fields.items():
+        check_field_name(name, n_step=config.n_step is not None)
+        _check_field(name, field, config)
+    check_nesting(list(config.fields))
+    _check_batch(config)
+
+
+def _check_tables(config: GearConfig) -> None:
+    if config.data is not None and config.tables:
+        raise ConfigError(
+            "gear.data",
+            "and gear.tables must not be given together",
+            None,
+            'write the data set as an entry of gear.tables: {"main": {"data": ...}}',
+        )
+    if config.data is None and not config.tables:
+        raise ConfigError(
+            "gear.data", "or gear.tables must be given", None, "name the folder that `gear ingest` wrote"
+        )
+    if config.data is not None:
+        _check_split(config.data, "gear.data")
+    for name, table in config.tables.items():
+        _check_table(table, dotted("gear", "tables", name))
+
+
+def _check_table(table: TableConfig, at: str) -> None:
+    if table.data is None and table.capacity_steps is None:
+        raise ConfigError(
+            at, "must have data or capacity_steps", None, "give the one that the table is made of"
+        )
+    if table.data is not None:
+        given = {
+            "capacity_steps": table.capacity_steps,
+            "capacity_trajectories": table.capacity_trajectories,
+            "max_length": table.max_length,
+            "schema": table.schema_,
+        }
+        for option, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{at}.{option}", f"must not be given together with {at}.data", value, "drop one"
+                )
+        _check_split(table.data, f"{at}.data")
+        return
+    assert table.capacity_steps is not None
+    for option, limit in (
+        ("max_length", table.max_length),
+        ("capacity_trajectories", table.capacity_trajectories),
+    ):
+        if limit is not None and limit > table.capacity_steps:
+            raise ConfigError(
+                f"{at}.{option}",
+                f"must be at most {at}.capacity_steps ({table.capacity_steps})",
+                limit,
+                "a trajectory has at least one step, and must fit into the table",
+            )
+
+
+def _check_split(data: DataConfig, at: str) -> None:
+    if "train" in data.split:
+        raise ConfigError(
+            f"{at}.split.train",
+            "must not be given",
+            data.split["train"],
+            "what the other splits leave is for training",
+        )
+    if sum(data.split.values()) >= 1:
+        raise ConfigError(
+            f"{at}.split", "must sum to less than 1", data.split, "nothing is left for training"
+        )
+
+
+def _check_sampler(config: GearConfig) -> None:
+    sampler, tables = config.sampler, config.resolved_tables
+    known = ", ".join(tables)
+    if sampler.table is not None and sampler.table not in tables:
+        raise ConfigError("gear.sampler.table", "must be a table", sampler.table, f"known are {known}")
+    if sampler.table is None and len(tables) > 1:
+        raise ConfigError(
+            "gear.sampler.table", "must be given where there are several tables", None, f"one of {known}"
+        )
+    if sampler.kind == "length" and sampler.unit != "trajectory":
+        raise ConfigError(
+            "gear.sampler.unit",
+            'must be "trajectory" where gear.sampler.kind is "length"',
+            sampler.unit,
+            'uniform steps have the same effect: "kind": "uniform", "unit": "step"',
+        )
+    if sampler.anchors == "fits" and all(f.length is None and f.offset == 0 for f in config.fields.values()):
+        raise ConfigError(
+            "gear.sampler.anchors",
+            'must not be "fits" where no field has a length or an offset',
+            None,
+            'every step fits: use "all", or give a field a length',
+        )
+    for column, where in sampler.where.items():
+        _check_where(where, dotted("gear", "sampler", "where", column))
+
+
+def _check_where(where: WhereConfig, at: str) -> None:
+    if where.min is None and where.max is None and where.in_ is None:
+        raise ConfigError(
+            at, "must have min, max or in", None, "an empty condition admits everything; drop it"
+        )
+    if where.in_ is not None and (where.min is not None or where.max is not None):
+        raise ConfigError(at, "must have min and max, or in, not both", None, "drop one")
+    if where.min is not None and where.max is not None and where.min > where.max:
+        raise ConfigError(f"{at}.min", f"must be at most {at}.max ({where.max})", where.min, "swap them")
+
+
+def check_field_name(name: str, n_step: bool) -> None:
+    """Refuse a field whose name means something else in a batch."""
+    at = dotted("gear", "fields", name)
+    remedy = f'give it another name: {{"my_{name}": {{"column": "{name}"}}}}'
+    if name in BATCH_NAMES:
+        raise ConfigError(at, "must not be named like a part of every batch", name, remedy)
+    if n_step and name in N_STEP_NAMES:
+        raise ConfigError(at, "must not be named like what gear.n_step adds to the batch", name, remedy)
+
+
+def check_nesting(names: list[str]) -> None:
+    """Refuse a field that is also a group of fields: `a` beside `a.b` has no nested form."""
+    for name in names:
+        inner = next((other for other in names if other.startswith(f"{name}.")), None)
+        if inner is not None:
+            raise ConfigError(
+                dotted("gear", "fields", name),
+                f"must not be a field and a group (of {inner})",
+                None,
+                "rename one",
+            )
+
+
+def _check_field(name: str, field: FieldConfig, config: GearConfig) -> None:
+    at = dotted("gear", "fields", name)
+    if field.column is not None and field.derived is not None:
+        raise ConfigError(
+            f"{at}.derived",
+            f"must not be given together with {at}.column ({field.column!r})",
+            field.derived,
+            "drop one",
+        )
+    if field.derived is not None and name in ("return_to_go", "timestep") and name != field.derived:
+        raise ConfigError(
+            f"{at}.derived", f"must be {name!r} in a field of that name", field.derived, "rename the field"
+        )
+    if field.derived is not None and field.normalize is not None:
+        raise ConfigError(
+            f"{at}.normalize",
+            "must not be given for a derived field",
+            field.normalize,
+            "there are no statistics; use scale",
+        )
+    if field.offset == "n_step" and config.n_step is None:
+        raise ConfigError(
+            f"{at}.offset", 'must not be "n_step" without gear.n_step', None, "give gear.n_step or a number"
+        )
+    if field.align != "in_place" and field.length is None:
+        raise ConfigError(
+            f"{at}.align", f"must not be given without {at}.length", field.align, "drop it or give a length"
+        )
+    if field.scale == 0:
+        raise ConfigError(
+            f"{at}.scale", "must not be 0", field.scale, "the field would hold zeros; leave it out"
+        )
+
+
+def _check_batch(config: GearConfig) -> None:
+    gas = config.gradient_accumulation_steps
+    micro = config.micro_batch_size or 1
+    if config.batch_size is not None and config.batch_size % (micro * gas):
+        raise ConfigError(
+            "gear.batch_size",
+            f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} * {gas})",
+            config.batch_size,
+            "it is their product times the number of ranks",
+        )
+
+
+def batch_sizes(config: GearConfig, replicas: int) -> tuple[int, int]:
+    """Return the micro batch and the global batch of a replay without an engine, in samples.
+
+    Args:
+        config: The config.
+        replicas: Ranks that train on different samples.
+    Raises:
+        ConfigError: Neither size is given, or they do not agree for this number of ranks.
+    """
+    parts = replicas * config.gradient_accumulation_steps
+    if config.batch_size is None:
+        if config.micro_batch_size is None:
+            raise ConfigError(
+                "gear.batch_size", "must be given where there is no engine", None, "or micro_batch_size"
+            )
+        return config.micro_batch_size, config.micro_batch_size * parts
+    micro = config.micro_batch_size if config.micro_batch_size is not None else config.batch_size // parts
+    if micro * parts != config.batch_size:
+        raise ConfigError(
+            "gear.batch_size",
+            f"must be micro_batch_size * gradient_accumulation_steps * ranks "
+            f"({config.micro_batch_size or 'any'} * {config.gradient_accumulation_steps} * {replicas})",
+            config.batch_size,
+            "change one of them, or the number of ranks",
+        )
+    return micro, config.batch_size
+
+
+def refuse_batch_sizes(config: GearConfig) -> None:
+    """Refuse the batch options where an engine decides.
+
+    Raises:
+        ConfigError: One of them is given.
+    """
+    for option, of_the_engine, default in (
+        ("batch_size", "train_batch_size", None),
+        ("micro_batch_size", "train_micro_batch_size_per_gpu", None),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", 1),
+    ):
+        value = getattr(config, option)
+        if value != default:
+            raise ConfigError(
+                f"gear.{option}",
+                "must not be given with an engine",
+                value,
+                f"use {of_the_engine} of ds_config.json",
+            )

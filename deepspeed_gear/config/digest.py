@@ -1,0 +1,71 @@
+"""Comparing configs: between the ranks of a run, and between a checkpoint and the run that loads it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed_gear.config.model import GearConfig
+
+# What a node may choose for itself: it changes speed and place, not one batch.
+_OF_THE_NODE = ("backend", "data", "threads", "timeout_s", "metrics")
+# How a global batch is cut into pieces and when it is made; the samples in it stay the same.
+_OF_THE_RUN = ("prefetch", "batch_size", "micro_batch_size", "gradient_accumulation_steps", "shared_memory")
+
+
+def shared_options(config: GearConfig) -> dict[str, Any]:
+    """Return the options that all ranks must agree on.
+
+    Where the data lie and how they are loaded is left out: each node may have its own copy, and the data
+    set's fingerprint says whether the copies are the same.
+    """
+    section = {name: value for name, value in config.to_json().items() if name not in _OF_THE_NODE}
+    section["tables"] = {
+        name: table.model_dump(mode="json", by_alias=True) for name, table in config.resolved_tables.items()
+    }
+    for table in section["tables"].values():
+        if table["data"] is not None:
+            table["data"] = {"split": table["data"]["split"]}
+    section["sampler"]["table"] = config.sampled_table
+    section["shared_memory"] = {"prefix": section["shared_memory"]["prefix"]}
+    return section
+
+
+def batch_options(config: GearConfig) -> dict[str, Any]:
+    """Return the options that decide the samples of global batches of a given size."""
+    return {name: value for name, value in shared_options(config).items() if name not in _OF_THE_RUN}
+
+
+def sha256(options: dict[str, Any]) -> str:
+    """Return the SHA-256 of the canonical JSON, hex."""
+    return hashlib.sha256(json.dumps(options, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _leaves(options: Any, name: str) -> dict[str, Any]:
+    if not isinstance(options, dict) or not options:
+        return {name: options}
+    found: dict[str, Any] = {}
+    for key in options:
+        found.update(_leaves(options[key], f"{name}.{key}"))
+    return found
+
+
+def difference(a: GearConfig, b: GearConfig) -> list[str]:
+    """Name the shared options in which two configs differ, with both values.
+
+    Args:
+        a: One rank's config.
+        b: Another rank's config.
+    Returns:
+        One text per option, such as "gear.seed: 0 and 1"; empty if the digests are equal.
+    """
+    left, right = _leaves(shared_options(a), "gear"), _leaves(shared_options(b), "gear")
+    names = [*left, *(name for name in right if name not in left)]
+    return [
+        f"{name}: {json.dumps(left[name]) if name in left else 'absent'} and "
+        f"{json.dumps(right[name]) if name in right else 'absent'}"
+        for name in names
+        if name not in left or name not in right or left[name] != right[name]
+    ]

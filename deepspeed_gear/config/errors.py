@@ -1,0 +1,122 @@
+"""From pydantic's errors to one line that names the option, the rule, the value and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from deepspeed_gear.config.checks import dotted
+from deepspeed_gear.config.describe import alternatives, as_model, describe, options, parts
+from deepspeed_gear.errors import ConfigError
+
+# Keys that users try and the options they mean; difflib finds misspelt ones, not synonyms.
+SYNONYMS = {
+    "dtype": "as",
+    "type": "kind",
+    "columns": "fields",
+    "window": "length",
+    "context": "length",
+    "dataset": "data",
+    "num_workers": "threads",
+    "train_batch_size": "batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+}
+
+
+def _inside(annotation: Any, key: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the annotation and metadata of what lies under a key, or None if nothing is known there."""
+    for member in alternatives(annotation):
+        model, (bare, _) = as_model(member), parts(member)
+        if model is not None and key in options(model):
+            info = options(model)[key]
+            return info.annotation, tuple(info.metadata)
+        if get_origin(bare) in (dict, list):
+            return get_args(bare)[-1], ()
+    return None
+
+
+def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
+    """Follow a pydantic location; members that name a branch of a union are not part of the option's name."""
+    annotation: Any = model
+    metadata: tuple[Any, ...] = ()
+    path: list[Any] = []
+    for key in where:
+        if key == "[key]":
+            continue
+        found = _inside(annotation, key)
+        if found is None:
+            continue
+        annotation, metadata = found
+        path.append(key)
+    return annotation, metadata, path
+
+
+def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
+    *where, key = error["loc"]
+    annotation, _, path = _locate(model, where)
+    models = [model for model in map(as_model, alternatives(annotation)) if model is not None]
+    known = [name for model in models for name in options(model)]
+    near = (
+        [SYNONYMS[key]] if SYNONYMS.get(key) in known else difflib.get_close_matches(str(key), known, 1, 0.7)
+    )
+    remedy = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    return ConfigError(dotted("gear", *path, key), "is not an option", None, remedy)
+
+
+def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    if error["type"] == "extra_forbidden":
+        return _unknown(model, error)
+    annotation, metadata, path = _locate(model, error["loc"])
+    name, admitted = dotted("gear", *path), describe(annotation, metadata)
+    if error["type"] == "missing":
+        return ConfigError(name, "must be given", None, f"it is {admitted}")
+    value = _short(error["input"])
+    if value is None:
+        return ConfigError(name, f"must be {admitted}, got null", None, "leave it out for its default")
+    if value == "auto":
+        remedy = "'auto' is not defined for it: give a value, or leave the option out for its default"
+        return ConfigError(name, f"must be {admitted}", value, remedy)
+    if error["type"] == "gear":
+        return ConfigError(name, error["ctx"]["rule"], value, error["ctx"]["remedy"])
+    return ConfigError(name, f"must be {admitted}", value, _hint(value))
+
+
+def _short(value: Any) -> Any:
+    """Keep the message to one readable line, whatever was given."""
+    text = repr(value)
+    return value if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _hint(value: Any) -> str:
+    try:
+        quoted = isinstance(value, str) and not isinstance(json.loads(value), str)
+    except ValueError:
+        return ""
+    return "write it without quotes" if quoted else ""
+
+
+def translate(model: type[BaseModel], error: ValidationError) -> ConfigError:
+    """Turn pydantic's list of errors into one error: the first, and the others behind it.
+
+    Unknown keys come first: a misspelt key often is why another one is missing.
+    """
+    entries = error.errors(include_url=False)
+    entries.sort(key=lambda entry: entry["type"] != "extra_forbidden")
+    found: dict[str, ConfigError] = {}
+    for entry in entries:
+        one = _one(model, entry)
+        found.setdefault(one.name, one)
+    # A branch of a union that fits but for one of its options says more than the branches that do not fit.
+    whole = {name for name in found if any(other.startswith((f"{name}.", f"{name}[")) for other in found)}
+    first, *rest = (one for name, one in found.items() if name not in whole)
+    if not rest:
+        return first
+    also = f"(also: {' | '.join(str(other) for other in rest)})"
+    return ConfigError(first.name, first.rule, first.value, f"{first.remedy} {also}".strip())

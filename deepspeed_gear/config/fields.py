@@ -1,0 +1,287 @@
+"""Fields against the schema of the table they are read from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from deepspeed_gear.config.checks import check_field_name, check_nesting, dotted
+from deepspeed_gear.config.model import FieldConfig, GearConfig, WhereConfig
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.schema import DTYPES, Column, Schema
+
+DERIVED = {"return_to_go": "float32", "timestep": "int64"}
+
+
+@dataclass(frozen=True)
+class ResolvedField:
+    """A field with everything defaulted.
+
+    Args:
+        name: Its name in the batch.
+        column: The stored column, or None for a derived field.
+        derived: "return_to_go", "timestep" or None.
+        offset: First step relative to the anchor, or "n_step".
+        length: Steps of the window; None for no time axis.
+        align: "in_place", "left" or "right".
+        pad_kind: "zero", "edge" or "value".
+        pad_value: The padding where `pad_kind` is "value", else 0.
+        normalize: "mean_std", "min_max" or None.
+        scale: Factor applied after normalisation.
+        dtype: Name of the dtype in the batch, or "engine".
+    """
+
+    name: str
+    column: Column | None
+    derived: str | None = None
+    offset: int | Literal["n_step"] = 0
+    length: int | None = None
+    align: str = "in_place"
+    pad_kind: str = "zero"
+    pad_value: int | float = 0
+    normalize: str | None = None
+    scale: float = 1.0
+    dtype: str = "float32"
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether values change on the way, other than by dtype."""
+        return self.normalize is not None or self.scale != 1.0
+
+
+def check_against(
+    config: GearConfig,
+    schemas: Mapping[str, Schema],
+    statistics_available: Collection[str] | bool | None = None,
+) -> list[ResolvedField]:
+    """Check a config against the columns of its tables.
+
+    Args:
+        config: The config.
+        schemas: Schema of each table by name.
+        statistics_available: Columns of the sampled table that have statistics; True for all, False for none,
+            None for all where the table holds a data set.
+    Returns:
+        The fields of a batch in the order of the config, or of the schema where the config names none.
+    Raises:
+        ConfigError: An option asks for a column that is missing or does not suit it.
+    """
+    for name in config.resolved_tables:
+        if name not in schemas:
+            raise ConfigError(
+                dotted("gear", "tables", name),
+                "must have a schema",
+                None,
+                "give it here or to Replay(schemas=...)",
+            )
+    table = config.sampled_table
+    schema = schemas[table]
+    if statistics_available is None:
+        statistics_available = config.resolved_tables[table].data is not None
+    for column, where in config.sampler.where.items():
+        _check_where(column, where, schema)
+    _check_n_step(config, schema)
+    wanted = config.fields or {name: FieldConfig() for name in schema.names}
+    if not config.fields:
+        for name in wanted:
+            check_field_name(name, n_step=config.n_step is not None)
+        check_nesting(list(wanted))
+    resolved = [_resolve(name, field, schema, statistics_available) for name, field in wanted.items()]
+    _check_duplicates(resolved)
+    return resolved
+
+
+def _known(schema: Schema) -> str:
+    return f"the table has {', '.join(schema.names)}"
+
+
+def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
+    at = dotted("gear", "sampler", "where", name)
+    per_trajectory = ", ".join(c.name for c in schema.trajectory_columns) or "none"
+    remedy = f"per-trajectory columns are: {per_trajectory}"
+    if name not in schema:
+        raise ConfigError(at, "must name a column", name, remedy)
+    column = schema[name]
+    if column.rows != "1" or column.shape:
+        raise ConfigError(at, "must name a column with one number per trajectory", name, remedy)
+    if column.dtype == "bool" and where.in_ is None:
+        raise ConfigError(at, "must use in, as the column is bool", None, 'write {"in": [true]}')
+    for value in where.in_ or ():
+        if isinstance(value, bool) and column.dtype != "bool":
+            raise ConfigError(
+                f"{at}.in", f"must hold numbers, as the column is {column.dtype}", value, "write 0 or 1"
+            )
+        if not column.is_floating and value != int(value):
+            raise ConfigError(
+                f"{at}.in", f"must hold integers, as the column is {column.dtype}", value, "no row equals it"
+            )
+
+
+def _check_n_step(config: GearConfig, schema: Schema) -> None:
+    if config.n_step is None:
+        return
+    for role in ("reward", "terminated"):
+        if schema.role(role) is None:
+            raise ConfigError(
+                "gear.n_step", f"must have a {role} column in the sampled table", None, _known(schema)
+            )
+
+
+def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | None, str | None]:
+    at = dotted("gear", "fields", name)
+    derived: str | None = field.derived
+    if derived is None and field.column is None and name in DERIVED and name not in schema:
+        derived = name
+    if derived == "return_to_go" and schema.role("reward") is None:
+        raise ConfigError(at, "must have a reward column to sum", None, _known(schema))
+    if derived is not None:
+        return None, derived
+    wanted = field.column if field.column is not None else name
+    if wanted not in schema:
+        option = f"{at}.column" if field.column is not None else at
+        raise ConfigError(option, "must be a column of the table", wanted, _known(schema))
+    return schema[wanted], None
+
+
+def _resolve(
+    name: str, field: FieldConfig, schema: Schema, statistics: Collection[str] | bool
+) -> ResolvedField:
+    at = dotted("gear", "fields", name)
+    column, derived = _source(name, field, schema)
+    if column is not None and column.rows == "1":
+        _check_per_trajectory(at, field, column)
+    if field.normalize is not None:
+        _check_normalize(at, field, column, statistics)
+    own = (
+        DERIVED[derived]
+        if column is None and derived is not None
+        else (column.dtype if column is not None else "")
+    )
+    converted = field.normalize is not None or field.scale != 1.0
+    floating = own in ("float16", "bfloat16", "float32", "float64")
+    if converted and own == "bool":
+        raise ConfigError(
+            f"{at}.scale", "must not be given for a bool column", field.scale, 'use "as": "float32"'
+        )
+    dtype = field.dtype or ("float32" if converted and not floating else own)
+    if field.dtype is not None:
+        _check_dtype(at, own, field.dtype, column, converted)
+    pad_value = 0 if isinstance(field.pad, str) else field.pad
+    _check_pad(at, pad_value, dtype)
+    return ResolvedField(
+        name=name,
+        column=column,
+        derived=derived,
+        offset=field.offset,
+        length=field.length,
+        align=field.align,
+        pad_kind=field.pad if isinstance(field.pad, str) else "value",
+        pad_value=pad_value,
+        normalize=field.normalize,
+        scale=field.scale,
+        dtype=dtype,
+    )
+
+
+def _check_per_trajectory(at: str, field: FieldConfig, column: Column) -> None:
+    for option, default in (("offset", 0), ("length", None), ("pad", "zero")):
+        value = getattr(field, option)
+        if value != default:
+            raise ConfigError(
+                f"{at}.{option}",
+                f"must not be given: {column.name} has one value per trajectory",
+                value,
+                "drop it",
+            )
+
+
+def _check_normalize(
+    at: str, field: FieldConfig, column: Column | None, statistics: Collection[str] | bool
+) -> None:
+    if column is None:
+        raise ConfigError(
+            f"{at}.normalize", "must not be given for a derived field", field.normalize, "use scale"
+        )
+    if column.dtype == "bool":
+        raise ConfigError(
+            f"{at}.normalize", "must not be given for a bool column", field.normalize, "drop it"
+        )
+    if not (statistics if isinstance(statistics, bool) else column.name in statistics):
+        raise ConfigError(
+            f"{at}.normalize",
+            f"must not be given: column {column.name} has no statistics",
+            field.normalize,
+            "only data sets have them; use scale",
+        )
+
+
+def _check_dtype(at: str, own: str, wanted: str, column: Column | None, converted: bool) -> None:
+    """Refuse a conversion that loses what the values mean."""
+    option, source = f"{at}.as", f"a derived {own}" if column is None else f"the {own} column {column.name}"
+    # What targets and losses are made of keeps at least the precision of float32.
+    exact = column is None or column.role in ("reward", "return", "terminated", "truncated")
+    if wanted == "engine":
+        if exact:
+            remedy = (
+                "rewards, returns, flags and derived fields keep their precision; convert them in the model"
+            )
+            raise ConfigError(option, f'must not be "engine" for {source}', wanted, remedy)
+        if own in ("int16", "int32", "int64") and not converted:
+            raise ConfigError(
+                option, f'must not be "engine" for {source}', wanted, "large integers would be rounded"
+            )
+        return
+    target, have = DTYPES[wanted], DTYPES[own]
+    if target.is_floating_point:
+        if exact and target.itemsize < min(4, have.itemsize):
+            raise ConfigError(option, f"must keep the precision of {source}", wanted, "use float32")
+    elif converted:
+        raise ConfigError(
+            option, "must be a float type where the field is normalised or scaled", wanted, "use float32"
+        )
+    elif not _holds(target, have):
+        raise ConfigError(option, f"must hold every value of {source}", wanted, f"use {own} or a wider type")
+
+
+def _holds(target: torch.dtype, have: torch.dtype) -> bool:
+    """Tell whether an integer or bool type holds every value of another type."""
+    if target == have or have is torch.bool:
+        return True
+    if have.is_floating_point or target is torch.bool:
+        return False
+    wide, narrow = torch.iinfo(target), torch.iinfo(have)
+    return wide.min <= narrow.min and narrow.max <= wide.max
+
+
+def _check_pad(at: str, pad: int | float, dtype: str) -> None:
+    name = f"{at}.pad"
+    if dtype == "engine":
+        return
+    target = DTYPES[dtype]
+    if dtype == "bool":
+        if pad not in (0, 1):
+            raise ConfigError(name, "must be 0 or 1 for a bool field", pad, "or convert the field with as")
+    elif target.is_floating_point:
+        if abs(pad) > torch.finfo(target).max:
+            raise ConfigError(name, f"must be representable in {dtype}", pad, "choose a smaller number")
+    elif pad != int(pad) or not torch.iinfo(target).min <= pad <= torch.iinfo(target).max:
+        raise ConfigError(
+            name, f"must be an integer that {dtype} can hold", pad, 'or convert the field with "as"'
+        )
+
+
+def _check_duplicates(fields: list[ResolvedField]) -> None:
+    seen: dict[ResolvedField, str] = {}
+    for field in fields:
+        meaning = replace(field, name="")
+        if meaning in seen:
+            raise ConfigError(
+                dotted("gear", "fields", field.name),
+                f"must differ from {dotted('gear', 'fields', seen[meaning])}",
+                None,
+                "both hold the same; drop one",
+            )
+        seen[meaning] = field.name

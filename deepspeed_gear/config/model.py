@@ -1,0 +1,335 @@
+"""The options of the `gear` section. Their descriptions are the source of docs/reference/config.md."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, Lt, MinLen
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
+
+from deepspeed_gear.config import digest
+from deepspeed_gear.config.checks import check_options
+from deepspeed_gear.config.types import (
+    Count,
+    DtypeName,
+    Flag,
+    Float,
+    Fraction,
+    Gamma,
+    GearModel,
+    Int,
+    Name,
+    Number,
+    Offset,
+    Pad,
+    Positive,
+    Scalar,
+    Steps,
+    StoredDtype,
+    Text,
+    Words,
+    as_data,
+    refuse,
+)
+from deepspeed_gear.errors import SchemaError
+from deepspeed_gear.schema import Column, Schema
+
+
+class DataConfig(GearModel):
+    """A data set on disk, made by `gear ingest`. A plain string is short for its path."""
+
+    path: Text = Field(description="Folder of the data set, absolute or relative to the working directory.")
+    split: dict[Name, Fraction] = Field(
+        default={},
+        description=(
+            "Trajectories kept out of training, as a fraction per split. A keyed hash of the "
+            "trajectory's id decides, so a split is the same for every seed. Empty: the split that the "
+            "data set was ingested with."
+        ),
+    )
+    load: Literal["map", "memory"] = Field(
+        default="map",
+        description=(
+            '"map" reads the files in place, so the data may be larger than memory; "memory" copies '
+            "them into shared memory once per node."
+        ),
+    )
+
+
+class ColumnConfig(GearModel):
+    """One stored quantity."""
+
+    dtype: StoredDtype = Field(description="Type of its elements.")
+    shape: list[Steps] = Field(default=[], description="Shape of one row, without the time axis.")
+    role: Literal[
+        "observation", "action", "reward", "terminated", "truncated", "return", "length", "other"
+    ] = Field(default="other", description="What it means to derived fields and to `as`.")
+    rows: Literal["T", "T+1", "1"] = Field(
+        default="T",
+        description=(
+            "Rows of a trajectory of T steps: one a step, one more (observations), or one per trajectory."
+        ),
+    )
+
+    @field_serializer("dtype")
+    def serialize_torch_dtype(self, dtype: str) -> str:
+        # Overrides DeepSpeed's serializer of the same name, which expects a torch.dtype.
+        return dtype
+
+
+class SchemaConfig(GearModel):
+    """The columns of a table that holds no data set."""
+
+    columns: Annotated[dict[Name, ColumnConfig], MinLen(1)] = Field(description="The columns by name.")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> SchemaConfig:
+        try:
+            self.build()
+        except SchemaError as error:
+            raise refuse("must describe the columns of a table", str(error)) from error
+        return self
+
+    def build(self) -> Schema:
+        """Make the schema."""
+        columns = self.columns.items()
+        return Schema([Column(name, c.dtype, tuple(c.shape), c.role, c.rows) for name, c in columns])
+
+
+class TableConfig(GearModel):
+    """A named set of trajectories: a data set on disk, or room for trajectories added while training."""
+
+    data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = Field(
+        default=None, description="The data set that the table holds."
+    )
+    capacity_steps: Count | None = Field(
+        default=None, description="Room for this many steps, in a table without data."
+    )
+    capacity_trajectories: Count | None = Field(
+        default=None,
+        description="Room for this many trajectories. null: one per 16 steps, at least 1,024.",
+    )
+    max_length: Steps | None = Field(
+        default=None, description="Steps of the longest trajectory that can be added. null: `capacity_steps`."
+    )
+    schema_: SchemaConfig | None = Field(
+        default=None,
+        alias="schema",
+        description="Columns of a table without data. null: the program gives it to `Replay(schemas=...)`.",
+    )
+
+    @property
+    def schema(self) -> Schema | None:
+        """The columns as the config gives them, or None."""
+        return None if self.schema_ is None else self.schema_.build()
+
+
+class EveryConfig(GearModel):
+    """Anchors at the steps 0, k, 2k, ... of a trajectory."""
+
+    every: Steps = Field(description="Distance of two anchors in steps.")
+
+
+class WhereConfig(GearModel):
+    """Which values of a per-trajectory column are admitted; all given conditions must hold."""
+
+    min: Number | None = Field(default=None, description="Smallest admitted value.")
+    max: Number | None = Field(default=None, description="Largest admitted value.")
+    in_: Annotated[list[Scalar], MinLen(1)] | None = Field(
+        default=None, alias="in", description="The admitted values, compared exactly."
+    )
+
+
+class SamplerConfig(GearModel):
+    """How the samples of a global batch are selected."""
+
+    kind: Literal["uniform", "length", "epoch"] = Field(
+        default="uniform",
+        description=(
+            '"uniform" draws every item with the same probability; "length" draws trajectories in '
+            'proportion to their number of steps; "epoch" visits every item once, in an order given by '
+            "the seed, then again."
+        ),
+    )
+    unit: Literal["trajectory", "step"] = Field(default="trajectory", description="What an item is.")
+    table: Name | None = Field(default=None, description="The table to sample. null: the only one.")
+    anchors: Annotated[
+        Literal["all", "fits", "start", "end"] | EveryConfig,
+        Words('"all"', '"fits"', '"start"', '"end"', '{"every": k}'),
+    ] = Field(
+        default="all",
+        description=(
+            'Steps at which windows may stand: "all"; "fits", where every window lies inside the '
+            'trajectory; "start", the first step; "end", the last one; or every k-th step. A trajectory'
+            " without one is never drawn."
+        ),
+    )
+    where: dict[Name, WhereConfig] = Field(
+        default={},
+        description="Conditions on per-trajectory columns. Trajectories that fail one are never drawn.",
+    )
+
+
+class FieldConfig(GearModel):
+    """One entry of a batch: a column seen through a window that stands at the sample's anchor."""
+
+    column: Name | None = Field(
+        default=None, description="The stored column. null: the one of the field's name."
+    )
+    derived: Literal["return_to_go", "timestep"] | None = Field(
+        default=None,
+        description=(
+            "A quantity computed while collecting instead of a stored column. A field of this name "
+            "whose table has no such column is derived by itself."
+        ),
+    )
+    offset: Offset = Field(
+        default=0,
+        description=(
+            'First step of the window, relative to the anchor; "n_step" is the step that an n-step '
+            "return bootstraps from: `n_step.n` later, or fewer where the trajectory ends before."
+        ),
+    )
+    length: Steps | None = Field(
+        default=None, description="Steps of the window. null: one step without a time axis."
+    )
+    align: Literal["in_place", "left", "right"] = Field(
+        default="in_place",
+        description=(
+            "Where the real steps of a window stand that leaves the trajectory: at their own places, or"
+            " pushed to the left or right end."
+        ),
+    )
+    pad: Pad = Field(
+        default="zero",
+        description=(
+            'What fills the rest: "zero", "edge" (the nearest real step) or a number, in units of the output.'
+        ),
+    )
+    normalize: Literal["mean_std", "min_max"] | None = Field(
+        default=None,
+        description=(
+            'With the statistics of the training split: "mean_std" to mean 0 and deviation 1, "min_max"'
+            " to [-1, 1]."
+        ),
+    )
+    scale: Float = Field(default=1.0, description="Factor applied after normalisation.")
+    dtype: DtypeName | None = Field(
+        default=None,
+        alias="as",
+        description=(
+            'Type in the batch; "engine" is the type the engine computes in. null: the column\'s own, or'
+            " float32 where a column of integers is normalised or scaled."
+        ),
+    )
+
+    @field_serializer("dtype")
+    def serialize_torch_dtype(self, dtype: str | None) -> str | None:
+        # Overrides DeepSpeed's serializer of the same name, which would write null as "None".
+        return dtype
+
+
+class NStepConfig(GearModel):
+    """N-step returns: adds `return_n`, `discount` and `steps_n` to the batch."""
+
+    n: Steps = Field(description="Rewards summed; fewer where the trajectory ends before.")
+    gamma: Gamma = Field(description="Discount per step.")
+
+
+class SharedMemoryConfig(GearModel):
+    """The memory that all processes of a node share."""
+
+    prefix: Annotated[Name, Words("a name of at most 32 letters, digits, '_' and '-'")] = Field(
+        default="gear", description="First part of the names in /dev/shm."
+    )
+    huge_pages: Flag = Field(default=True, description="Ask for huge pages where the system grants them.")
+
+    @field_validator("prefix")
+    @classmethod
+    def _short(cls, prefix: str) -> str:
+        if len(prefix) > 32 or "." in prefix or not prefix.isascii():
+            raise refuse("must be a name of at most 32 letters, digits, '_' and '-'")
+        return prefix
+
+
+class GearConfig(GearModel):
+    """The `gear` section of ds_config.json."""
+
+    seed: Annotated[Int, Ge(0), Lt(2**63)] = Field(
+        default=0,
+        description="Decides every random choice; equal seeds give equal batches on any number of ranks.",
+    )
+    backend: Literal["auto", "reference", "cpu", "cuda"] = Field(
+        default="auto",
+        description=(
+            'Which implementation of the ops runs: PyTorch ("reference"), C++ ("cpu") or CUDA; "auto" '
+            "takes the fastest one that fits. All give the same batches."
+        ),
+    )
+    data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = Field(
+        default=None, description='The data set to train on: short for `tables: {"main": {"data": ...}}`.'
+    )
+    tables: dict[Name, TableConfig] = Field(default={}, description="The tables by name.")
+    sampler: SamplerConfig = Field(default=SamplerConfig(), description="How samples are selected.")
+    fields: dict[Name, FieldConfig] = Field(
+        default={},
+        description="What a batch holds, by name. Empty: every column of the table, at the anchor.",
+    )
+    n_step: NStepConfig | None = Field(default=None, description="N-step returns.")
+    prefetch: Annotated[Int, Ge(0), Le(64)] = Field(
+        default=0, description="Global batches that are prepared ahead by a background thread."
+    )
+    batch_size: Count | None = Field(
+        default=None, description="Samples of a global batch, all ranks together. Only without an engine."
+    )
+    micro_batch_size: Count | None = Field(
+        default=None,
+        description=(
+            "Samples of one `sample()` of one rank. Only without an engine. null: `batch_size` divided "
+            "by ranks and accumulation steps."
+        ),
+    )
+    gradient_accumulation_steps: Count = Field(
+        default=1, description="Micro batches of a global batch on each rank. Only without an engine."
+    )
+    shared_memory: SharedMemoryConfig = Field(
+        default=SharedMemoryConfig(), description="Shared memory of a node."
+    )
+    timeout_s: Positive = Field(
+        default=60.0, description="Seconds after which a wait for another rank is an error."
+    )
+    threads: Annotated[Int, Ge(1), Le(1024)] = Field(
+        default=1, description="Threads that copy one batch. Ranks on busy cores are fastest with one."
+    )
+    metrics: Flag = Field(default=True, description="Report times, bytes and padding to DeepSpeed's monitor.")
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> GearConfig:
+        check_options(self)
+        return self
+
+    @cached_property
+    def resolved_tables(self) -> dict[str, TableConfig]:
+        """All tables by name; the short form `data` is the table "main"."""
+        return {"main": TableConfig(data=self.data)} if self.data is not None else dict(self.tables)
+
+    @property
+    def sampled_table(self) -> str:
+        """Name of the table that batches come from."""
+        return self.sampler.table if self.sampler.table is not None else next(iter(self.resolved_tables))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the section with all defaults filled in; `parse` reads it back to an equal config."""
+        dumped: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
+        return dumped
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what all ranks of a run must agree on, hex."""
+        return digest.sha256(digest.shared_options(self))
+
+    @property
+    def resume_digest(self) -> str:
+        """SHA-256 of what decides the samples of a global batch, hex: equal where a checkpoint fits."""
+        return digest.sha256(digest.batch_options(self))

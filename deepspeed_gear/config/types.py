@@ -1,0 +1,91 @@
+"""Strict value types of the `gear` section: nothing is converted, nothing is dropped."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from annotated_types import Ge, Gt, Le, Lt
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Strict
+from pydantic_core import PydanticCustomError
+
+from deepspeed_gear.schema import DTYPES
+
+
+class Words:
+    """What a type admits, as alternatives that complete "must be ..." in errors and in the reference."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+
+class GearModel(DeepSpeedConfigModel):
+    """A DeepSpeedConfigModel that is frozen and in which "auto" reaches the checks.
+
+    DeepSpeed's own constructor drops every option whose value is "auto", and takes a key `strict` for itself.
+    """
+
+    model_config = ConfigDict(frozen=True, populate_by_name=False, validate_default=False)
+
+    def __init__(self, /, **data: Any) -> None:
+        BaseModel.__init__(self, **data)
+
+
+def refuse(rule: str, remedy: str = "") -> PydanticCustomError:
+    """Make the error of a value check; `errors.translate` adds the option's name and the value."""
+    return PydanticCustomError("gear", "{rule}", {"rule": rule, "remedy": remedy})
+
+
+def _no_auto(value: Any) -> Any:
+    if value == "auto":
+        raise refuse(
+            "must be given or left out: 'auto' is not defined for it", "leave the option out for its default"
+        )
+    return value
+
+
+def is_legal_name(name: str) -> bool:
+    """Tell whether a column, field, table or split may have this name."""
+    return bool(name) and not name.startswith(".") and all(c.isalnum() or c in "_-." for c in name)
+
+
+def _legal(name: str) -> str:
+    if not is_legal_name(name):
+        raise refuse("must consist of letters, digits, '_', '-' and '.', and not start with '.'")
+    return name
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise refuse("must not be empty")
+    return text
+
+
+Int = Annotated[int, Strict()]
+Count = Annotated[int, Strict(), Ge(1), Lt(2**62)]
+Steps = Annotated[int, Strict(), Ge(1), Lt(2**31)]
+Float = Annotated[float, Strict(), AllowInfNan(False)]
+Flag = Annotated[bool, Strict()]
+Name = Annotated[str, Strict(), BeforeValidator(_no_auto), AfterValidator(_legal), Words("a name")]
+Text = Annotated[
+    str, Strict(), BeforeValidator(_no_auto), AfterValidator(_not_empty), Words("a non-empty string")
+]
+Fraction = Annotated[float, Strict(), AllowInfNan(False), Gt(0), Lt(1)]
+Gamma = Annotated[float, Strict(), AllowInfNan(False), Ge(0), Le(1)]
+Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0)]
+# int and float stay apart, so that a large int64 bound or padding value is not rounded.
+_IntOrFloat = Int | Float
+Number = Annotated[_IntOrFloat, Words("a finite number")]
+Scalar = Annotated[Flag | _IntOrFloat, Words("a finite number", "true", "false")]
+Pad = Annotated[Literal["zero", "edge"] | _IntOrFloat, Words('"zero"', '"edge"', "a finite number")]
+Offset = Annotated[int, Strict(), Gt(-(2**31)), Lt(2**31)] | Literal["n_step"]
+StoredDtype = Literal[
+    "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"
+]
+DtypeName = StoredDtype | Literal["engine"]
+assert set(DTYPES) == set(get_args(StoredDtype))
+
+
+def as_data(value: Any) -> Any:
+    """Read the short form of a data set: a plain string is its path."""
+    return {"path": value} if isinstance(value, str) else value

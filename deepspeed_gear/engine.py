@@ -1,0 +1,216 @@
+"""What DeepSpeed sees: `initialize`, `attach`, `enable`, `disable`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from deepspeed.utils import logger
+
+from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.config import parse, refuse_batch_sizes
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops.register import register
+from deepspeed_gear.parallel import compat
+from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.replay import BatchInfo, Replay
+from deepspeed_gear.schema import Schema
+
+CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state
+_plain_initialize = deepspeed.initialize
+
+
+def initialize(
+    *arguments: Any, schemas: Mapping[str, Schema] | None = None, **options: Any
+) -> tuple[Any, Any, Iterator[Batch], Any]:
+    """Call `deepspeed.initialize` and attach the replay of its config's `gear` section. Collective.
+
+    Args:
+        *arguments: Those of `deepspeed.initialize`.
+        **options: Likewise; `config` is a dict or the path of a JSON file.
+        schemas: Schemas of tables that have a capacity and no schema in the config.
+    Returns:
+        Engine, optimizer, an endless iterator over gear batches, learning-rate scheduler. The engine has
+        `gear_sample()`, `gear_iterator(stream)` and `gear`, the Replay.
+    Raises:
+        GearError: On every rank, with the text of the rank that has found it.
+    """
+    if options.get("training_data") is not None:
+        raise ConfigError("training_data", "must not be given beside a gear section", None, "use one of them")
+    _check_section_first(_config_of(arguments, options), options)
+    engine, optimizer, _, scheduler = _plain_initialize(*arguments, **options)
+    attach(engine, schemas=schemas)
+    return engine, optimizer, engine.gear_iterator(), scheduler
+
+
+def attach(
+    engine: Any, replay: Replay | None = None, config: Any = None, schemas: Mapping[str, Schema] | None = None
+) -> Any:
+    """Give an engine that somebody else made its `gear_sample()`, `gear_iterator()` and `gear`. Collective.
+
+    Args:
+        engine: From `deepspeed.initialize`, Accelerate or a Trainer.
+        replay: A Replay to share, for example another engine's `gear`; None makes one.
+        config: The gear section; None takes it from the engine's config.
+        schemas: Schemas of tables that have a capacity and no schema in the config.
+    Returns:
+        The engine. An engine that is attached already stays as it is.
+    Raises:
+        ConfigError: There is no gear section, or the engine is of a kind that is not supported.
+    """
+    if "gear" in engine.__dict__:
+        return engine
+    compat.check_engine(engine)
+    register()
+    owns = replay is None
+    if replay is None:
+        replay = _make_replay(engine, config, schemas)
+    engine.gear = replay
+    engine.gear_sample = replay.sample
+    engine.gear_iterator = replay.iterator
+    if owns:
+        _carry_state(engine, replay)
+        _report_metrics(engine, replay)
+        _close_with(engine, replay)
+    return engine
+
+
+def enable() -> None:
+    """Make plain `deepspeed.initialize` attach a replay where the config has a `gear` section. Idempotent."""
+    deepspeed.initialize = _initialize_if_asked
+
+
+def disable() -> None:
+    """Undo `enable`. Idempotent."""
+    deepspeed.initialize = _plain_initialize
+
+
+@functools.wraps(_plain_initialize)
+def _initialize_if_asked(*arguments: Any, **options: Any) -> Any:
+    config = _config_of(arguments, options)
+    asked = isinstance(config, Mapping) and "gear" in config
+    return initialize(*arguments, **options) if asked else _plain_initialize(*arguments, **options)
+
+
+def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Return the ds_config that `deepspeed.initialize` would read, as a mapping where it can be read."""
+    config = options.get("config", options.get("config_params"))
+    if config is None:
+        namespace = options.get("args", arguments[0] if arguments else None)
+        config = getattr(namespace, "deepspeed_config", None)
+    if isinstance(config, (str, Path)) and Path(config).is_file():
+        try:
+            return json.loads(Path(config).read_text())
+        except ValueError:
+            return config  # DeepSpeed says what is wrong with it
+    return config
+
+
+def _check_section_first(config: Any, options: Mapping[str, Any]) -> None:
+    """Find a wrong gear section on any rank before the model is built."""
+    if not isinstance(config, Mapping):
+        return
+    if options.get("dist_init_required") is not False:
+        deepspeed.init_distributed(dist_init_required=options.get("dist_init_required"))
+    exchange = Exchange()
+    try:
+        exchange.agree("the gear section", lambda: refuse_batch_sizes(parse(_section_in(config))))
+    finally:
+        exchange.close()
+
+
+def _section_in(config: Mapping[str, Any]) -> Any:
+    if config.get("gear") is None:
+        remedy = 'add "gear": {"data": "path/of/the/data/set"}'
+        raise ConfigError("gear", "must be a section of the DeepSpeed config", None, remedy)
+    return config["gear"]
+
+
+def _make_replay(engine: Any, config: Any, schemas: Mapping[str, Schema] | None) -> Replay:
+    section = compat.gear_section(engine) if config is None else config
+    info = BatchInfo(
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+        compat.data_world(engine),
+    )
+    return Replay(
+        _section_in({"gear": section}),
+        schemas=schemas,
+        info=info,
+        data_rank=compat.data_rank(engine),
+        engine_dtype=compat.compute_dtype(engine),
+        device=engine.device,
+    )
+
+
+def _wrap(engine: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of this one engine; its class, whose name DeepSpeed tests, stays as it is."""
+    original = getattr(engine, name)
+    setattr(engine, name, functools.wraps(original)(make(original)))
+
+
+def _carry_state(engine: Any, replay: Replay) -> None:
+    """Let checkpoints hold the replay's position."""
+
+    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(
+            save_dir: Any, tag: Any = None, client_state: Any = None, *rest: Any, **options: Any
+        ) -> Any:
+            state = {**(client_state or {}), CLIENT_STATE: replay.state_dict()}
+            return original(save_dir, tag, state, *rest, **options)
+
+        return save_checkpoint
+
+    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_checkpoint(*arguments: Any, **options: Any) -> Any:
+            path, client_state = original(*arguments, **options)
+            if path is None or options.get("load_module_only"):
+                return path, client_state
+            state = client_state.pop(CLIENT_STATE, None)
+            if state is None:
+                logger.warning("gear: %s holds no replay state; sampling starts at the first batch", path)
+            else:
+                replay.load_state_dict(state)
+            return path, client_state
+
+        return load_checkpoint
+
+    _wrap(engine, "save_checkpoint", saving)
+    _wrap(engine, "load_checkpoint", loading)
+
+
+def _report_metrics(engine: Any, replay: Replay) -> None:
+    """Write metrics to DeepSpeed's monitor after each optimizer step, where one is enabled."""
+    if not replay.config.metrics or not getattr(getattr(engine, "monitor", None), "enabled", False):
+        return
+
+    def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any, **options: Any) -> Any:
+            before = engine.global_steps
+            result = original(*arguments, **options)
+            if engine.global_steps != before:
+                taken = replay.take_metrics()
+                events = [
+                    (f"Train/Gear/{name}", value, engine.global_samples) for name, value in taken.items()
+                ]
+                compat.write_events(engine, events)
+            return result
+
+        return step
+
+    _wrap(engine, "step", stepping)
+
+
+def _close_with(engine: Any, replay: Replay) -> None:
+    def destroying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def destroy(*arguments: Any, **options: Any) -> Any:
+            replay.close()
+            return original(*arguments, **options)
+
+        return destroy
+
+    _wrap(engine, "destroy", destroying)

@@ -1,0 +1,64 @@
+"""Errors that name the thing, the rule, the value and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class GearError(Exception):
+    """Base of every error that users see.
+
+    Args:
+        name: What is wrong: an option (`sampler.alpha`), a file, a column, a rank.
+        rule: The rule that it breaks ("must be in [0, 1]").
+        value: What was found; None leaves it out of the message.
+        remedy: What to do about it.
+    """
+
+    def __init__(self, name: str, rule: str, value: Any = None, remedy: str = "") -> None:
+        self.name, self.rule, self.value, self.remedy = name, rule, value, remedy
+        got = "" if value is None else f", got {value!r}"
+        super().__init__(f"{name} {rule}{got}" + (f"; {remedy}" if remedy else ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by parts, so that an error crosses a process group unchanged."""
+        value = (
+            self.value if isinstance(self.value, (str, int, float, bool, type(None))) else repr(self.value)
+        )
+        return type(self), (self.name, self.rule, value, self.remedy)
+
+
+class ConfigError(GearError, ValueError):
+    """An option of the `gear` section is wrong, alone or together with others."""
+
+
+class SchemaError(GearError, ValueError):
+    """A column or schema is malformed, or two schemas differ."""
+
+
+class DataError(GearError, ValueError):
+    """A data file or trajectory is missing, foreign, truncated, changed or malformed."""
+
+
+class ShapeError(GearError, ValueError):
+    """An argument of an op has a wrong shape, dtype or device."""
+
+
+class StoreError(GearError, RuntimeError):
+    """A store cannot be created, attached or used."""
+
+
+class StoreFullError(StoreError):
+    """A table or the machine's shared memory has no room."""
+
+
+class BuildError(GearError, RuntimeError):
+    """The native op cannot be built or loaded."""
+
+
+class PeerError(GearError, RuntimeError):
+    """Another rank failed, differs, or does not answer in time."""
+
+
+class CheckpointError(GearError, RuntimeError):
+    """A checkpoint does not fit the replay that loads it."""

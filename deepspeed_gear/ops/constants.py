@@ -1,0 +1,47 @@
+"""What Python and C++ share: the layout of records, specs and trees. A test compares it with the headers."""
+
+from __future__ import annotations
+
+# common/slot.h: a row of the slot table, and what a draw resolves to.
+SLOT_WORDS = 8
+SLOT_STATE, SLOT_GENERATION, SLOT_ID, SLOT_FIRST_ROW, SLOT_NUM_STEPS, SLOT_NUM_ROWS, SLOT_OWNER = range(7)
+RESOLUTION_WORDS = 8
+R_ID, R_SLOT, R_GENERATION, R_FIRST_ROW, R_NUM_STEPS, R_ANCHOR, R_MASS, R_NUMBER = range(8)
+UNIT_TRAJECTORY, UNIT_STEP = 0, 1
+
+# common/philox.h: what a random word is for.
+FOR_COORDINATE, FOR_ANCHOR, FOR_PERMUTATION, FOR_SPLIT = range(4)
+
+# common/window.h and cpu/ops.h: a field of a gather.
+ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT = 0, 1, 2
+PAD_VALUE, PAD_EDGE = 0, 1
+SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE, SOURCE_TRAJECTORY, SOURCE_TIMESTEP = 0, 1, 2, 3
+FIELD_INTS = 8  # source, offset, length, align, after_n_step, pad, elements, index of the mask
+
+# common/tree.h
+FAN_OUT = 32
+
+
+def tree_levels(num_items: int) -> list[tuple[int, int]]:
+    """Lay out the tree of `num_items` masses.
+
+    Level 0 holds the masses, a node of level l + 1 is the sum of a group of `FAN_OUT` nodes of level l, the
+    last level is one group. Every level is padded with zeros to whole groups.
+
+    Returns:
+        Offset and width of every level, in words.
+    """
+    levels: list[tuple[int, int]] = []
+    nodes, offset = max(num_items, 1), 0
+    while True:
+        width = -(-nodes // FAN_OUT) * FAN_OUT
+        levels.append((offset, width))
+        if width <= FAN_OUT:
+            return levels
+        nodes, offset = width // FAN_OUT, offset + width
+
+
+def tree_size(num_items: int) -> int:
+    """Return the words of a tree of `num_items` masses."""
+    offset, width = tree_levels(num_items)[-1]
+    return offset + width

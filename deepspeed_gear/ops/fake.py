@@ -1,0 +1,36 @@
+"""What `torch.compile` traces in place of the native ops: they return nothing, so it only takes arguments."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+OP_NAMES = (
+    "draw_",
+    "permute_",
+    "tree_build_",
+    "tree_update_",
+    "resolve_",
+    "suffix_sum_",
+    "n_step_",
+    "gather_",
+)
+
+_lock = threading.Lock()
+_registered = False
+
+
+def register() -> None:
+    """Register the fake implementation of every op, once, after the native module is loaded. Thread safe."""
+    global _registered
+    with _lock:
+        if _registered:
+            return
+        for name in OP_NAMES:
+            torch.library.register_fake(f"gear::{name}", _mutate_only)
+        _registered = True
+
+
+def _mutate_only(*_: object) -> None:
+    """Change no shape, dtype or device: every op writes into tensors of its caller."""

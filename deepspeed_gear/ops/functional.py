@@ -1,0 +1,395 @@
+"""The ops behind one interface, and checked public wrappers of them.
+
+`load_backend` gives the ops of a backend as they are: in place, positional, checked only for what would read
+or write outside a tensor. The functions of this module allocate their results and check every argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..errors import BuildError, ConfigError, ShapeError
+from . import fake, reference
+from .constants import (
+    ALIGN_IN_PLACE,
+    FIELD_INTS,
+    PAD_EDGE,
+    PAD_VALUE,
+    RESOLUTION_WORDS,
+    SLOT_WORDS,
+    SOURCE_STEPS,
+    SOURCE_TIMESTEP,
+    SOURCE_TRAJECTORY,
+    UNIT_TRAJECTORY,
+    tree_levels,
+    tree_size,
+)
+
+__all__ = [
+    "Ops",
+    "draw",
+    "gather",
+    "load_backend",
+    "n_step",
+    "permute",
+    "powers_of",
+    "resolve",
+    "scaling",
+    "suffix_sum",
+    "tree",
+    "tree_levels",
+    "tree_size",
+    "tree_total",
+]
+
+Op = Callable[..., None]
+_SCALING_ELEMENTS = 128
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The ops of one backend: they write into tensors of the caller and return nothing.
+
+    What they mean stands in `reference`, under the same names. Calls are thread safe as long as their outputs
+    differ. `native` is the loaded module with the functions `mutex_*` of the stores, None for the reference.
+    """
+
+    name: str
+    draw_: Op
+    permute_: Op
+    tree_build_: Op
+    tree_update_: Op
+    resolve_: Op
+    suffix_sum_: Op
+    n_step_: Op
+    gather_: Op
+    native: ModuleType | None = None
+
+
+def load_backend(name: str = "auto") -> Ops:
+    """Load the ops of a backend.
+
+    Args:
+        name: "reference" (plain PyTorch, never compiles), "cpu" (C++), "cuda" (the kernels for tensors on a
+            GPU, the C++ ops for those in host memory), or "auto" (the same as "cpu").
+    Raises:
+        ConfigError: There is no backend of this name.
+        BuildError: The native op cannot be built or loaded, or CUDA is asked for where there is none.
+    """
+    if name == "reference":
+        return Ops(name, **{op: getattr(reference, op) for op in fake.OP_NAMES})
+    if name in ("auto", "cpu"):
+        from .load import load_native
+
+        return _native_ops("cpu", load_native())
+    if name == "cuda":
+        return _native_ops(name, _load_cuda())
+    raise ConfigError("gear.backend", "must be auto, reference, cpu or cuda", name)
+
+
+def _native_ops(name: str, native: ModuleType) -> Ops:
+    fake.register()
+    return Ops(name, **{op: getattr(torch.ops.gear, op).default for op in fake.OP_NAMES}, native=native)
+
+
+def _load_cuda() -> ModuleType:
+    if not torch.cuda.is_available():
+        raise BuildError(
+            "gear.backend",
+            "is cuda, which needs a CUDA build of torch and a GPU that it sees",
+            f"torch {torch.__version__}, CUDA {torch.version.cuda}",
+            'set gear.backend to "cpu": the store, selection and collection run in host memory',
+        )
+    from .load import load_native, load_native_cuda
+
+    load_native_cuda()
+    return load_native()
+
+
+def draw(seed: int, stream: int, first: int, total: int, count: int, *, ops: Ops | None = None) -> Tensor:
+    """Draw the coordinates of the samples first .. first + count - 1 of a stream.
+
+    Args:
+        seed: The run's seed, in [0, 2^63).
+        stream: The stream's number, in [0, 2^32).
+        first: The number of the first sample, at least 0.
+        total: The total mass, in [1, 2^63).
+        count: How many samples.
+        ops: The backend; None for "auto".
+    Returns:
+        Points in [0, total), each with probability 1 / total up to 2^-64 relative. [count], int64.
+    Raises:
+        ShapeError: An argument is out of its range.
+    """
+    _check_key(seed, stream)
+    _check_range("first", first, 0, 1 << 63)
+    _check_range("total", total, 1, 1 << 63)
+    coordinates = torch.empty(_check_range("count", count, 0, 1 << 40), dtype=torch.int64)
+    (ops or load_backend()).draw_(coordinates, seed, stream, first, total)
+    return coordinates
+
+
+def permute(
+    seed: int, stream: int, epoch: int, first: int, size: int, count: int, *, ops: Ops | None = None
+) -> Tensor:
+    """Return where an epoch's permutation of [0, size) puts the indices first .. first + count - 1.
+
+    Args:
+        seed: The run's seed, in [0, 2^63).
+        stream: The stream's number, in [0, 2^32).
+        epoch: Every epoch has an order of its own; at least 0.
+        first: The first index, at least 0.
+        size: How many items are permuted; first + count is at most that.
+        count: How many indices.
+        ops: The backend; None for "auto".
+    Returns:
+        Distinct items in [0, size). [count], int64.
+    Raises:
+        ShapeError: An argument is out of its range.
+    """
+    _check_key(seed, stream)
+    _check_range("epoch", epoch, 0, 1 << 63)
+    _check_range("size", size, 0, 1 << 62)
+    _check_range("first", first, 0, size + 1)
+    items = torch.empty(_check_range("count", count, 0, size - first + 1), dtype=torch.int64)
+    (ops or load_backend()).permute_(items, seed, stream, epoch, first, size)
+    return items
+
+
+def tree(masses: Tensor, *, ops: Ops | None = None) -> Tensor:
+    """Build the tree of integer sums over masses.
+
+    Args:
+        masses: At least 0, their sum below 2^62. [N], int64.
+        ops: The backend; None for "auto".
+    Returns:
+        All levels, as `tree_levels(N)` lays them out. [tree_size(N)], int64.
+    Raises:
+        ShapeError: Wrong shape or dtype, or a mass is negative.
+    Cost: one pass over the masses.
+    """
+    _check_tensor("masses", masses, torch.int64, (None,))
+    if len(masses) and int(masses.min()) < 0:
+        raise ShapeError("masses", "must not be negative", int(masses.min()))
+    sums = torch.zeros(tree_size(len(masses)), dtype=torch.int64)
+    sums[: len(masses)] = masses
+    (ops or load_backend()).tree_build_(sums, len(masses))
+    return sums
+
+
+def tree_total(sums: Tensor, num_items: int) -> int:
+    """Return the sum of all masses: of the tree's last level."""
+    return int(sums[tree_levels(num_items)[-1][0] :].sum())
+
+
+def resolve(
+    sums: Tensor,
+    slots: Tensor,
+    coordinates: Tensor,
+    rule: Sequence[int],
+    *,
+    unit: int = UNIT_TRAJECTORY,
+    seed: int = 0,
+    stream: int = 0,
+    first: int = 0,
+    ops: Ops | None = None,
+) -> Tensor:
+    """Find the trajectory and the anchor that each coordinate hits.
+
+    Args:
+        sums: Tree over the slots. [tree_size(N)], int64.
+        slots: The slot table. [N, 8], int64; columns `constants.SLOT_*`.
+        coordinates: In [0, total). [B], int64.
+        rule: first, trim, stride, most and from_end of the anchors; `common/slot.h` says more.
+        unit: `UNIT_TRAJECTORY` (the anchor is a second draw) or `UNIT_STEP` (one unit of mass is one anchor).
+        seed: Key of the second draw.
+        stream: Stream of the second draw.
+        first: Sample number of the first coordinate.
+        ops: The backend; None for "auto".
+    Returns:
+        [B, 8], int64; columns `constants.R_*`.
+    Raises:
+        ShapeError: Wrong shape or dtype, or a coordinate is outside the tree's total.
+    """
+    _check_key(seed, stream)
+    _check_tensor("slots", slots, torch.int64, (None, SLOT_WORDS))
+    _check_tensor("sums", sums, torch.int64, (tree_size(len(slots)),))
+    _check_tensor("coordinates", coordinates, torch.int64, (None,))
+    if len(rule) != 5 or rule[2] < 1:
+        raise ShapeError("rule", "must be first, trim, stride >= 1, most, from_end", list(rule))
+    total = tree_total(sums, len(slots))
+    if len(coordinates) and not 0 <= int(coordinates.min()) <= int(coordinates.max()) < total:
+        raise ShapeError("coordinates", f"must lie in [0, {total})", int(coordinates.max()))
+    resolutions = torch.empty(len(coordinates), RESOLUTION_WORDS, dtype=torch.int64)
+    run = (ops or load_backend()).resolve_
+    run(resolutions, sums, slots, coordinates, list(rule), unit, seed, stream, first)
+    return resolutions
+
+
+def suffix_sum(reward: Tensor, extents: Tensor, *, ops: Ops | None = None) -> Tensor:
+    """Sum every trajectory's rewards from each step to its end: the undiscounted return-to-go.
+
+    Args:
+        reward: Any stored dtype. [rows].
+        extents: First row and number of steps of each trajectory. [n, 2], int64.
+        ops: The backend; None for "auto".
+    Returns:
+        Added in float64 from the end, rounded once; 0 in rows of no trajectory. [rows], float32.
+    Raises:
+        ShapeError: Wrong shape or dtype, or an extent lies outside the rows.
+    """
+    _check_tensor("reward", reward, None, (None,))
+    _check_tensor("extents", extents, torch.int64, (None, 2))
+    reference.check_extents(extents, len(reward))
+    out = torch.zeros(len(reward), dtype=torch.float32)
+    (ops or load_backend()).suffix_sum_(out, reward, extents)
+    return out
+
+
+def powers_of(gamma: float, n: int) -> Tensor:
+    """Return gamma^0 .. gamma^n by repeated multiplication: equal everywhere. [n + 1], float64."""
+    powers = [1.0]
+    for _ in range(n):
+        powers.append(powers[-1] * gamma)
+    return torch.tensor(powers, dtype=torch.float64)
+
+
+def n_step(
+    reward: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    resolutions: Tensor,
+    n: int,
+    gamma: float,
+    *,
+    ops: Ops | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute n-step returns from the anchors on.
+
+    Args:
+        reward: Any stored dtype. [rows].
+        terminated: [rows], bool.
+        truncated: None: never. [rows], bool.
+        resolutions: [B, 8], int64.
+        n: Most steps, at least 1.
+        gamma: Discount, in [0, 1].
+        ops: The backend; None for "auto".
+    Returns:
+        The return (summed in float64; [B], float32), the discount of the value behind it (gamma^k, 0 after a
+        termination; [B], float32) and the number of steps k (up to n, a termination, a truncation or the end
+        of the trajectory; [B], int64).
+    Raises:
+        ShapeError: Wrong shape, dtype or range, or a resolution lies outside the rows.
+    """
+    _check_tensor("reward", reward, None, (None,))
+    for name, flags in (("terminated", terminated), ("truncated", truncated)):
+        if flags is not None:
+            _check_tensor(name, flags, torch.bool, (len(reward),))
+    _check_range("n", n, 1, 1 << 31)
+    if not 0 <= gamma <= 1:
+        raise ShapeError("gamma", "must be in [0, 1]", gamma)
+    _check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
+    reference.check_rows(resolutions, len(reward))
+    returns, discount = torch.empty(2, len(resolutions), dtype=torch.float32).unbind()
+    steps = torch.empty(len(resolutions), dtype=torch.int64)
+    run = (ops or load_backend()).n_step_
+    run(returns, discount, steps, reward, terminated, truncated, powers_of(gamma, n), resolutions, n)
+    return returns, discount, steps
+
+
+def gather(
+    column: Tensor,
+    resolutions: Tensor,
+    *,
+    source: int = SOURCE_STEPS,
+    offset: int = 0,
+    length: int | None = None,
+    align: int = ALIGN_IN_PLACE,
+    pad: float | str = 0.0,
+    dtype: torch.dtype | None = None,
+    ops: Ops | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Collect one window of one column for every resolution.
+
+    Args:
+        column: Stored rows. [rows, *shape], contiguous.
+        resolutions: [B, 8], int64.
+        source: `SOURCE_STEPS`, `SOURCE_STEPS_PLUS_ONE` (a column of T+1 rows) or `SOURCE_TRAJECTORY`.
+        offset: Of the window's first step from the anchor.
+        length: Steps of the window; None for a single step without a time axis.
+        align: `ALIGN_IN_PLACE`, `ALIGN_LEFT` or `ALIGN_RIGHT`: where the real steps lie in the window.
+        pad: "edge", or the value of the other steps, in units of the result.
+        dtype: Of the result; None keeps the column's.
+        ops: The backend; None for "auto".
+    Returns:
+        The window ([B, length, *shape], or [B, *shape]) and where it is real ([B, length] or [B], bool).
+    Raises:
+        ShapeError: Wrong shape, dtype or range, or a resolution lies outside the column.
+    """
+    _check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
+    target = dtype or column.dtype
+    if not reference.is_allowed(column.dtype, target):
+        raise ShapeError("dtype", f"must be one that {column.dtype} can be converted to", target)
+    if source == SOURCE_TIMESTEP or (source == SOURCE_TRAJECTORY and length is not None):
+        raise ShapeError("source", "must be a column of steps where there is a window", source)
+    steps = 1 if length is None else _check_range("length", length, 1, 1 << 40)
+    elements = math.prod(column.shape[1:])
+    is_step = source != SOURCE_TRAJECTORY
+    final_row = int(source != SOURCE_STEPS and is_step)
+    rows, slots = (len(column), None) if is_step else (None, len(column))
+    reference.check_rows(resolutions, rows, slots, final_row)
+    out = torch.empty(len(resolutions), steps, *column.shape[1:], dtype=target)
+    mask = torch.empty(len(resolutions), steps, dtype=torch.bool)
+    spec = [source, offset, steps, align, 0, PAD_EDGE if pad == "edge" else PAD_VALUE, elements, 0]
+    assert len(spec) == FIELD_INTS
+    none = torch.empty(0)
+    counters, value = torch.zeros(3, dtype=torch.int64), 0.0 if isinstance(pad, str) else float(pad)
+    run = (ops or load_backend()).gather_
+    run([out], [mask], counters, [column], [none], [none], resolutions, None, spec, [value], 1)
+    return (out[:, 0], mask[:, 0]) if length is None else (out, mask)
+
+
+def scaling(shift: Tensor, gain: Tensor, source: torch.dtype, target: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Prepare the (x - shift) * gain of one field for `gather_`.
+
+    Args:
+        shift: One value, or one for each element of a row.
+        gain: Like `shift`.
+        source: The column's dtype.
+        target: The field's dtype.
+    Returns:
+        Both of the type in which the op computes; short rows repeated, so that it works on many at once (rows
+        of 11 floats: up to 4 times faster). [k * elements], or [1].
+    """
+    dtype = reference.arithmetic_dtype(source, target)
+    repeats = 1 if shift.numel() == 1 else -(-_SCALING_ELEMENTS // shift.numel())
+    return shift.reshape(-1).to(dtype).repeat(repeats), gain.reshape(-1).to(dtype).repeat(repeats)
+
+
+def _check_key(seed: int, stream: int) -> None:
+    _check_range("seed", seed, 0, 1 << 63)
+    _check_range("stream", stream, 0, 1 << 32)
+
+
+def _check_range(name: str, value: int, low: int, end: int) -> int:
+    if not low <= value < end:
+        raise ShapeError(name, f"must be in [{low}, {end})", value)
+    return value
+
+
+def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: Sequence[int | None]) -> None:
+    """Check dtype (None: any), shape (None: any size) and memory order."""
+    if dtype is not None and tensor.dtype != dtype:
+        raise ShapeError(name, f"must be {dtype}", tensor.dtype)
+    expected = [m if n is None else n for n, m in zip(shape, tensor.shape, strict=False)]
+    if tensor.dim() != len(shape) or list(tensor.shape) != expected:
+        sizes = ", ".join("*" if n is None else str(n) for n in shape)
+        raise ShapeError(name, f"must have shape [{sizes}]", list(tensor.shape))
+    if not tensor.is_contiguous():
+        raise ShapeError(name, "must be contiguous", tensor.stride(), "call .contiguous() on it")

@@ -1,0 +1,228 @@
+"""Load a native op once per process, and build it once per node.
+
+Ranks that start together agree through a lock on a file beside the build folder. The lock is the kernel's and
+dies with its process, so a killed build never blocks the next one; torch's own `lock` file, which does, is
+removed together with the folder of a build that never finished.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from ..errors import BuildError
+from .toolchain import REFERENCE_REMEDY
+
+BUILD_TIMEOUT_S = 600.0
+_FINISHED = "gear_finished.json"
+_POLL_S = 0.05
+_loaded: dict[str, ModuleType] = {}
+_threads = threading.RLock()
+
+
+def load_once(name: str, load: Callable[[], ModuleType]) -> ModuleType:
+    """Return the process's one copy of a native op; torch aborts when its ops are registered twice.
+
+    Thread safe. A failure is not remembered, so that the next call tries again.
+    """
+    with _threads:
+        if name not in _loaded:
+            _loaded[name] = load()
+        return _loaded[name]
+
+
+def loaded(name: str) -> ModuleType | None:
+    """Give the op if this process has loaded it."""
+    return _loaded.get(name)
+
+
+class BuildLock:
+    """The right to build one op in a folder that processes share; released when its process ends in any way.
+
+    Args:
+        path: The lock file; it stays, and holds the name of the last holder.
+        timeout_s: How long to wait for another builder, in seconds.
+    Raises:
+        BuildError: Another process still builds after `timeout_s`, or the file cannot be locked.
+    """
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        self.path, self.timeout_s = path, timeout_s
+        self._fd = -1
+
+    def __enter__(self) -> BuildLock:
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._wait()
+        except OSError as error:
+            self._close()
+            raise BuildError(
+                str(self.path),
+                "cannot be locked for a build",
+                str(error),
+                "set TORCH_EXTENSIONS_DIR to a folder on a local disk that this user can write",
+            ) from error
+        except BaseException:
+            self._close()
+            raise
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return self
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                # lockf, not flock: a forked child (a data loader of the holder) must not keep the lock alive.
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() > deadline:
+                    holder = (
+                        os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "an unknown process"
+                    )
+                    raise BuildError(
+                        str(self.path),
+                        f"is still held by {holder} after {self.timeout_s:g} s of waiting for its build",
+                        remedy="end that process if it hangs, or prebuild with DS_BUILD_GEAR=1 pip install .",
+                    ) from None
+            time.sleep(_POLL_S)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._close()
+
+
+def build_folder(name: str) -> Path:
+    """Name the build folder that torch uses for an extension; only its parent is made.
+
+    Raises:
+        BuildError: The extensions folder cannot be made.
+    """
+    from torch.utils.cpp_extension import _get_build_directory
+
+    try:
+        return Path(_get_build_directory("", False)) / name
+    except OSError as error:
+        raise BuildError(
+            "the folder of torch's extensions",
+            "cannot be made",
+            str(error),
+            "set TORCH_EXTENSIONS_DIR to a folder that this user can write",
+        ) from error
+
+
+def is_built(name: str) -> bool:
+    """Tell whether a finished build of this name lies in the extensions folder; its size is checked."""
+    folder = build_folder(name)
+    try:
+        record = json.loads((folder / _FINISHED).read_text())
+        return bool((folder / f"{name}.so").stat().st_size == record["bytes"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float) -> ModuleType:
+    """Import a finished build, or build it while other processes of the node wait.
+
+    Args:
+        name: The extension's name; it must hold a hash of everything that the build depends on.
+        build: Compiles into torch's folder of that name and imports the result.
+        timeout_s: How long to wait for another process that builds it.
+    Raises:
+        BuildError: The build failed, here or in the process that was waited for; or the wait was too long.
+    """
+    if is_built(name):
+        return _import(name)
+    folder, failure = build_folder(name), build_folder(name).with_suffix(".failed")
+    asked_at = time.time_ns()
+    with BuildLock(folder.with_suffix(".lock"), timeout_s):
+        if is_built(name):
+            return _import(name)
+        # Whoever waited for a build that failed would only fail in the same way, one rank after another.
+        with suppress(OSError):
+            if failure.stat().st_mtime_ns > asked_at:
+                raise BuildError(name, failure.read_text())
+        _discard(folder)
+        _say(f"building the native op {name} in {folder} (once; other processes wait)")
+        started = time.monotonic()
+        try:
+            module = build()
+        except BuildError as error:
+            failure.write_text(f"failed to build in another process: {error}")
+            raise
+        failure.unlink(missing_ok=True)
+        size = (folder / f"{name}.so").stat().st_size
+        (folder / _FINISHED).write_text(json.dumps({"bytes": size}))
+        _say(f"built {name} in {time.monotonic() - started:.0f} s")
+        return module
+
+
+def _discard(folder: Path) -> None:
+    """Empty the folder of a build that never finished.
+
+    It is renamed first: a compiler that outlived its killed parent goes on writing there, not here.
+    """
+    dead = folder.with_suffix(f".dead-{os.getpid()}")
+    with suppress(FileNotFoundError):
+        folder.rename(dead)
+        shutil.rmtree(dead, ignore_errors=True)
+    folder.mkdir(exist_ok=True)
+
+
+def _import(name: str) -> ModuleType:
+    path = build_folder(name) / f"{name}.so"
+    return import_file(name, path)
+
+
+def import_file(name: str, path: Path) -> ModuleType:
+    """Import an extension module from its file.
+
+    Raises:
+        BuildError: It cannot be loaded into this process.
+    """
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise BuildError(
+            str(path), "cannot be loaded", str(error), "remove it, to have it built again"
+        ) from error
+    return module
+
+
+def compile_error(what: str, output: str, folder: Path) -> BuildError:
+    """Make the error of a failed compilation: the compiler's first error lines and where everything lies."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"\berror\b[: ]|undefined reference|cannot find -l", line)]
+    shown = "\n  ".join((telling or lines[-5:])[:5])
+    return BuildError(
+        what,
+        f"failed to compile in {folder}:\n  {shown}\n",
+        remedy=f"correct what the compiler names (build.ninja there has the commands), {REFERENCE_REMEDY}",
+    )
+
+
+def _say(text: str) -> None:
+    print(f"gear: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,207 @@
+"""What the op of collection means: windows of columns into the tensors of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ..constants import (
+    ALIGN_IN_PLACE,
+    ALIGN_LEFT,
+    FIELD_INTS,
+    PAD_EDGE,
+    R_ANCHOR,
+    R_FIRST_ROW,
+    R_NUM_STEPS,
+    R_SLOT,
+    SOURCE_STEPS,
+    SOURCE_STEPS_PLUS_ONE,
+    SOURCE_TIMESTEP,
+    SOURCE_TRAJECTORY,
+)
+from .checks import check_rows
+from .convert import convert, narrow
+
+_MOST_STEPS = 1 << 40  # of offsets and lengths
+
+
+class FieldSpec(NamedTuple):
+    """How one field is collected: `FIELD_INTS` integers of the op's `spec`."""
+
+    source: int
+    offset: int
+    length: int
+    align: int
+    after_n_step: int
+    pad: int
+    elements: int
+    mask: int
+
+
+class Span(NamedTuple):
+    """Which rows of each trajectory a window covers, and where they lie in it. [B], int64 each."""
+
+    begin: Tensor
+    end: Tensor
+    place: Tensor
+    before: Tensor
+    after: Tensor
+
+
+def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: Tensor) -> Span:
+    """Cut windows to their trajectories.
+
+    The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none. `place` is the
+    first one's place in the window; `before` and `after` are the rows that pad it on both sides where the pad
+    is "edge".
+    """
+    first = anchor + offset
+    zero, rows_1 = torch.zeros_like(rows), rows - 1
+    begin = torch.minimum(torch.maximum(first, zero), rows)
+    end = torch.maximum(begin, torch.minimum(torch.maximum(first + length, zero), rows))
+    count = end - begin
+    if align == ALIGN_IN_PLACE:
+        place = begin - first
+    elif align == ALIGN_LEFT:
+        place = zero
+    else:
+        place = length - count
+    nearest = torch.minimum(torch.maximum(first, zero), rows_1)
+    empty = count == 0
+    return Span(
+        begin,
+        end,
+        torch.where(empty, 0, place),
+        torch.where(empty, nearest, begin),
+        torch.where(empty, nearest, end - 1),
+    )
+
+
+def window_rows(span: Span, length: int) -> tuple[Tensor, Tensor]:
+    """Return the row of the trajectory at every place of the windows (padding: the edge's); where it is real.
+
+    Returns:
+        [B, length] int64, and [B, length] bool.
+    """
+    place = torch.arange(length)
+    in_front = place < span.place[:, None]
+    real = ~in_front & (place < (span.place + span.end - span.begin)[:, None])
+    edge = torch.where(in_front, span.before[:, None], span.after[:, None])
+    return torch.where(real, (span.begin - span.place)[:, None] + place, edge), real
+
+
+def gather_(
+    outs: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    counters: Tensor,
+    columns: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+    gains: Sequence[Tensor],
+    resolutions: Tensor,
+    n_steps: Tensor | None,
+    spec: Sequence[int],
+    pad_values: Sequence[float],
+    threads: int,
+) -> None:
+    """Collect all fields of a batch.
+
+    Args:
+        outs: Every field's tensor, written whole. [B, length, elements] in any shape.
+        masks: True where a row is real; fields with equal windows may share one, which the first of them
+            writes. [B, length], bool.
+        counters: Adds real rows, all rows and bytes written. [3], int64.
+        columns: Every field's column; ignored for a timestep. [rows, elements] in any shape.
+        shifts: Every field's shift, repeated any number of times; empty without. [k * elements] or [1].
+        gains: As shifts; both or none.
+        resolutions: [B, 8], int64.
+        n_steps: What a field with `after_n_step` adds to its offset. [B], int64.
+        spec: `FIELD_INTS` integers for every field.
+        pad_values: Every field's padding, in units of its output.
+        threads: Not used here.
+    Raises:
+        ShapeError: A resolution lies outside the columns, or there is no conversion between two dtypes.
+    """
+    fields = [FieldSpec(*spec[i : i + FIELD_INTS]) for i in range(0, len(spec), FIELD_INTS)]
+    for field in fields:
+        _check_field(field, n_steps)
+    check_rows(resolutions, *_smallest(fields, columns))
+    written = {-1}
+    for each in zip(fields, outs, columns, shifts, gains, pad_values, strict=True):
+        field, out, column, shift, gain, pad = each
+        row, real = _rows_of(field, resolutions, n_steps)
+        values = _values(field, out.dtype, column, shift, gain, resolutions, row)
+        if field.pad != PAD_EDGE:
+            values[~real] = _pad(pad, out.dtype)
+        out.copy_(values.view(out.shape))
+        if field.mask not in written:
+            masks[field.mask].copy_(real.view(masks[field.mask].shape))
+            written.add(field.mask)
+        counters[0] += real.sum()
+        counters[1] += real.numel()
+        counters[2] += out.numel() * out.element_size()
+
+
+def _check_field(field: FieldSpec, n_steps: Tensor | None) -> None:
+    if not 1 <= field.length <= _MOST_STEPS:
+        raise ShapeError("length", f"must be in [1, {_MOST_STEPS}]", field.length)
+    if abs(field.offset) > _MOST_STEPS:
+        raise ShapeError("offset", f"must be in [-{_MOST_STEPS}, {_MOST_STEPS}]", field.offset)
+    if field.source == SOURCE_TRAJECTORY and field.length != 1:
+        raise ShapeError("length", "must be 1 for a column of one row per trajectory", field.length)
+    if field.after_n_step and n_steps is None:
+        raise ShapeError("n_steps", "must be given for a field that follows it")
+
+
+def _smallest(fields: Sequence[FieldSpec], columns: Sequence[Tensor]) -> tuple[int | None, int | None, int]:
+    """Return the rows of the shortest step column and per-trajectory column, and the final row."""
+    held = [(f.source, column.numel() // f.elements) for f, column in zip(fields, columns, strict=True)]
+    rows = [n for source, n in held if source in (SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE)]
+    slots = [n for source, n in held if source == SOURCE_TRAJECTORY]
+    final_row = int(any(source == SOURCE_STEPS_PLUS_ONE for source, _ in held))
+    return min(rows, default=None), min(slots, default=None), final_row
+
+
+def _rows_of(field: FieldSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
+    if field.source == SOURCE_TRAJECTORY:
+        return resolutions[:, R_SLOT, None], torch.ones(len(resolutions), 1, dtype=torch.bool)
+    offset: Tensor | int = field.offset
+    if field.after_n_step and n_steps is not None:
+        offset = offset + n_steps
+    rows = resolutions[:, R_NUM_STEPS] + (field.source == SOURCE_STEPS_PLUS_ONE)
+    span = bounds(offset, field.length, field.align, resolutions[:, R_ANCHOR], rows)
+    return window_rows(span, field.length)
+
+
+def _values(
+    field: FieldSpec,
+    dtype: torch.dtype,
+    column: Tensor,
+    shift: Tensor,
+    gain: Tensor,
+    resolutions: Tensor,
+    row: Tensor,
+) -> Tensor:
+    """Read and convert the rows of every window. [B, length, elements], of `dtype`."""
+    if field.source == SOURCE_TIMESTEP:
+        return row[:, :, None].clone()
+    if field.source != SOURCE_TRAJECTORY:
+        row = row + resolutions[:, R_FIRST_ROW, None]
+    values = column.reshape(-1, field.elements)[row]
+    if not len(gain):
+        return convert(values, dtype)
+    return convert(values, dtype, shift[: field.elements], gain[: field.elements])
+
+
+def _pad(value: float, dtype: torch.dtype) -> Tensor:
+    """Round a padding to its dtype; -0.0 pads with 0.0, and an integer dtype must hold it exactly."""
+    exact = torch.tensor(0.0 if value == 0 else value, dtype=torch.float64)
+    if dtype.is_floating_point:
+        return narrow(exact, dtype)
+    low, end = (0, 2) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
+    if not (low <= value < end and value == int(value)):
+        raise ShapeError("pad value", f"must be a whole number that {dtype} can hold", value)
+    return exact.to(dtype)

@@ -1,0 +1,70 @@
+"""How an element changes its type while it is collected: (x - shift) * gain, one rounding an operation.
+
+A value that is only copied keeps its bits. A NaN that comes out of a conversion is the one quiet NaN of its
+type: processors differ in the payload that they give it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+
+_WIDE = (torch.float64, torch.int64, torch.int32)
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_QUIET_NAN = {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
+_WIDENING = {
+    torch.int64: (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32),
+    torch.int32: (torch.bool, torch.uint8, torch.int8, torch.int16),
+}
+
+
+def arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
+    """Choose the type of the arithmetic: float64 where float32 would lose bits of the source or target."""
+    return torch.float64 if source in _WIDE or target in _WIDE else torch.float32
+
+
+def is_allowed(source: torch.dtype, target: torch.dtype, scaled: bool = False) -> bool:
+    """Tell whether a conversion exists: to any floating type, to a wider integer, or none at all."""
+    if target in _FLOATING:
+        return True
+    return not scaled and (source == target or source in _WIDENING.get(target, ()))
+
+
+def convert(
+    x: Tensor, target: torch.dtype, shift: Tensor | None = None, gain: Tensor | None = None
+) -> Tensor:
+    """Convert elements.
+
+    Args:
+        x: Of a stored dtype. [..., elements].
+        target: One of the pairs that `is_allowed` admits.
+        shift: Of `arithmetic_dtype`, like `gain`: both or none. [1 or elements].
+        gain: See `shift`.
+    Raises:
+        ShapeError: There is no conversion between these dtypes.
+    """
+    if not is_allowed(x.dtype, target, gain is not None):
+        raise ShapeError("dtype", f"must be one that {x.dtype} can be converted to", target)
+    if x.dtype == target and gain is None:
+        return x
+    y = widen(x, arithmetic_dtype(x.dtype, target))
+    if shift is not None and gain is not None:
+        y = (y - shift) * gain
+    return narrow(y, target)
+
+
+def widen(x: Tensor, target: torch.dtype) -> Tensor:
+    """Load into float32 or float64; exact but for int64 beyond 2^53. A bool counts as its byte."""
+    return (x.view(torch.uint8) if x.dtype == torch.bool else x).to(target)
+
+
+def narrow(x: Tensor, target: torch.dtype) -> Tensor:
+    """Round float32 or float64 to nearest, ties to even; to 16 bits through float32."""
+    if target in _QUIET_NAN:
+        x = x.to(torch.float32)
+        quiet = torch.tensor(_QUIET_NAN[target], dtype=torch.int16, device=x.device)
+        return torch.where(x.isnan(), quiet, x.to(target).view(torch.int16)).view(target)
+    y = x.to(target)
+    return torch.where(y.isnan(), torch.nan, y) if target.is_floating_point else y

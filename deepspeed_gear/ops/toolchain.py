@@ -1,0 +1,155 @@
+"""What this machine can build with: sources, compiler, ninja, CUDA toolkit, and a key of all of them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REFERENCE_REMEDY = 'or set gear.backend to "reference"'
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def csrc_root() -> Path:
+    """Find the C++ and CUDA sources: inside an installed wheel, or beside the package in a checkout."""
+    installed = _PACKAGE / "csrc"
+    return installed if installed.is_dir() else _PACKAGE.parents[1] / "ops" / "csrc"
+
+
+def compiler() -> list[str]:
+    """Give the C++ compiler's command, the one that torch uses too ($CXX, else c++)."""
+    return shlex.split(os.environ.get("CXX", "")) or ["c++"]
+
+
+def missing_tools() -> dict[str, str]:
+    """List what a build of the CPU op lacks here: what is missing -> how to get it."""
+    missing = {}
+    if shutil.which(compiler()[0]) is None:
+        missing[f"no C++ compiler ({compiler()[0]})"] = "install g++"
+    if _ninja_folder() is None:
+        missing["no ninja"] = "install ninja (pip install ninja)"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        missing["no Python.h"] = f"install python{platform.python_version_tuple()[0]}-dev"
+    return missing
+
+
+def _ninja_folder() -> str | None:
+    """Find ninja on the PATH or beside this interpreter (a venv that is used without being activated)."""
+    scripts = sysconfig.get_path("scripts")
+    found = shutil.which("ninja") or shutil.which("ninja", path=scripts)
+    if found is None and importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        found = shutil.which("ninja", path=getattr(ninja, "BIN_DIR", scripts))
+    return os.path.dirname(found) if found else None
+
+
+@contextmanager
+def ninja_on_path() -> Iterator[None]:
+    """Put ninja's folder on the PATH while torch builds, because torch looks nowhere else."""
+    before, folder = os.environ.get("PATH"), _ninja_folder()
+    if folder is not None and shutil.which("ninja") is None:
+        os.environ["PATH"] = os.pathsep.join(filter(None, (before, folder)))
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("PATH", None)
+        else:
+            os.environ["PATH"] = before
+
+
+def _output(command: list[str]) -> list[str]:
+    """Run a command that prints its version; give the lines, none where it cannot run."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False
+        ).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+
+
+def compiler_version() -> str:
+    """Name the C++ compiler and its version, or "" where there is none."""
+    return next(iter(_output([*compiler(), "--version"])), "")
+
+
+def nvcc_version(home: Path | None) -> str:
+    """Name the CUDA compiler's release, or "" where there is no toolkit."""
+    lines = _output([str(home / "bin" / "nvcc"), "--version"]) if home else []
+    return next((line for line in lines if "release" in line), "")
+
+
+@functools.cache
+def cpu_features() -> str:
+    """Name what `-march=native` may rely on here, so that a cache shared by unlike machines stays right."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()} {features.partition(':')[2].strip() or features}"
+
+
+def cuda_home() -> Path | None:
+    """Find the CUDA toolkit: CUDA_HOME, else where nvcc itself says it is, else where torch finds one.
+
+    torch guesses from the place of the nvcc on the PATH, which is wrong where that is a wrapper script.
+    """
+    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if given:
+        return Path(given) if Path(given, "bin", "nvcc").is_file() else None
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        command = [nvcc, "-v", "--dryrun", "-x", "cu", "-c", os.devnull]
+        lines = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
+        top = next((line.partition("TOP=")[2] for line in lines if " TOP=" in line), "")
+        if top:
+            return Path(top).resolve()
+    import torch.utils.cpp_extension as extension
+
+    found = extension.CUDA_HOME
+    return Path(found) if found and Path(found, "bin", "nvcc").is_file() else None
+
+
+def hook_cuda_home() -> Path | None:
+    """Make torch and DeepSpeed use the toolkit that `cuda_home` finds; None where there is none."""
+    import torch.utils.cpp_extension as extension
+
+    home = cuda_home()
+    if home is not None:
+        os.environ["CUDA_HOME"] = extension.CUDA_HOME = str(home)
+    return home
+
+
+def digest_of(csrc: Path, files: Iterable[Path]) -> str:
+    """Hash names and bytes of source files, independent of where the folder lies."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        data = file.read_bytes()
+        digest.update(f"{file.relative_to(csrc).as_posix()} {len(data)}\n".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def abi() -> dict[str, str]:
+    """Name what a built op must share with the process that loads it."""
+    return {"torch": str(torch.__version__), "python": str(sysconfig.get_config_var("SOABI"))}
+
+
+def short_key(parts: Mapping[str, Any]) -> str:
+    """Hash everything that decides what a build gives; 16 hex digits."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

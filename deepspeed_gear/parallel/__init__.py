@@ -1,0 +1,1 @@
+"""Where a rank sits, and how ranks agree."""

@@ -1,0 +1,8 @@
+"""Replay: the tables, streams and fields of a config, usable without an engine."""
+
+from __future__ import annotations
+
+from deepspeed_gear.replay.replay import Replay
+from deepspeed_gear.replay.setup import BatchInfo
+
+__all__ = ["BatchInfo", "Replay"]

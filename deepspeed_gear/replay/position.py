@@ -1,0 +1,71 @@
+"""Where a replay is in its streams: what a checkpoint carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_gear.config import GearConfig
+from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.ops import reference
+from deepspeed_gear.selection.stream import EPOCH, EPOCH_FIRST, EPOCH_SIZE, KEY, SAMPLES
+
+FORMAT = 1
+WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")
+PURPOSE_TRANSFORM = 4  # of a random word; the others stand in ops/csrc/common/philox.h
+
+
+def start() -> dict[str, int]:
+    """Return the position before the first global batch."""
+    return dict.fromkeys(WORDS, 0)
+
+
+def after(head: np.ndarray) -> dict[str, int]:
+    """Return the position after a cut, from its head."""
+    words = (int(head[KEY]) + 1, *(int(head[word]) for word in (SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE)))
+    return dict(zip(WORDS, words, strict=True))
+
+
+def state_of(
+    config: GearConfig, fingerprint: dict[str, str], passes: Mapping[str, int], train: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return a position as a checkpoint holds it: JSON-able, equal on all ranks."""
+    return {
+        "format": FORMAT,
+        "options": config.resume_digest,
+        "data": fingerprint,
+        "passes": dict(passes),
+        "train": dict(train),
+    }
+
+
+def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, str]) -> None:
+    """Check that a state belongs to this data and selects the same samples.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    if state.get("format") != FORMAT:
+        raise CheckpointError("the gear state", f"must have format {FORMAT}", state.get("format"))
+    if state["data"] != fingerprint:
+        raise CheckpointError(
+            "the gear state",
+            f"must be of the data that this run reads ({fingerprint})",
+            state["data"],
+            "use the data set that the checkpoint was trained on, or load without gear's state",
+        )
+    if state["options"] != config.resume_digest:
+        raise CheckpointError(
+            "the gear state",
+            "must be of the same seed, sampler and split",
+            None,
+            "use the gear section that is stored in the checkpoint's config",
+        )
+
+
+def transform_keys(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:
+    """Return a random word per sample for a user's transform, the same on any number of ranks. [B], int64."""
+    return reference.philox(seed, numbers, stream, PURPOSE_TRANSFORM)[0]

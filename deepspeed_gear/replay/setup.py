@@ -1,0 +1,320 @@
+"""From a config to attached tables: every step that ranks must agree on, in order."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_gear.config import (
+    GearConfig,
+    ResolvedField,
+    TableConfig,
+    batch_sizes,
+    check_against,
+    difference,
+    parse,
+)
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.functional import tree_size
+from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.selection.anchors import AnchorRule, Reach
+from deepspeed_gear.selection.rules import Condition, MassRule, key_of
+from deepspeed_gear.selection.stream import Stream, StreamSpec
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.memory import remove_garbage
+from deepspeed_gear.store.spec import TableSpec, table_layout
+from deepspeed_gear.store.table import Table
+
+TRAIN = "train"
+SPARE_CUTS = 4  # cuts that a rank may lag behind the fastest one of its node
+STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config does not say how many
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """Sizes of a batch, in samples.
+
+    Args:
+        micro: Of one `sample()` on one rank.
+        accumulation: Micro batches of a rank in a global batch.
+        data_world: Replicas.
+    """
+
+    micro: int
+    accumulation: int
+    data_world: int
+
+    @property
+    def num_micro(self) -> int:
+        """Micro batches of a global batch, all ranks together."""
+        return self.accumulation * self.data_world
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro * self.num_micro
+
+
+def read_config(exchange: Exchange, section: Any) -> GearConfig:
+    """Parse the config on every rank and compare. Collective.
+
+    Raises:
+        ConfigError: It is wrong, or differs between ranks.
+    """
+    config = exchange.agree("the gear section", lambda: parse(section))
+    others = exchange.gather(config.to_json())
+    for rank, other in enumerate(others):
+        found = difference(parse(others[0]), parse(other)) if other != others[0] else []
+        if found:
+            raise ConfigError(
+                "the gear section",
+                "must be the same on all ranks",
+                f"rank 0 and rank {rank}: {'; '.join(found)}",
+            )
+    return config
+
+
+def open_data(exchange: Exchange, config: GearConfig) -> dict[str, Dataset]:
+    """Open the data sets on every rank and compare them. Collective.
+
+    Raises:
+        DataError: One is missing, broken, or not the same on all ranks.
+    """
+    tables = config.resolved_tables.items()
+    data = exchange.agree(
+        "opening the data sets",
+        lambda: {name: Dataset.open(t.data.path) for name, t in tables if t.data is not None},
+    )
+    prints = {name: dataset.fingerprint for name, dataset in data.items()}
+    for rank, other in enumerate(exchange.gather(prints)):
+        for name, fingerprint in prints.items():
+            if other[name] != fingerprint:
+                raise DataError(
+                    f"table {name}: {data[name].path}",
+                    "must be the same data set on all ranks",
+                    f"rank {exchange.rank}: {fingerprint[:12]}, rank {rank}: {other[name][:12]}",
+                    "copy it again",
+                )
+    return data
+
+
+def schemas_of(
+    config: GearConfig, data: Mapping[str, Dataset], given: Mapping[str, Schema] | None
+) -> dict[str, Schema]:
+    """Return the schema of each table: of its data set, its config, or as the program gives it."""
+    schemas: dict[str, Schema] = {}
+    for name, table in config.resolved_tables.items():
+        schema = data[name].schema if name in data else (table.schema or (given or {}).get(name))
+        if schema is not None:
+            schemas[name] = schema
+    unknown = sorted(set(given or {}) - set(config.resolved_tables))
+    if unknown:
+        raise ConfigError("schemas", "must be of tables in the config", unknown[0])
+    return schemas
+
+
+def table_spec(
+    name: str, table: TableConfig, schema: Schema, dataset: Dataset | None, return_to_go: bool, num_peers: int
+) -> TableSpec:
+    """Return the sizes of a table."""
+    if dataset is not None:
+        assert table.data is not None
+        in_memory = table.data.load == "memory"
+        return TableSpec(
+            name, schema, len(dataset), dataset.num_rows, dataset, in_memory, return_to_go, num_peers
+        )
+    assert table.capacity_steps is not None
+    steps = table.capacity_steps
+    slots = table.capacity_trajectories or min(steps, max(LEAST_SLOTS, steps // STEPS_PER_SLOT))
+    rows = steps + (slots if schema.has_final_row else 0)
+    return TableSpec(name, schema, slots, rows, None, True, return_to_go, num_peers)
+
+
+def anchor_rule(config: GearConfig, fields: list[ResolvedField]) -> AnchorRule:
+    """Return which steps the sampler admits."""
+    anchors = config.sampler.anchors
+    if anchors == "fits":
+        n = config.n_step.n if config.n_step is not None else 0
+        windows = []
+        for field in fields:
+            if field.column is not None and field.column.rows == "1":
+                continue
+            extra = 1 if field.column is not None and field.column.rows == "T+1" else 0
+            offset = n if field.offset == "n_step" else int(field.offset)
+            windows.append(Reach(offset, field.length or 1, extra))
+        return AnchorRule.fits(windows)
+    if isinstance(anchors, str):
+        return {"all": AnchorRule.all, "start": AnchorRule.start, "end": AnchorRule.end}[anchors]()
+    return AnchorRule.every(anchors.every)
+
+
+def stream_specs(
+    config: GearConfig, fields: list[ResolvedField], split: Mapping[str, float], info: BatchInfo
+) -> list[StreamSpec]:
+    """Return the training stream and one evaluation stream per split of the sampled table."""
+    sampler, table = config.sampler, config.sampled_table
+    where = tuple(
+        Condition(
+            column,
+            bounds.min,
+            bounds.max,
+            None if bounds.in_ is None else tuple(float(v) for v in bounds.in_),
+        )
+        for column, bounds in sampler.where.items()
+    )
+    anchors = anchor_rule(config, fields)
+
+    def rule(index: int) -> MassRule:
+        return MassRule(sampler.unit, sampler.kind == "length", anchors, where, dict(split), index)
+
+    kind = "epoch" if sampler.kind == "epoch" else "random"
+    depth = config.prefetch + SPARE_CUTS
+    specs = [StreamSpec(TRAIN, kind, rule(0), config.seed, key_of(table, TRAIN), info.global_batch, depth)]
+    for index, name in enumerate(sorted(split)):
+        batch = info.micro * info.data_world
+        specs.append(
+            StreamSpec(name, "pass", rule(index + 1), config.seed, key_of(table, name), batch, SPARE_CUTS)
+        )
+    return specs
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """How the store of one table comes to be on every rank of a node."""
+
+    spec: TableSpec
+    streams: list[StreamSpec]
+    meaning: dict[str, Any]
+    file_name: str
+    nonce: str
+
+    @property
+    def extra(self) -> list[Region]:
+        """What the streams keep in the store."""
+        words = tree_size(self.spec.num_slots)
+        slots, peers = self.spec.num_slots, self.spec.num_peers
+        return [region for stream in self.streams for region in stream.regions(slots, peers, words)]
+
+    def create(self, ops: Ops, config: GearConfig) -> tuple[Table, list[Stream]]:
+        """Make the store and give it its name."""
+        huge_pages = config.shared_memory.huge_pages
+        table = Table.create(
+            self.spec, self.extra, self.meaning, self.nonce, ops, config.timeout_s, huge_pages
+        )
+        try:
+            streams = [Stream(stream, table) for stream in self.streams]
+            for stream in streams:
+                stream.initialise()
+            table.memory.link(self.file_name)
+        except BaseException:
+            table.close()
+            raise
+        return table, streams
+
+    def attach(self, ops: Ops, config: GearConfig, peer: int) -> tuple[Table, list[Stream]]:
+        """Attach to the store that the node's first rank has made."""
+        layout = table_layout(self.spec, self.extra, self.meaning)
+        table = Table.attach(self.spec, self.file_name, layout, self.nonce, peer, ops, config.timeout_s)
+        return table, [Stream(stream, table) for stream in self.streams]
+
+
+def attach_tables(
+    exchange: Exchange,
+    topology: Topology,
+    config: GearConfig,
+    ops: Ops,
+    specs: list[TableSpec],
+    streams: list[StreamSpec],
+) -> tuple[dict[str, Table], dict[str, Stream]]:
+    """Create the node's stores on one rank and attach the others. Collective.
+
+    The names are taken away as soon as everybody is attached: whatever then happens, nothing stays behind.
+
+    Raises:
+        StoreFullError: There is no room in shared memory.
+    """
+    prefix = config.shared_memory.prefix
+    nonce = exchange.broadcast(secrets.token_hex(16))
+    if topology.leads_node:
+        remove_garbage(prefix)
+    tables: dict[str, Table] = {}
+    mine: dict[str, Stream] = {}
+    try:
+        for spec in specs:
+            fingerprint = getattr(spec.dataset, "fingerprint", "")
+            plan = StorePlan(
+                spec,
+                streams if spec.name == config.sampled_table else [],
+                {"seed": config.seed, "backend": ops.name, "fingerprint": fingerprint},
+                f"{prefix}-{nonce}-{spec.name}",
+                nonce,
+            )
+            _open_store(exchange, topology, config, ops, plan, tables, mine)
+    except BaseException:
+        for table in tables.values():
+            table.close()
+        raise
+    return tables, mine
+
+
+def _open_store(
+    exchange: Exchange,
+    topology: Topology,
+    config: GearConfig,
+    ops: Ops,
+    plan: StorePlan,
+    tables: dict[str, Table],
+    streams: dict[str, Stream],
+) -> None:
+    name = plan.spec.name
+
+    def keep(made: tuple[Table, list[Stream]]) -> None:
+        tables[name] = made[0]
+        streams.update({stream.spec.name: stream for stream in made[1]})
+
+    def create() -> None:
+        if topology.leads_node:
+            keep(plan.create(ops, config))
+
+    def attach() -> None:
+        if not topology.leads_node:
+            keep(plan.attach(ops, config, topology.peer))
+
+    exchange.agree(f"creating the store of table {name}", create)
+    exchange.agree(f"attaching to the store of table {name}", attach)
+    if topology.leads_node:
+        tables[name].memory.unlink()
+
+
+def fields_of(
+    config: GearConfig, schemas: Mapping[str, Schema], data: Mapping[str, Dataset]
+) -> list[ResolvedField]:
+    """Check the config against the schemas and return the fields of a batch."""
+    dataset = data.get(config.sampled_table)
+    return check_against(config, schemas, False if dataset is None else set(dataset.statistics))
+
+
+def section_of(config: Mapping[str, Any] | GearConfig | str | Path) -> Any:
+    """Return the gear section of what the user gave."""
+    if not isinstance(config, (str, Path)):
+        return config
+    try:
+        loaded = json.loads(Path(config).read_text())
+    except OSError as error:
+        raise ConfigError("config", "must be a readable file", str(config), str(error.strerror)) from error
+    except ValueError as error:
+        raise ConfigError(f"config {config}", "must be JSON", None, str(error)) from error
+    return loaded.get("gear", loaded) if isinstance(loaded, dict) else loaded
+
+
+def batch_info(config: GearConfig, data_world: int) -> BatchInfo:
+    """Return the batch sizes of a replay without an engine."""
+    micro, _ = batch_sizes(config, data_world)
+    return BatchInfo(micro, config.gradient_accumulation_steps, data_world)

@@ -1,0 +1,192 @@
+"""What a table stores: columns and their schema."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from deepspeed_gear.errors import SchemaError
+
+DTYPES: dict[str, torch.dtype] = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+DTYPE_CODES: dict[str, int] = {name: code for code, name in enumerate(DTYPES)}
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+ROLES = ("observation", "action", "reward", "terminated", "truncated", "return", "length", "other")
+Rows = Literal["T", "T+1", "1"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One stored quantity.
+
+    Args:
+        name: Unique in its schema; letters, digits, `_`, `-` and `.`.
+        dtype: One of `DTYPES`.
+        shape: Shape of one row, without the time axis.
+        role: What it means to derived fields, one of `ROLES`.
+        rows: Rows per trajectory of T transitions: "T", "T+1" (observations) or "1" (one value).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    role: str = "other"
+    rows: Rows = "T"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        legal = (
+            self.name and all(c.isalnum() or c in "_-." for c in self.name) and not self.name.startswith(".")
+        )
+        if not legal:
+            raise SchemaError("column name", "must consist of letters, digits, '_', '-' and '.'", self.name)
+        if self.dtype not in DTYPES:
+            raise SchemaError(f"column {self.name}: dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
+        if self.role not in ROLES:
+            raise SchemaError(f"column {self.name}: role", f"must be one of {', '.join(ROLES)}", self.role)
+        if self.rows not in ("T", "T+1", "1"):
+            raise SchemaError(f"column {self.name}: rows", "must be 'T', 'T+1' or '1'", self.rows)
+        if any(n < 1 for n in self.shape):
+            raise SchemaError(f"column {self.name}: shape", "must have positive sizes", self.shape)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """NumPy's view of the stored bytes; bfloat16 as uint16."""
+        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.num_elements * self.numpy_dtype.itemsize
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype in FLOATING
+
+
+class Schema:
+    """The columns of a table, in a fixed order. Immutable and hashable."""
+
+    def __init__(self, columns: Iterator[Column] | list[Column] | tuple[Column, ...]) -> None:
+        self.columns: tuple[Column, ...] = tuple(columns)
+        self._by_name = {column.name: column for column in self.columns}
+        if not self.columns:
+            raise SchemaError("schema", "must have at least one column")
+        if len(self._by_name) != len(self.columns):
+            raise SchemaError("schema", "must have unique column names", [c.name for c in self.columns])
+        if not self.step_columns:
+            raise SchemaError("schema", "must have at least one column with a row per step")
+        for role in ("reward", "terminated", "truncated"):
+            found = [c for c in self.columns if c.role == role]
+            if len(found) > 1:
+                raise SchemaError("schema", f"must have at most one {role} column", [c.name for c in found])
+            if found and (found[0].shape or found[0].rows != "T"):
+                raise SchemaError(
+                    f"column {found[0].name}", f"has role {role} and must be a scalar with rows 'T'"
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    @property
+    def step_columns(self) -> tuple[Column, ...]:
+        return tuple(c for c in self.columns if c.rows != "1")
+
+    @property
+    def trajectory_columns(self) -> tuple[Column, ...]:
+        return tuple(c for c in self.columns if c.rows == "1")
+
+    @property
+    def has_final_row(self) -> bool:
+        """Whether an extent of T steps holds T+1 rows."""
+        return any(c.rows == "T+1" for c in self.columns)
+
+    @property
+    def row_bytes(self) -> int:
+        """Payload of one step in bytes, all step columns together."""
+        return sum(c.row_bytes for c in self.step_columns)
+
+    def role(self, role: str) -> Column | None:
+        """Return the first column with a role, or None."""
+        return next((c for c in self.columns if c.role == role), None)
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._by_name:
+            raise SchemaError(
+                f"column {name}", "must be in the schema", None, f"known are {', '.join(self.names)}"
+            )
+        return self._by_name[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __iter__(self) -> Iterator[Column]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schema) and self.columns == other.columns
+
+    def __hash__(self) -> int:
+        return hash(self.columns)
+
+    def __repr__(self) -> str:
+        return f"Schema({', '.join(f'{c.name}: {c.dtype}{list(c.shape)} x {c.rows}' for c in self.columns)})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able description; `from_json` reverses it."""
+        return {"columns": [{**asdict(c), "shape": list(c.shape)} for c in self.columns]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schema:
+        """Build a schema from `to_json` or from a config's `{"columns": {name: {...}}}`.
+
+        Raises:
+            SchemaError: An entry is malformed.
+        """
+        entries = data.get("columns")
+        if isinstance(entries, Mapping):
+            entries = [{"name": name, **entry} for name, entry in entries.items()]
+        if not isinstance(entries, list):
+            raise SchemaError("schema.columns", "must be a list or a mapping of columns", entries)
+        columns = []
+        for entry in entries:
+            try:
+                columns.append(Column(**{**entry, "shape": tuple(entry.get("shape", ()))}))
+            except TypeError as error:
+                raise SchemaError(
+                    "schema.columns", "must hold name, dtype, shape, role and rows", entry
+                ) from error
+        return cls(columns)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical JSON, hex."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Selection: integer masses, counter-based draws, and cuts that every rank sees alike."""

@@ -1,0 +1,71 @@
+"""Which steps of a trajectory may anchor a sample; the Python side of ops/csrc/common/slot.h."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+UNBOUNDED = 2**62
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a window needs at its anchor: rows [anchor + offset, anchor + offset + length) of T + extra."""
+
+    offset: int
+    length: int
+    extra: int
+
+
+@dataclass(frozen=True)
+class AnchorRule:
+    """An arithmetic progression of steps.
+
+    Args:
+        first: First admissible step; distance from the last step when `from_end`.
+        trim: Steps at the other side that are never anchors.
+        stride: Every stride-th step.
+        most: At most this many anchors.
+        from_end: 1 to count from the last step backwards.
+    """
+
+    first: int = 0
+    trim: int = 0
+    stride: int = 1
+    most: int = UNBOUNDED
+    from_end: int = 0
+
+    @classmethod
+    def all(cls) -> AnchorRule:
+        return cls()
+
+    @classmethod
+    def start(cls) -> AnchorRule:
+        return cls(most=1)
+
+    @classmethod
+    def end(cls) -> AnchorRule:
+        return cls(most=1, from_end=1)
+
+    @classmethod
+    def every(cls, k: int) -> AnchorRule:
+        return cls(stride=k)
+
+    @classmethod
+    def fits(cls, windows: Iterable[Reach]) -> AnchorRule:
+        """Admit the anchors whose windows need no padding."""
+        windows = list(windows)
+        first = max((-w.offset for w in windows), default=0)
+        trim = max((w.offset + w.length - 1 - w.extra for w in windows), default=0)
+        return cls(first=max(0, first), trim=max(0, trim))
+
+    def as_list(self) -> list[int]:
+        """Return the words of the ops' `rule` argument."""
+        return [self.first, self.trim, self.stride, self.most, self.from_end]
+
+    def num_anchors(self, num_steps: np.ndarray) -> np.ndarray:
+        """Return how many anchors trajectories of these lengths admit. [n], int64."""
+        room = num_steps - self.first - self.trim
+        return np.where(room <= 0, 0, np.minimum((room + self.stride - 1) // self.stride, self.most))

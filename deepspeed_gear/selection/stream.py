@@ -1,0 +1,377 @@
+"""A stream: the global batches of one purpose (train, eval), cut once per node and read by all its ranks.
+
+Everything lies in the store: the tree of masses, the changes that wait for a cut, the position, and a ring
+of the latest cuts with what their draws resolved to. Whoever first asks for a global batch makes its cut,
+under the store's lock; the others read the result. So all ranks use one resolution, and a tree never
+changes under a draw.
+
+Order of a cut, so that a process may die at any instruction: queued masses go into the tree (repeatable),
+the draws into a ring entry that is marked empty, then the entry's key (the commit point), then the
+position.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.selection.rules import UNIT_CODES, MassRule
+from deepspeed_gear.store.layout import RESOLUTION_WORDS, Region
+from deepspeed_gear.store.table import COMMITTED, ID, NUM_STEPS, PEER_PID, STATE, Table
+
+NOTHING = -1
+FAN_OUT = 32  # kFanOut of ops/csrc/common/tree.h
+# words of a position, and of the head of a ring entry
+KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL, COUNT, FILLERS = range(8)
+HEAD_WORDS = 16
+NUM_DIRTY, APPLYING = 8, 9  # words of the position only
+PASS_SHIFT = 32  # a pass over an evaluation split: key = pass << 32 | batch
+_POLL_S = 100e-6
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """What a stream draws.
+
+    Args:
+        name: "train", or the name of a split.
+        kind: "random" (independent draws), "epoch" (a keyed order, again and again) or "pass" (stored
+            order, once).
+        rule: Masses of the trajectories.
+        seed: Of the run.
+        key: 32-bit key of table and stream.
+        batch: Samples of a global batch.
+        depth: Cuts that the ring keeps.
+    """
+
+    name: str
+    kind: str
+    rule: MassRule
+    seed: int
+    key: int
+    batch: int
+    depth: int
+
+    def regions(self, num_slots: int, num_peers: int, tree_words: int) -> list[Region]:
+        """Return what the stream keeps in the store."""
+        at = f"stream/{self.name}/"
+        return [
+            Region(at + "position", "int64", (HEAD_WORDS,)),
+            Region(at + "consumed", "int64", (num_peers,)),
+            Region(at + "sums", "int64", (tree_words,)),
+            Region(at + "queued", "int64", (num_slots,)),
+            Region(at + "dirty", "int64", (num_slots,)),
+            Region(at + "heads", "int64", (self.depth, HEAD_WORDS)),
+            Region(at + "ring", "int64", (self.depth, self.batch, RESOLUTION_WORDS)),
+            Region(at + "epochs", "int64", (self.depth, self.batch)),
+        ]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One global batch as this process sees it.
+
+    Args:
+        key: Number of the global batch (pass << 32 | number in an evaluation pass).
+        head: Position after the cut and totals. [16], int64.
+        resolutions: What the draws resolved to, in the store. [batch, 8], int64; valid until `consume`.
+        epochs: Epoch (or pass) of each sample, in the store. [batch], int64; likewise.
+    """
+
+    key: int
+    head: np.ndarray
+    resolutions: torch.Tensor
+    epochs: torch.Tensor
+
+
+class Stream:
+    """A stream in this process.
+
+    Process safety: `cut` and `queue` want the table's lock; `take` and `consume` take it themselves.
+    """
+
+    def __init__(self, spec: StreamSpec, table: Table) -> None:
+        self.spec, self.table, self.ops = spec, table, table.ops
+        at = f"stream/{spec.name}/"
+        views = table.views
+        self.position: np.ndarray = views[at + "position"]
+        self.consumed: np.ndarray = views[at + "consumed"]
+        self.heads: np.ndarray = views[at + "heads"]
+        self._queued: np.ndarray = views[at + "queued"]
+        self._dirty: np.ndarray = views[at + "dirty"]
+        self._sums = torch.from_numpy(views[at + "sums"])
+        self._leaves: np.ndarray = views[at + "sums"][: len(table.slots)]
+        self._top: np.ndarray = views[at + "sums"][
+            -FAN_OUT:
+        ]  # the top level comes last and has one node's children
+        self._ring = torch.from_numpy(views[at + "ring"])
+        self._epochs = torch.from_numpy(views[at + "epochs"])
+        self._slots = torch.from_numpy(table.slots)
+        self._rule_words = spec.rule.anchors.as_list()
+        self._unit = UNIT_CODES[spec.rule.unit]
+        self._peer = table.memory.peer
+        self.stopped = False  # set by another thread: ends a wait of `take`
+        self._timeout_s = table.lock.timeout_s
+        table.on_recover(self._recover)
+
+    # ---- changes ---------------------------------------------------------------------------------
+
+    def initialise(self) -> None:
+        """Set masses and position in new memory, before it is linked."""
+        self.heads[:, KEY] = NOTHING
+        slots = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
+        self._leaves[slots] = self.masses(slots)
+        self.ops.tree_build_(self._sums, len(self.table.slots))
+        self._queued[:] = NOTHING
+
+    def masses(self, slots: np.ndarray) -> np.ndarray:
+        """Return the masses that the rule gives to committed slots. [n] -> [n], int64."""
+        records = self.table.slots[slots]
+        return self.spec.rule.masses(
+            records[:, ID], records[:, NUM_STEPS], lambda name: self.table.columns[name][slots]
+        )
+
+    def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
+        """Queue changes for the next cut; the last one of a slot wins. Wants the lock."""
+        for slot, mass in zip(slots.tolist(), masses.tolist(), strict=True):
+            if self._queued[slot] == NOTHING:
+                count = self.position[NUM_DIRTY]
+                self._dirty[count] = slot
+                self._queued[slot] = mass
+                self.position[NUM_DIRTY] = count + 1
+            else:
+                self._queued[slot] = mass
+
+    def _apply(self) -> None:
+        count = int(self.position[NUM_DIRTY])
+        if count == 0:
+            return
+        dirty = self._dirty[:count]
+        self.position[APPLYING] = 1
+        masses = self._queued[dirty]
+        self.ops.tree_update_(
+            self._sums, len(self.table.slots), torch.from_numpy(dirty), torch.from_numpy(masses)
+        )
+        self._queued[dirty] = NOTHING
+        self.position[NUM_DIRTY] = 0
+        self.position[APPLYING] = 0
+
+    def _recover(self) -> None:
+        """Make the stream whole after a process died inside it."""
+        slots = self.table.slots
+        if self.position[APPLYING]:  # every leaf of the queue is old or new: finish the application
+            waiting = np.nonzero(self._queued != NOTHING)[0]
+            self._leaves[waiting] = self._queued[waiting]
+            self._queued[waiting] = NOTHING
+            self.position[NUM_DIRTY] = self.position[APPLYING] = 0
+        else:
+            waiting = np.nonzero(self._queued != NOTHING)[0]
+            self._dirty[: len(waiting)] = waiting
+            self.position[NUM_DIRTY] = len(waiting)
+        # A slot that was committed or retired without its change being queued: the slot table is the truth.
+        effective = np.where(self._queued != NOTHING, self._queued, self._leaves)
+        committed = np.nonzero(slots[:, STATE] == COMMITTED)[0]
+        wanted = np.zeros(len(slots), np.int64)
+        wanted[committed] = self.masses(committed)
+        missed = np.nonzero(effective != wanted)[0]
+        self.queue(missed, wanted[missed])
+        self.ops.tree_build_(self._sums, len(slots))
+        newest = int(self.heads[:, KEY].argmax())
+        if self.heads[newest, KEY] >= self.position[KEY] and self.heads[newest, KEY] != NOTHING:
+            self._advance(self.heads[newest])
+
+    # ---- cuts ------------------------------------------------------------------------------------
+
+    @property
+    def total(self) -> int:
+        """Sum of all masses in the tree."""
+        return int(self._top.sum())
+
+    def take(self, key: int) -> Cut:
+        """Return the cut of a global batch; make it if nobody has.
+
+        Raises:
+            PeerError: A living rank has not consumed an older cut in time.
+            StoreError: No item has mass, or the cut is older than the ring.
+        """
+        until = None
+        entry = key % self.spec.depth
+        while True:
+            with self.table.lock:
+                head = self.heads[entry]
+                if head[KEY] == key:
+                    return Cut(key, head, self._ring[entry], self._epochs[entry])
+                skips = key > self.position[KEY] and self.spec.kind != "pass"
+                if head[KEY] > key or key < self.position[KEY] or skips:
+                    raise StoreError(
+                        f"stream {self.spec.name}: global batch {key}",
+                        "must be the next one or in the ring of cuts",
+                        f"the stream is at {int(self.position[KEY])}",
+                        "ranks of a node must ask for the same batches in the same order",
+                    )
+                late = self._late(int(head[KEY]))
+                if not late:
+                    self._cut(key, entry)
+                    return Cut(key, self.heads[entry], self._ring[entry], self._epochs[entry])
+            if self.stopped:
+                raise StoreError(
+                    f"stream {self.spec.name}", "must be open", None, "it was closed while it waited"
+                )
+            until = until or time.monotonic() + self._timeout_s
+            if time.monotonic() > until:
+                self._raise_late(key, late)
+            time.sleep(_POLL_S)
+
+    def consume(self, key: int) -> None:
+        """Say that this process has copied what it needs of all cuts up to `key`."""
+        self.consumed[self._peer] = key + 1
+
+    def _late(self, old_key: int) -> list[int]:
+        """Return the living peers that still need an entry of the ring."""
+        if old_key == NOTHING:
+            return []
+        behind = np.nonzero((self.consumed <= old_key) & (self.table.peers[:, PEER_PID] != 0))[0]
+        return [int(peer) for peer in behind if self.table.memory.is_alive(int(peer))]
+
+    def _raise_late(self, key: int, late: list[int]) -> None:
+        peers = ", ".join(f"local rank {p} (process {int(self.table.peers[p, PEER_PID])})" for p in late)
+        raise PeerError(
+            f"stream {self.spec.name}: global batch {key}",
+            f"must find room in the ring of {self.spec.depth} cuts in gear.timeout_s = {self._timeout_s} s",
+            f"{peers} still needs an older one",
+            "look why that rank stopped sampling; every rank must take every batch",
+        )
+
+    def _cut(self, key: int, entry: int) -> None:
+        head, rows = self.heads[entry], self._ring[entry]
+        head[KEY] = NOTHING
+        after = self.position.copy()
+        self._begin(key, after)
+        count = self.spec.batch
+        coordinates = torch.empty(count, dtype=torch.int64)
+        if self.spec.kind == "random":
+            self._apply()
+            after[TOTAL] = self._checked_total()
+            self.ops.draw_(coordinates, self.spec.seed, self.spec.key, int(after[SAMPLES]), int(after[TOTAL]))
+            self._resolve(rows, coordinates, int(after[SAMPLES]))
+        else:
+            self._walk(rows, self._epochs[entry], coordinates, after)
+        after[KEY], after[COUNT] = key + 1, count
+        after[SAMPLES] += count
+        head[1:] = after[1:]
+        head[KEY] = key  # the commit point
+        self._advance(head)
+
+    def _begin(self, key: int, after: np.ndarray) -> None:
+        """Reset what belongs to one pass when a new pass begins."""
+        after[FILLERS] = 0
+        if self.spec.kind == "pass" and key >> PASS_SHIFT != int(self.position[KEY]) >> PASS_SHIFT:
+            after[SAMPLES] = after[EPOCH_FIRST] = after[EPOCH_SIZE] = 0
+        if self.spec.kind == "pass":
+            after[EPOCH] = key >> PASS_SHIFT
+
+    def _walk(
+        self, rows: torch.Tensor, epochs: torch.Tensor, coordinates: torch.Tensor, after: np.ndarray
+    ) -> None:
+        """Visit items in an order; at the end of an epoch the queue is applied and the next one begins."""
+        done, count = 0, self.spec.batch
+        while done < count:
+            at = int(after[SAMPLES]) + done - int(after[EPOCH_FIRST])
+            if at >= after[EPOCH_SIZE]:
+                if self.spec.kind == "pass" and after[EPOCH_SIZE] > 0:
+                    after[FILLERS] = max(int(after[FILLERS]), count - done)
+                    at = 0  # fillers repeat the first items and are marked as such
+                else:
+                    if after[EPOCH_SIZE] > 0:
+                        after[EPOCH] += 1
+                    after[EPOCH_FIRST] = int(after[SAMPLES]) + done
+                    self._apply()
+                    after[EPOCH_SIZE] = after[TOTAL] = self._checked_total()
+                    at = 0
+            n = min(count - done, int(after[EPOCH_SIZE]) - at)
+            part = coordinates[done : done + n]
+            epochs[done : done + n] = int(after[EPOCH])
+            if self.spec.kind == "epoch":
+                size, epoch = int(after[EPOCH_SIZE]), int(after[EPOCH])
+                self.ops.permute_(part, self.spec.seed, self.spec.key, epoch, at, size)
+            else:
+                torch.arange(at, at + n, out=part)
+            self._resolve(rows[done : done + n], part, int(after[SAMPLES]) + done)
+            if self.spec.kind == "pass" and after[FILLERS]:
+                after[EPOCH_FIRST] = int(after[SAMPLES]) + done + n - int(after[EPOCH_SIZE])
+            done += n
+
+    def _resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
+        self.ops.resolve_(
+            rows,
+            self._sums,
+            self._slots,
+            coordinates,
+            self._rule_words,
+            self._unit,
+            self.spec.seed,
+            self.spec.key,
+            first,
+        )
+
+    def _checked_total(self) -> int:
+        total = self.total
+        if total == 0:
+            raise StoreError(
+                f"stream {self.spec.name}: table {self.table.spec.name}",
+                "must hold at least one item that the sampler admits",
+                f"{self.table.num_trajectories} trajectories, none admitted",
+                "check sampler.where, sampler.anchors and the split, or add trajectories first",
+            )
+        return total
+
+    def _advance(self, head: np.ndarray) -> None:
+        self.position[1:NUM_DIRTY] = head[1:NUM_DIRTY]
+        self.position[KEY] = head[KEY] + 1
+
+    def restart(self) -> None:
+        """Let changes that wait for the end of an epoch take effect at the next cut. Wants the lock."""
+        if self.spec.kind == "epoch" and self.position[EPOCH_SIZE]:
+            self.position[EPOCH] += 1
+            self.position[EPOCH_FIRST], self.position[EPOCH_SIZE] = self.position[SAMPLES], 0
+
+    # ---- freeing ---------------------------------------------------------------------------------
+
+    def needs(self, slots: np.ndarray) -> np.ndarray:
+        """Return which retired slots this stream may still read. Wants the lock. [n] -> [n], bool."""
+        if self.spec.kind == "random" or self.position[EPOCH_SIZE] == 0:
+            self._apply()  # nothing is drawn between now and the next cut, so it sees the same tree
+        waiting = self._leaves[slots] != 0
+        for entry, head in enumerate(self.heads):
+            if head[KEY] != NOTHING and self._late(int(head[KEY])):
+                waiting |= np.isin(slots, self._ring[entry, :, 1].numpy())
+        return np.asarray(waiting)
+
+    # ---- position --------------------------------------------------------------------------------
+
+    def seek(self, key: int, samples: int, epoch: int, epoch_first: int, epoch_size: int) -> None:
+        """Continue at a global batch. Wants the lock."""
+        self.heads[:, KEY] = NOTHING
+        self.consumed[:] = key
+        self.position[[KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE]] = (
+            key,
+            samples,
+            epoch,
+            epoch_first,
+            epoch_size,
+        )
+
+
+def reclaim(table: Table, streams: list[Stream]) -> None:
+    """Free the retired slots that no stream needs any more. Wants the lock."""
+    slots = table.retired()
+    if len(slots) == 0:
+        return
+    needed = np.zeros(len(slots), bool)
+    for stream in streams:
+        needed |= stream.needs(slots)
+    table.free(slots[~needed])

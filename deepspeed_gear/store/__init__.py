@@ -1,0 +1,1 @@
+"""One node's share of the data: shared memory, tables, data sets."""

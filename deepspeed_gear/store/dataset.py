@@ -1,0 +1,228 @@
+"""The on-disk data set: a folder of NumPy files that is mapped read-only in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_gear.errors import DataError, SchemaError
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.dataset_files import (
+    EXTENTS_FILE,
+    FORMAT,
+    SCHEMA_FILE,
+    STATS_FILE,
+    FileRecord,
+    check_array_file,
+    check_file,
+    column_file,
+    fingerprint_of,
+    payload_digest,
+    read_json,
+    read_npy_header,
+)
+from deepspeed_gear.store.dataset_writer import DatasetWriter
+from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
+
+__all__ = ["ColumnStatistics", "Dataset", "DatasetWriter", "statistics_of"]
+
+_REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
+
+
+class Dataset:
+    """A data set on disk: read-only and memory-mapped, so it may be larger than memory.
+
+    Safe to share between threads; each process opens its own, and the pages are shared by the kernel.
+
+    Attributes:
+        path: The folder.
+        schema: The columns.
+        fingerprint: Identity of schema, extents and column bytes, SHA-256 in hex.
+        split: Share of each held-out part that the statistics leave out.
+        source: Where the data come from, as the ingest described it.
+        first_rows: First row of each trajectory. [n], int64.
+        lengths: Steps of each trajectory. [n], int64.
+        num_rows: Rows of every step column.
+        columns: The stored columns by name; bfloat16 as uint16. [num_rows or n, *shape].
+        statistics: By column, over the training split only.
+    """
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any], records: Mapping[str, FileRecord]) -> None:
+        """Map a folder whose manifest has been read; use `open`."""
+        self.path = path
+        self._records = dict(records)
+        self.fingerprint: str = manifest["fingerprint"]
+        self.split: dict[str, float] = dict(manifest["split"])
+        self.source: dict[str, Any] = dict(manifest["source"])
+        self.num_rows: int = manifest["num_rows"]
+        self.schema = _schema_of(path, manifest)
+        num_trajectories: int = manifest["num_trajectories"]
+        extents = self._map(EXTENTS_FILE, np.dtype(np.int64), (num_trajectories, 2))
+        self.first_rows = np.ascontiguousarray(extents[:, 0])
+        self.lengths = np.ascontiguousarray(extents[:, 1])
+        self._check_extents(int(manifest["num_steps"]))
+        self.columns: dict[str, NDArray[Any]] = {}
+        for column in self.schema:
+            rows = num_trajectories if column.rows == "1" else self.num_rows
+            self.columns[column.name] = self._map(
+                column_file(column), column.numpy_dtype, (rows, *column.shape)
+            )
+        self.statistics = self._read_statistics()
+        expected = fingerprint_of(self.schema, num_trajectories, self.num_rows, self._records)
+        if expected != self.fingerprint:
+            raise DataError(
+                str(path / SCHEMA_FILE), "must match its own fingerprint", self.fingerprint, _REMAKE
+            )
+
+    @classmethod
+    def open(cls, path: str | Path) -> Dataset:
+        """Open a data set and check it without reading it all.
+
+        Checked are the manifest, header and size of every file, the first and last 64 KiB of every column,
+        and the whole of the extents and statistics; `verify` looks at every byte.
+
+        Raises:
+            DataError: The folder or a file of it is missing, truncated, foreign or changed; names it.
+        Cost: 16 bytes per trajectory and 128 KiB per column read, whatever the size of the data.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            remedy = "make one with gear ingest SOURCE DEST"
+            if path.with_name(path.name + ".partial").is_dir():
+                remedy = "its ingest did not finish; run it again"
+            raise DataError(str(path), "must be the folder of a data set", None, remedy)
+        manifest = read_json(path / SCHEMA_FILE)
+        return cls(path, manifest, _check_manifest(path, manifest))
+
+    def _map(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        if name not in self._records:
+            raise DataError(str(self.path / SCHEMA_FILE), f"must describe the file {name}", None, _REMAKE)
+        offset = check_array_file(self.path / name, dtype, shape, self._records[name])
+        return np.memmap(self.path / name, dtype=dtype, mode="r", offset=offset, shape=shape)
+
+    def _check_extents(self, num_steps: int) -> None:
+        ends = self.first_rows + self.lengths + int(self.schema.has_final_row)
+        consistent = (
+            self.first_rows[0] == 0
+            and bool((self.first_rows[1:] == ends[:-1]).all())
+            and ends[-1] == self.num_rows
+            and self.lengths.sum() == num_steps
+            and self.lengths.min() >= 1
+        )
+        if not consistent:
+            rule = f"must cover the {self.num_rows} rows without gaps or empty trajectories"
+            raise DataError(str(self.path / EXTENTS_FILE), rule, None, _REMAKE)
+
+    def _read_statistics(self) -> dict[str, ColumnStatistics]:
+        path = self.path / STATS_FILE
+        if STATS_FILE not in self._records:
+            raise DataError(
+                str(self.path / SCHEMA_FILE), f"must describe the file {STATS_FILE}", None, _REMAKE
+            )
+        check_file(path, self._records[STATS_FILE])
+        data = read_json(path)
+        if data.get("split") != self.split:
+            rule = f"must have been computed for the split {self.split}"
+            raise DataError(str(path), rule, data.get("split"), _REMAKE)
+        try:
+            return {c.name: ColumnStatistics.from_json(data["columns"][c.name], c) for c in self.schema}
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                str(path), "must hold the statistics of every column", str(error), _REMAKE
+            ) from error
+
+    def verify(self) -> None:
+        """Compare every byte with what was written.
+
+        Raises:
+            DataError: A file changed; names it.
+        Cost: one pass over all files.
+        """
+        for name, record in self._records.items():
+            path = self.path / name
+            check_file(path, record)
+            offset = 0 if name == STATS_FILE else read_npy_header(path)[2]
+            if payload_digest(path, offset) != record.sha256:
+                raise DataError(str(path), "must hold the bytes that were written", None, _REMAKE)
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions of all trajectories."""
+        return int(self.lengths.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(record.bytes for record in self._records.values())
+
+    def trajectory(self, i: int) -> dict[str, NDArray[Any]]:
+        """Return one trajectory's columns, as `DatasetWriter.add` takes them.
+
+        Args:
+            i: The trajectory's id, its ordinal in the data set.
+        Returns:
+            By column [T, *shape], [T+1, *shape] or, with one value per trajectory, [*shape]; views of the
+            maps.
+        Raises:
+            DataError: There is no such id.
+        """
+        if not 0 <= i < len(self):
+            raise DataError("trajectory id", f"must be in [0, {len(self)})", i)
+        first, length = int(self.first_rows[i]), int(self.lengths[i])
+        ends = {"T": first + length, "T+1": first + length + 1}
+        result = {}
+        for column in self.schema:
+            values = self.columns[column.name]
+            result[column.name] = np.asarray(
+                values[i] if column.rows == "1" else values[first : ends[column.rows]]
+            )
+        return result
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return f"Dataset({str(self.path)!r}, {len(self)} trajectories, {self.num_steps} steps)"
+
+
+def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """Check the parts of schema.json and return its file records."""
+    name = str(path / SCHEMA_FILE)
+    if "format" not in manifest or "schema" not in manifest:
+        raise DataError(name, "must describe a gear data set", None, "make one with gear ingest SOURCE DEST")
+    if manifest["format"] != FORMAT:
+        remedy = (
+            "use the version of deepspeed_gear that wrote it, or make the data set again with gear ingest"
+        )
+        raise DataError(f"{name}: format", f"must be {FORMAT}", manifest["format"], remedy)
+    kinds = {
+        "num_trajectories": int,
+        "num_steps": int,
+        "num_rows": int,
+        "split": dict,
+        "source": dict,
+        "fingerprint": str,
+        "files": dict,
+    }
+    for key, kind in kinds.items():
+        if not isinstance(manifest.get(key), kind):
+            raise DataError(f"{name}: {key}", f"must be {kind.__name__}", manifest.get(key), _REMAKE)
+    if manifest["num_trajectories"] < 1:
+        raise DataError(
+            f"{name}: num_trajectories", "must be at least 1", manifest["num_trajectories"], _REMAKE
+        )
+    return {
+        file: FileRecord.from_json(f"{name}: files.{file}", entry)
+        for file, entry in manifest["files"].items()
+    }
+
+
+def _schema_of(path: Path, manifest: Mapping[str, Any]) -> Schema:
+    try:
+        return Schema.from_json(manifest["schema"])
+    except (SchemaError, AttributeError) as error:
+        raise DataError(str(path / SCHEMA_FILE), "must hold a valid schema", str(error), _REMAKE) from error

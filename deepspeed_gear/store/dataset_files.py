@@ -1,0 +1,254 @@
+"""The files of an on-disk data set: NumPy headers, streamed payloads, digests."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column, Schema
+
+FORMAT = 1
+SCHEMA_FILE = "schema.json"
+STATS_FILE = "stats.json"
+EXTENTS_FILE = "extents.npy"
+PROBE_BYTES = 64 * 1024
+_BLOCK_BYTES = 4 * 1024 * 1024
+_HEADER_STEP = 128
+_MAGIC = b"\x93NUMPY\x01\x00"
+_REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What schema.json knows about one file.
+
+    Args:
+        bytes: Size of the whole file, header included.
+        sha256: Digest of the payload: what follows the NumPy header, or the whole of a JSON file.
+        probe: Digest of the first and last 64 KiB of the file (of all of it for small files), cheap to check.
+    """
+
+    bytes: int
+    sha256: str
+    probe: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of schema.json."""
+        return {"bytes": self.bytes, "sha256": self.sha256, "probe": self.probe}
+
+    @classmethod
+    def from_json(cls, name: str, entry: Any) -> FileRecord:
+        """Read an entry of schema.json.
+
+        Raises:
+            DataError: The entry is malformed.
+        """
+        try:
+            return cls(int(entry["bytes"]), str(entry["sha256"]), str(entry["probe"]))
+        except (TypeError, KeyError, ValueError) as error:
+            raise DataError(name, "must record bytes, sha256 and probe", entry, _REMAKE) from error
+
+
+def column_file(column: Column) -> str:
+    """Return the path of a column's file inside the data set."""
+    return f"columns/{column.name}.npy"
+
+
+def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Return a NumPy 1.0 header whose length depends on neither the first axis nor the NumPy version.
+
+    The first axis is known only when the last row is written, so room for any count is reserved.
+    """
+    descr = np.lib.format.dtype_to_descr(dtype)
+    room, text = (
+        f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {(rows, *shape[1:])!r}, }}".encode("latin1")
+        for rows in (10**19, shape[0])
+    )
+    unpadded = len(_MAGIC) + 2 + len(room) + 1
+    total = -(-unpadded // _HEADER_STEP) * _HEADER_STEP
+    length = total - len(_MAGIC) - 2
+    return _MAGIC + length.to_bytes(2, "little") + text + b" " * (length - len(text) - 1) + b"\n"
+
+
+def read_npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    """Return dtype, shape and payload offset of a NumPy file.
+
+    Raises:
+        DataError: The file is missing or is not a C-ordered NumPy 1.0 array.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise DataError(str(path), "must be a NumPy 1.0 array file", None, _REMAKE)
+            length = int.from_bytes(file.read(2), "little")
+            fields = ast.literal_eval(file.read(length).decode("latin1"))
+            dtype, shape = np.dtype(fields["descr"]), tuple(int(n) for n in fields["shape"])
+            if fields["fortran_order"]:
+                raise DataError(str(path), "must be in C order", None, _REMAKE)
+            return dtype, shape, file.tell()
+    except FileNotFoundError:
+        raise DataError(str(path), "must exist", None, "a file of the data set is missing") from None
+    except (OSError, SyntaxError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(str(path), "must have a readable NumPy header", str(error), _REMAKE) from error
+
+
+def payload_digest(path: Path, offset: int) -> str:
+    """Return the SHA-256 of a file from `offset` on. Cost: reads all of it."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(offset)
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def probe_digest(path: Path, whole: bool) -> str:
+    """Return the SHA-256 of a file's first and last 64 KiB, or of all of it. Cost: what it reads."""
+    if whole:
+        return payload_digest(path, 0)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(PROBE_BYTES))
+        file.seek(max(PROBE_BYTES, file.seek(0, os.SEEK_END) - PROBE_BYTES))
+        digest.update(file.read(PROBE_BYTES))
+    return digest.hexdigest()
+
+
+class ArrayFile:
+    """A NumPy file that grows at its end; its header is completed when it is finished.
+
+    Not thread-safe; one writer.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
+        self.path = path
+        self._dtype, self._row_shape = dtype, row_shape
+        self._file: BinaryIO = path.open("wb", buffering=_BLOCK_BYTES // 4)
+        self._file.write(npy_header(dtype, (0, *row_shape)))
+        self._digest = hashlib.sha256()
+        self._row_bytes = int(np.prod(row_shape, dtype=np.int64)) * dtype.itemsize
+
+    def append(self, array: NDArray[Any]) -> None:
+        """Append rows, or one row without the row axis."""
+        self._append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def append_zeros(self, num_rows: int) -> None:
+        """Append rows of zero bytes."""
+        self._append(bytes(num_rows * self._row_bytes))
+
+    def _append(self, payload: bytes | memoryview) -> None:
+        self._file.write(payload)
+        self._digest.update(payload)
+
+    def finish(self, num_rows: int, whole_probe: bool = False) -> FileRecord:
+        """Complete the header, flush to the disk and close."""
+        self._file.seek(0)
+        self._file.write(npy_header(self._dtype, (num_rows, *self._row_shape)))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        digest = self._digest.hexdigest()
+        return FileRecord(self.path.stat().st_size, digest, probe_digest(self.path, whole_probe))
+
+    def discard(self) -> None:
+        """Close without completing; safe to call twice."""
+        self._file.close()
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> FileRecord:
+    """Write a JSON file to the disk and describe it."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(data, file, indent=1, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    digest = payload_digest(path, 0)
+    return FileRecord(path.stat().st_size, digest, digest)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        DataError: The file is missing or is not a JSON object.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            str(path),
+            "must exist",
+            None,
+            "the folder is not a gear data set; make one with gear ingest SOURCE DEST",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(str(path), "must be readable JSON", str(error), _REMAKE) from error
+    if not isinstance(data, dict):
+        raise DataError(str(path), "must hold a JSON object", type(data).__name__, _REMAKE)
+    return data
+
+
+def check_array_file(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], record: FileRecord) -> int:
+    """Check header, size and probe of an array file, and return its payload offset.
+
+    Raises:
+        DataError: The file is missing, truncated, foreign or changed.
+    Cost: at most 128 KiB read.
+    """
+    found_dtype, found_shape, offset = read_npy_header(path)
+    if (found_dtype, found_shape) != (dtype, shape):
+        rule = f"must be {dtype.name}{list(shape)} as schema.json says"
+        raise DataError(str(path), rule, f"{found_dtype.name}{list(found_shape)}", _REMAKE)
+    expected = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    check_file(path, record, expected)
+    return offset
+
+
+def check_file(path: Path, record: FileRecord, expected: int | None = None) -> None:
+    """Check size and probe of a file.
+
+    Raises:
+        DataError: The file is missing, truncated, foreign or changed.
+    """
+    expected = record.bytes if expected is None else expected
+    if not path.is_file():
+        raise DataError(str(path), "must exist", None, "a file of the data set is missing")
+    size = path.stat().st_size
+    if size != expected or size != record.bytes:
+        remedy = (
+            f"the file is {'truncated' if size < expected else 'not the one that was written'}; copy it again"
+        )
+        raise DataError(str(path), f"must have {expected} bytes", size, remedy)
+    whole = path.name in (EXTENTS_FILE, STATS_FILE)
+    if probe_digest(path, whole) != record.probe:
+        raise DataError(str(path), "must hold the bytes that were written", None, _REMAKE)
+
+
+def fingerprint_of(
+    schema: Schema, num_trajectories: int, num_rows: int, records: Mapping[str, FileRecord]
+) -> str:
+    """Return the identity of schema, extents and column bytes, SHA-256 in hex.
+
+    Statistics, split and the description of the source do not belong to it: they may differ for the same
+    data.
+    """
+    identity = {
+        "format": FORMAT,
+        "schema": schema.to_json(),
+        "num_trajectories": num_trajectories,
+        "num_rows": num_rows,
+        "files": {name: record.sha256 for name, record in records.items() if name != STATS_FILE},
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

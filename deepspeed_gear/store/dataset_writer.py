@@ -1,0 +1,332 @@
+"""Writing an on-disk data set, trajectory by trajectory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from array import array as packed
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.dataset_files import (
+    EXTENTS_FILE,
+    FORMAT,
+    SCHEMA_FILE,
+    STATS_FILE,
+    ArrayFile,
+    FileRecord,
+    column_file,
+    fingerprint_of,
+    write_json,
+)
+from deepspeed_gear.store.statistics import as_float64, check_split, compute_statistics, training_trajectories
+
+if TYPE_CHECKING:
+    from deepspeed_gear.store.dataset import Dataset
+
+_LOCK_FILE = ".gear-partial"
+_REPLACED = ".replaced"
+
+
+class DatasetWriter:
+    """Write a data set by streaming: no more than one trajectory is held in memory.
+
+    Everything goes to DEST.partial, which becomes DEST in one rename when it is complete. A writer that is
+    killed leaves a DEST.partial that the next one to the same place replaces; one that fails removes it. As
+    a context manager it closes at the end of the block and discards on an exception. Not thread-safe; a
+    lock keeps a second writer away.
+    """
+
+    def __init__(
+        self,
+        dest: str | Path,
+        schema: Schema,
+        *,
+        split: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+        source: Mapping[str, Any] | None = None,
+        allow_nan: bool = False,
+    ) -> None:
+        """Start a data set.
+
+        Args:
+            dest: The folder to make.
+            schema: The columns of every trajectory.
+            split: Share of each held-out part by name; the statistics are those of the rest.
+            overwrite: Replace a data set that is there; anything else is never replaced.
+            source: A JSON-able description of where the data come from.
+            allow_nan: Take NaN and infinite values; the statistics leave them out.
+        Raises:
+            ConfigError: The split is malformed.
+            DataError: `dest` exists, or cannot be written.
+        """
+        self.dest, self.schema = Path(os.path.abspath(dest)), schema
+        self._split, self._source = check_split(split or {}), dict(source or {})
+        self._overwrite, self._allow_nan = overwrite, allow_nan
+        self._lengths = packed("q")
+        self._num_rows = 0
+        self._files: dict[str, ArrayFile] = {}
+        self._closed = False
+        check_destination(self.dest, overwrite)
+        self._partial = self.dest.with_name(self.dest.name + ".partial")
+        try:
+            self._lock = _claim(self._partial)
+            (self._partial / "columns").mkdir()
+            for column in schema:
+                path = self._partial / column_file(column)
+                self._files[column.name] = ArrayFile(path, column.numpy_dtype, column.shape)
+        except OSError as error:
+            if hasattr(self, "_lock"):
+                self.discard()
+            raise _unwritable(self.dest, error) from error
+
+    def add(self, trajectory: Mapping[str, NDArray[Any]], name: str = "") -> int:
+        """Append a trajectory and return its id.
+
+        Args:
+            trajectory: An array for every column of the schema, of its dtype: [T, *shape], [T+1, *shape] or,
+                with one value per trajectory, [*shape]. T >= 1 is the same for all.
+            name: How errors call it; "trajectory <id>" unless given.
+        Returns:
+            The ordinal of the trajectory in the data set.
+        Raises:
+            DataError: A column is missing, unknown, of another dtype, shape or length, or not finite;
+                nothing is written.
+        """
+        if self._closed:
+            raise DataError(str(self.dest), "must be open to be written", None, "make a new DatasetWriter")
+        name = name or f"trajectory {len(self._lengths)}"
+        arrays, length = check_trajectory(name, self.schema, trajectory)
+        if not self._allow_nan:
+            check_finite(name, self.schema, arrays)
+        try:
+            for column in self.schema:
+                self._files[column.name].append(arrays[column.name])
+                if column.rows == "T" and self.schema.has_final_row:
+                    self._files[column.name].append_zeros(1)
+        except OSError as error:
+            self.discard()
+            raise _unwritable(self.dest, error) from error
+        self._lengths.append(length)
+        self._num_rows += length + int(self.schema.has_final_row)
+        return len(self._lengths) - 1
+
+    def close(self) -> Dataset:
+        """Complete the data set, compute its statistics and move it into place.
+
+        Returns:
+            The data set, opened.
+        Raises:
+            DataError: There are no trajectories, or none is left for training; nothing stays behind.
+        Cost: one pass over the columns for the statistics.
+        """
+        from deepspeed_gear.store.dataset import Dataset
+
+        if self._closed:
+            raise DataError(str(self.dest), "must be closed once only")
+        try:
+            if not self._lengths:
+                raise DataError(
+                    str(self.dest), "must get at least one trajectory", 0, "an empty data set is not written"
+                )
+            training_trajectories(len(self._lengths), self._split)
+            self._complete()
+        except BaseException as error:
+            self.discard()
+            if isinstance(error, OSError):
+                raise _unwritable(self.dest, error) from error
+            raise
+        return Dataset.open(self.dest)
+
+    def _complete(self) -> None:
+        lengths = np.frombuffer(self._lengths, dtype=np.int64)
+        ends = np.cumsum(lengths + int(self.schema.has_final_row))
+        extents = np.stack([ends - lengths - int(self.schema.has_final_row), lengths], axis=1)
+        file = ArrayFile(self._partial / EXTENTS_FILE, extents.dtype, (2,))
+        file.append(extents)
+        records: dict[str, FileRecord] = {EXTENTS_FILE: file.finish(len(extents), whole_probe=True)}
+        for column in self.schema:
+            rows = len(lengths) if column.rows == "1" else self._num_rows
+            records[column_file(column)] = self._files[column.name].finish(rows)
+        records[STATS_FILE] = self._write_statistics(extents)
+        write_json(self._partial / SCHEMA_FILE, self._manifest(records))
+        self._publish()
+
+    def _write_statistics(self, extents: NDArray[np.int64]) -> FileRecord:
+        columns = {c.name: np.load(self._partial / column_file(c), mmap_mode="r") for c in self.schema}
+        first_rows, lengths = (np.ascontiguousarray(extents[:, i]) for i in range(2))
+        statistics = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
+        entries = {name: entry.to_json() for name, entry in statistics.items()}
+        return write_json(self._partial / STATS_FILE, {"split": self._split, "columns": entries})
+
+    def _manifest(self, records: Mapping[str, FileRecord]) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "num_trajectories": len(self._lengths),
+            "num_steps": sum(self._lengths),
+            "num_rows": self._num_rows,
+            "split": self._split,
+            "source": self._source,
+            "fingerprint": fingerprint_of(self.schema, len(self._lengths), self._num_rows, records),
+            "schema": self.schema.to_json(),
+            "files": {name: record.to_json() for name, record in records.items()},
+        }
+
+    def _publish(self) -> None:
+        """Move the complete folder into place; the old one goes with it and is removed there."""
+        check_destination(self.dest, self._overwrite)
+        if self.dest.exists():
+            self.dest.rename(self._partial / _REPLACED)
+        self._partial.rename(self.dest)
+        self._closed = True
+        shutil.rmtree(self.dest / _REPLACED, ignore_errors=True)
+        (self.dest / _LOCK_FILE).unlink()
+        os.close(self._lock)
+
+    def discard(self) -> None:
+        """Stop and leave nothing behind; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for file in self._files.values():
+            file.discard()
+        shutil.rmtree(self._partial, ignore_errors=True)
+        os.close(self._lock)
+
+    def __enter__(self) -> DatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.discard()
+        elif not self._closed:
+            self.close()
+
+
+def check_destination(dest: Path, overwrite: bool) -> None:
+    """Refuse a destination that exists, or that is not a data set where it may be replaced.
+
+    Raises:
+        DataError: It is refused.
+    """
+    if not dest.exists() and not dest.is_symlink():
+        return
+    if not overwrite:
+        raise DataError(
+            str(dest), "must not exist yet", None, "choose another DEST or overwrite it (--overwrite)"
+        )
+    empty = dest.is_dir() and not dest.is_symlink() and not any(dest.iterdir())
+    if not empty and (dest.is_symlink() or not (dest / SCHEMA_FILE).is_file()):
+        raise DataError(str(dest), "must be a gear data set to be overwritten", None, "choose another DEST")
+
+
+def _claim(partial: Path) -> int:
+    """Make an empty DEST.partial that this process holds a lock on, and return the lock's descriptor."""
+    foreign = partial.exists() and not (partial.is_dir() and not any(partial.iterdir()))
+    if foreign and not (partial / _LOCK_FILE).is_file():
+        raise DataError(
+            str(partial), "must not exist, or be what an interrupted ingest left", None, "move it away"
+        )
+    partial.mkdir(parents=True, exist_ok=True)
+    lock = os.open(partial / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise DataError(
+            str(partial), "must not be written by two at once", None, "wait for the other ingest"
+        ) from None
+    for entry in partial.iterdir():
+        if entry.name == _LOCK_FILE:
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    return lock
+
+
+def _unwritable(dest: Path, error: OSError) -> DataError:
+    remedy = "free some space" if error.errno == errno.ENOSPC else "check the path and its permissions"
+    return DataError(str(dest), "must be writable", error.strerror or str(error), remedy)
+
+
+def check_trajectory(
+    name: str, schema: Schema, trajectory: Mapping[str, NDArray[Any]]
+) -> tuple[dict[str, NDArray[Any]], int]:
+    """Check a trajectory's names, dtypes, shapes and lengths against a schema.
+
+    Returns:
+        The arrays by column, and T.
+    Raises:
+        DataError: Something differs; names the trajectory and the column.
+    """
+    if set(trajectory) != set(schema.names):
+        missing = [c for c in schema.names if c not in trajectory]
+        rule = (
+            f"must have a value for column {missing[0]}"
+            if missing
+            else "must have columns of the schema only"
+        )
+        raise DataError(name, rule, sorted(trajectory), f"the schema has {', '.join(schema.names)}")
+    arrays: dict[str, NDArray[Any]] = {}
+    length, measured = 0, ""
+    for column in sorted(schema, key=lambda c: c.rows == "1"):
+        array = arrays[column.name] = np.asarray(trajectory[column.name])
+        where = f"{name}: column {column.name}"
+        if array.dtype != column.numpy_dtype:
+            raise DataError(where, f"must have dtype {column.numpy_dtype}", str(array.dtype))
+        row_shape = array.shape if column.rows == "1" else array.shape[1:]
+        if (column.rows != "1" and array.ndim == 0) or row_shape != column.shape:
+            rule = f"must have {'shape' if column.rows == '1' else 'rows of shape'} {list(column.shape)}"
+            raise DataError(where, rule, list(array.shape))
+        if column.rows == "1":
+            continue
+        steps = len(array) - int(column.rows == "T+1")
+        if not measured:
+            length, measured = steps, column.name
+        if steps != length:
+            rows = length + int(column.rows == "T+1")
+            raise DataError(
+                where, f"must have {rows} rows for the {length} steps of column {measured}", len(array)
+            )
+        if steps < 1:
+            raise DataError(name, "must have at least one step", steps)
+    return arrays, length
+
+
+def first_non_finite(column: Column, array: NDArray[Any]) -> tuple[int, float] | None:
+    """Return row and value of the first NaN or infinity, or None."""
+    if not column.is_floating:
+        return None
+    if column.dtype != "bfloat16" and np.isfinite(array).all():
+        return None
+    values = as_float64(array, column.dtype)
+    bad = np.argwhere(~np.isfinite(values))
+    if not len(bad):
+        return None
+    return int(bad[0][0]) if values.ndim else 0, float(values[tuple(bad[0])])
+
+
+def check_finite(name: str, schema: Schema, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Refuse NaN and infinite values.
+
+    Raises:
+        DataError: There is one; names the trajectory, the column and the step.
+    """
+    for column in schema:
+        if found := first_non_finite(column, arrays[column.name]):
+            step = "" if column.rows == "1" else f", step {found[0]}"
+            remedy = "clean the data, or allow it (--allow-nan)"
+            raise DataError(f"{name}{step}: column {column.name}", "must be finite", found[1], remedy)

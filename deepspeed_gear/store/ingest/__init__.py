@@ -1,0 +1,170 @@
+"""Ingest: one reader a format, all into the on-disk data set."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.dataset import Dataset, DatasetWriter
+from deepspeed_gear.store.dataset_writer import check_destination
+from deepspeed_gear.store.ingest.common import Reader, Selection
+from deepspeed_gear.store.ingest.d4rl import D4rlReader
+from deepspeed_gear.store.ingest.minari import MinariReader
+
+READERS: dict[str, type[Reader]] = {reader.format: reader for reader in (D4rlReader, MinariReader)}
+_DERIVED = (
+    Column("return", "float64", role="return", rows="1"),
+    Column("length", "int64", role="length", rows="1"),
+)
+_SOURCE = Column("source", "int64", rows="1")
+
+
+def open_source(path: str | Path, format: str = "auto", columns: Sequence[str] | None = None) -> Reader:
+    """Open a source in the given format, or in the one that its content shows.
+
+    Args:
+        path: File or folder.
+        format: A key of `READERS`, or "auto".
+        columns: Patterns of optional columns to keep; None keeps all.
+    Raises:
+        DataError: The source is missing, unknown or malformed.
+    """
+    path, select = Path(path), Selection(columns)
+    if not path.exists():
+        raise DataError(str(path), "must exist", None, "check the path of the source")
+    if format != "auto":
+        if format not in READERS:
+            raise DataError("format", f"must be one of auto, {', '.join(READERS)}", format)
+        return READERS[format].open(path, select)
+    for reader in READERS.values():
+        if reader.recognises(path):
+            return reader.open(path, select)
+    remedy = f"known are {', '.join(READERS)}; see docs/data.md for what each looks like"
+    raise DataError(str(path), "must have a known layout", _content(path), remedy)
+
+
+def _content(path: Path) -> str:
+    """Describe what a source holds, for the error that refuses it."""
+    import h5py
+
+    if path.is_dir():
+        return f"a folder with {', '.join(sorted(entry.name for entry in path.iterdir())[:8]) or 'nothing'}"
+    if not h5py.is_hdf5(path):
+        return "a file that is not HDF5"
+    with h5py.File(path, "r") as file:
+        return f"HDF5 with {', '.join(sorted(file)[:8]) or 'nothing'}"
+
+
+def ingest(
+    sources: Sequence[str | Path],
+    dest: str | Path,
+    *,
+    format: str = "auto",
+    split: Mapping[str, float] | None = None,
+    columns: Sequence[str] | None = None,
+    allow_nan: bool = False,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Dataset:
+    """Turn one or more sources into a data set.
+
+    The ids are the ordinals of the episodes: those of the first source, then those of the second. With
+    several sources the per-trajectory column `source` tells which one an episode is from. The same sources
+    give the same bytes.
+
+    Args:
+        sources: Files or folders whose columns agree.
+        dest: The folder to make.
+        format: Of all sources; "auto" looks at the content of each.
+        split: Share of each held-out part by name; the statistics are those of the rest.
+        columns: Patterns of optional columns to keep; None keeps all.
+        allow_nan: Take NaN and infinite values.
+        overwrite: Replace a data set at `dest`.
+        progress: Show a bar and notes on stderr.
+    Raises:
+        DataError: A source is malformed or differs from the first, or `dest` cannot be written; `dest` is
+            not made.
+    Cost: two passes over the sources' observations, one over the rest; memory for one episode and a few
+        blocks.
+    """
+    if not sources:
+        raise DataError("sources", "must name at least one file or folder")
+    check_destination(Path(dest), overwrite)
+    with ExitStack() as stack:
+        readers = [stack.enter_context(open_source(path, format, columns)) for path in sources]
+        schema = _common_schema(readers)
+        if progress:
+            for reader in readers:
+                for note in reader.notes:
+                    print(f"{reader.path}: {note}", file=sys.stderr)
+        source = {"sources": [{**reader.description, "notes": reader.notes} for reader in readers]}
+        total = sum(reader.num_steps for reader in readers)
+        bar = stack.enter_context(
+            tqdm(
+                total=total,
+                unit="step",
+                unit_scale=True,
+                desc="ingest",
+                file=sys.stderr,
+                disable=not progress,
+            )
+        )
+        writer = DatasetWriter(
+            dest, schema, split=split, overwrite=overwrite, source=source, allow_nan=allow_nan
+        )
+        with writer:
+            for name, arrays in _trajectories(readers, schema):
+                writer.add(arrays, name)
+                bar.update(len(arrays["reward"]))
+            return writer.close()
+
+
+def _common_schema(readers: Sequence[Reader]) -> Schema:
+    """Return the schema of all sources.
+
+    Raises:
+        DataError: Two of them differ; names the column.
+    """
+    first = readers[0]
+    for other in readers[1:]:
+        for name in dict.fromkeys([c.name for c in (*first.columns, *other.columns)]):
+            here, there = (
+                next((c for c in reader.columns if c.name == name), None) for reader in (first, other)
+            )
+            if here != there:
+                rule = f"must be as in {first.path}, {_describe(here)}"
+                remedy = "choose the common columns with --columns, or make a data set of each"
+                raise DataError(f"{other.path}: column {name}", rule, _describe(there), remedy)
+    names = [c.name for c in first.columns]
+    derived = (*_DERIVED, *((_SOURCE,) if len(readers) > 1 else ()))
+    for column in derived:
+        if column.name in names:
+            remedy = "leave it out with --columns"
+            raise DataError(
+                f"{first.path}: {column.name}", "must not have the name of a derived column", None, remedy
+            )
+    return Schema([*first.columns, *derived])
+
+
+def _describe(column: Column | None) -> str:
+    return "absent" if column is None else f"{column.dtype}{list(column.shape)} with rows {column.rows}"
+
+
+def _trajectories(readers: Sequence[Reader], schema: Schema) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
+    for i, reader in enumerate(readers):
+        for episode in reader.episodes():
+            arrays = dict(episode.arrays)
+            arrays["return"] = np.asarray(arrays["reward"].astype(np.float64).sum())
+            arrays["length"] = np.asarray(len(arrays["reward"]), dtype=np.int64)
+            if "source" in schema:
+                arrays["source"] = np.asarray(i, dtype=np.int64)
+            yield f"{reader.path}: {episode.name}", arrays

@@ -1,0 +1,258 @@
+"""What all ingest formats share: the reader's interface, names, dtypes, and reading HDF5 in blocks."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import DTYPES, Column, Rows
+
+_BLOCK_BYTES = 8 * 1024 * 1024
+_WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
+_LEAVE_OUT = "leave it out with --columns"
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode of a source.
+
+    Args:
+        name: How an error names it ("episode 3").
+        arrays: By column name, with the dtype and shape of the reader's columns.
+    """
+
+    name: str
+    arrays: dict[str, NDArray[Any]]
+
+
+class Reader(ABC):
+    """One source in one format.
+
+    A new format is a subclass in a module of its own and an entry in `deepspeed_gear.store.ingest.READERS`.
+    The constructor looks at the layout and refuses what is wrong with it; `episodes` streams the data once.
+
+    Attributes:
+        format: Name of the format, for `--format`.
+        path: The source.
+        columns: What every episode holds, in the order of the schema.
+        num_steps: Steps of all episodes, for progress.
+        notes: What the user should know about how the source was read.
+        description: What the data set keeps about the source; JSON-able, without paths.
+    """
+
+    format: ClassVar[str]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.columns: tuple[Column, ...] = ()
+        self.num_steps = 0
+        self.notes: list[str] = []
+        self.description: dict[str, Any] = {"format": self.format, "name": path.resolve().name}
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, path: Path) -> bool:
+        """Return whether the content of an existing file or folder is in this format."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, path: Path, select: Selection) -> Reader:
+        """Open a source.
+
+        Raises:
+            DataError: The layout is wrong; names file and key.
+        """
+
+    @abstractmethod
+    def episodes(self) -> Iterator[Episode]:
+        """Yield the episodes in the order of the source.
+
+        Raises:
+            DataError: An episode is malformed; names file, episode and key.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the source; safe to call twice."""
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Selection:
+    """Which optional columns the user wants (`--columns`).
+
+    A group is what stands before the first dot of a column name (`infos`, `observation`). Without patterns
+    everything is kept. With patterns, a group is reduced to the columns that match one; `observation` and
+    `action` are kept whole where no pattern names them, and every other optional column is left out.
+    """
+
+    def __init__(self, patterns: Sequence[str] | None = None) -> None:
+        self.patterns = None if patterns is None else tuple(patterns)
+        self._used: set[str] = set()
+
+    def __call__(self, name: str) -> bool:
+        """Return whether an optional column is kept, and remember the patterns that matched."""
+        if self.patterns is None:
+            return True
+        hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
+        self._used.update(hits)
+        group = name.split(".")[0]
+        named = any(pattern.split(".")[0] == group for pattern in self.patterns)
+        return bool(hits) or (group in ("observation", "next_observation", "action") and not named)
+
+    def check_used(self, path: Path, names: Sequence[str]) -> None:
+        """Refuse a pattern that matched nothing.
+
+        Raises:
+            DataError: It did.
+        """
+        for pattern in self.patterns or ():
+            if pattern not in self._used:
+                known = (
+                    f"optional columns are {', '.join(names)}" if names else "there are no optional columns"
+                )
+                raise DataError(f"{path}: --columns", "must match an optional column", pattern, known)
+
+
+def column_name(*parts: str) -> str:
+    """Join the parts of a source's key to a legal column name; other characters become `_`."""
+    return ".".join("".join(c if c.isalnum() or c in "_-" else "_" for c in part) for part in parts)
+
+
+def check_unique(path: Path, names: Sequence[str]) -> None:
+    """Refuse two keys that give one column name.
+
+    Raises:
+        DataError: There are two.
+    """
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"{path}: column {name}", "must come from one key only", None, _LEAVE_OUT)
+
+
+def stored_dtype(where: str, dtype: np.dtype[Any], remedy: str = "") -> str:
+    """Return the schema's dtype for a source's dtype; unsigned integers become the next wider signed ones.
+
+    Raises:
+        DataError: It is not numeric.
+    """
+    name = str(dtype.name)
+    name = _WIDER.get(name, name)
+    if name not in DTYPES:
+        raise DataError(where, "must be numeric (bool, integer or float up to 64 bits)", str(dtype), remedy)
+    return name
+
+
+def make_column(
+    where: str, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], role: str = "other", rows: Rows = "T"
+) -> Column:
+    """Describe a column as it is stored.
+
+    Scalar integer actions become int64, integer rewards float64 and flags bool, whatever the source has.
+
+    Raises:
+        DataError: The dtype or shape cannot be stored.
+    """
+    remedy = _LEAVE_OUT if "." in name or role == "other" else ""
+    stored = stored_dtype(where, dtype, remedy)
+    if any(n < 1 for n in shape):
+        raise DataError(where, "must have rows with at least one value", list(shape), remedy)
+    if role in ("terminated", "truncated"):
+        stored = "bool"
+    elif role == "reward" and dtype.kind != "f":
+        stored = "float64"
+    elif role == "action" and not shape and dtype.kind in "iu":
+        stored = "int64"
+    return Column(name, stored, shape, role, rows)
+
+
+def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
+    """Convert a source's array to the dtype of its column without losing a value.
+
+    Raises:
+        DataError: A value does not fit: a flag that is not 0 or 1, an unsigned integer beyond int64.
+    """
+    is_flag = column.role in ("terminated", "truncated") and array.dtype != np.bool_
+    if is_flag and (bad := array[(array != 0) & (array != 1)].tolist()):
+        raise DataError(where, "must hold only 0 and 1", bad[0])
+    if array.dtype.name == "uint64" and column.dtype == "int64" and array.size and array.max() >= 1 << 63:
+        raise DataError(where, "must fit into int64", int(array.max()), _LEAVE_OUT)
+    return array.astype(column.numpy_dtype, copy=False)
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """Open an HDF5 file for reading.
+
+    Raises:
+        DataError: It is not HDF5, or damaged.
+    """
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        remedy = (
+            "the file is damaged or incomplete; copy it again" if h5py.is_hdf5(path) else "check the path"
+        )
+        raise DataError(str(path), "must be a readable HDF5 file", str(error), remedy) from error
+
+
+def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray[Any]:
+    """Read rows [low, high) of an HDF5 array.
+
+    Raises:
+        DataError: The file is damaged there.
+    """
+    try:
+        return np.asarray(dataset[low:high])
+    except OSError as error:
+        remedy = "the file is damaged or incomplete; copy it again"
+        raise DataError(where, f"must be readable in rows {low} to {high - 1}", str(error), remedy) from error
+
+
+class RowReader:
+    """Reads ranges of rows of an HDF5 array in blocks of whole chunks, for ranges that rise.
+
+    A compressed chunk is decompressed once per pass and not once per episode. Memory: one block, about 8
+    MiB, plus the range that is asked for.
+
+    Attributes:
+        block_rows: Rows of a block.
+    """
+
+    def __init__(self, where: str, dataset: h5py.Dataset) -> None:
+        self._where, self._dataset = where, dataset
+        row_bytes = max(1, dataset.dtype.itemsize * math.prod(dataset.shape[1:]))
+        chunk = dataset.chunks[0] if dataset.chunks else 1
+        self.block_rows = max(1, _BLOCK_BYTES // row_bytes // chunk) * chunk
+        self._first, self._block = 0, np.empty((0, *dataset.shape[1:]), dtype=dataset.dtype)
+
+    def __call__(self, low: int, high: int) -> NDArray[Any]:
+        """Return rows [low, high), a copy or a view that later calls leave alone."""
+        parts = []
+        while low < high:
+            if not self._first <= low < self._first + len(self._block):
+                self._first = low // self.block_rows * self.block_rows
+                end = min(self._first + self.block_rows, len(self._dataset))
+                self._block = read_rows(self._where, self._dataset, self._first, end)
+            end = min(high, self._first + len(self._block))
+            parts.append(self._block[low - self._first : end - self._first])
+            low = end
+        if len(parts) > 1:
+            return np.concatenate(parts)
+        return parts[0] if parts else self._block[:0]

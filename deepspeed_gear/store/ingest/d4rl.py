@@ -1,0 +1,218 @@
+"""D4RL HDF5: one array per quantity, all episodes behind each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column
+from deepspeed_gear.store.ingest.common import (
+    Episode,
+    Reader,
+    RowReader,
+    Selection,
+    check_unique,
+    column_name,
+    convert,
+    make_column,
+    open_hdf5,
+    read_rows,
+)
+
+_REQUIRED = ("observations", "actions", "rewards", "terminals", "timeouts")
+_NEXT = "next_observations"
+_BLOCK_ROWS = 1 << 16
+_REMEDIES = {
+    "terminals": "add an array of zeros if no episode ends in a terminal state",
+    "timeouts": "add an array of zeros if no episode ends by a time limit",
+}
+
+
+class D4rlReader(Reader):
+    """Reads D4RL's layout. An episode ends where `terminals` or `timeouts` is set.
+
+    The two flags become `terminated` and `truncated`. A fragment at the end of the file without either is
+    truncated. Where `next_observations` are the shifted observations inside every episode, to the last bit,
+    `observation` gets one more row per episode, the last next observation; otherwise both are stored. Other
+    arrays with a row per step become columns (`infos/qpos` is `infos.qpos`); groups named `metadata` are
+    left out.
+    """
+
+    format = "d4rl"
+
+    def __init__(self, path: Path, file: h5py.File, select: Selection) -> None:
+        """Check the layout and find the episodes. Cost: one pass over the flags and observations."""
+        super().__init__(path)
+        self._file = file
+        self._check_required()
+        self._keys = self._choose_extras(select)
+        self._ends, trailing = self._find_episodes()
+        self._shifted = _NEXT in file and self._next_is_shifted()
+        self.columns = self._make_columns()
+        check_unique(path, [c.name for c in self.columns])
+        self.num_steps = len(file["rewards"])
+        self.description.update(episodes=len(self._ends), steps=self.num_steps, shifted=self._shifted)
+        if trailing:
+            self.notes.append(f"the last {trailing} steps have no end flag: kept as a truncated episode")
+        if _NEXT not in file:
+            self.notes.append(f"there is no {_NEXT}: what follows the last step of an episode is not known")
+        elif not self._shifted:
+            self.notes.append(f"{_NEXT} are not the shifted observations: stored as a column of their own")
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        if not path.is_file() or not h5py.is_hdf5(path):
+            return False
+        with open_hdf5(path) as file:
+            return any(isinstance(file.get(key), h5py.Dataset) for key in _REQUIRED)
+
+    @classmethod
+    def open(cls, path: Path, select: Selection) -> D4rlReader:
+        file = open_hdf5(path)
+        try:
+            return cls(path, file, select)
+        except BaseException:
+            file.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _where(self, key: str) -> str:
+        return f"{self.path}: {key}"
+
+    def _reader(self, key: str) -> RowReader:
+        return RowReader(self._where(key), self._file[key])
+
+    def _check_required(self) -> None:
+        for key in _REQUIRED:
+            if key not in self._file:
+                found = sorted(self._file)
+                remedy = _REMEDIES.get(key, "the file is not D4RL data")
+                raise DataError(self._where(key), "must be in the file", found, remedy)
+        keys = [*_REQUIRED, *([_NEXT] if _NEXT in self._file else [])]
+        length = None
+        for key in keys:
+            array = self._file[key]
+            if not isinstance(array, h5py.Dataset) or not array.ndim:
+                raise DataError(self._where(key), "must be an array with a row per step")
+            if length is None:
+                length = len(array)
+            if len(array) != length:
+                raise DataError(self._where(key), f"must have {length} rows as {keys[0]} has", len(array))
+            if key in ("rewards", "terminals", "timeouts") and array.shape not in ((length,), (length, 1)):
+                raise DataError(self._where(key), "must be one value per step", list(array.shape))
+        if not length:
+            raise DataError(str(self.path), "must hold at least one step", 0, "the data set is empty")
+        if _NEXT in self._file and self._file[_NEXT].shape != self._file["observations"].shape:
+            rule = f"must have the shape of observations, {list(self._file['observations'].shape)}"
+            raise DataError(self._where(_NEXT), rule, list(self._file[_NEXT].shape))
+
+    def _choose_extras(self, select: Selection) -> dict[str, str]:
+        """Return the optional arrays that are kept: column name by key."""
+        found: dict[str, str] = {}
+
+        def visit(key: str, node: Any) -> None:
+            parts = key.split("/")
+            known = parts[0] in (*_REQUIRED, _NEXT) or "metadata" in parts[:-1]
+            if isinstance(node, h5py.Dataset) and not known:
+                found[key] = column_name(*parts)
+
+        self._file.visititems(visit)
+        kept = {key: name for key, name in sorted(found.items()) if select(name)}
+        select.check_used(self.path, list(found.values()))
+        length = len(self._file["rewards"])
+        for key in list(kept):
+            array = self._file[key]
+            if not array.ndim:
+                self.notes.append(f"{key} is a single value and not a column: left out")
+                del kept[key]
+            elif len(array) != length:
+                rule = f"must have {length} rows as observations has"
+                raise DataError(self._where(key), rule, len(array), "leave it out with --columns")
+        return kept
+
+    def _flags(self, key: str, low: int, high: int) -> NDArray[np.bool_]:
+        column = Column("flag", "bool", role="terminated")
+        return convert(
+            self._where(key), read_rows(self._where(key), self._file[key], low, high).reshape(-1), column
+        )
+
+    def _find_episodes(self) -> tuple[NDArray[np.int64], int]:
+        """Return the row after each episode's last, and the length of an unflagged fragment at the end."""
+        length, ends = len(self._file["rewards"]), []
+        for low in range(0, length, _BLOCK_ROWS):
+            high = min(low + _BLOCK_ROWS, length)
+            last = self._flags("terminals", low, high) | self._flags("timeouts", low, high)
+            ends.append(low + 1 + np.flatnonzero(last))
+        found = np.concatenate(ends).astype(np.int64)
+        flagged = int(found[-1]) if len(found) else 0
+        return (found if flagged == length else np.append(found, length)), length - flagged
+
+    def _next_is_shifted(self) -> bool:
+        """Return whether next_observations[i] is observations[i + 1], bit for bit, inside all episodes."""
+        observations = self._file["observations"]
+        if observations.dtype != self._file[_NEXT].dtype:
+            return False
+        here, there = self._reader("observations"), self._reader(_NEXT)
+        for low in range(0, len(observations) - 1, here.block_rows):
+            high = min(low + here.block_rows, len(observations) - 1)
+            inside = np.ones(high - low, dtype=np.bool_)
+            first, last = np.searchsorted(self._ends, (low + 1, high + 1))
+            inside[self._ends[first:last] - 1 - low] = False
+            if _bits(here(low + 1, high + 1)[inside]) != _bits(there(low, high)[inside]):
+                return False
+        return True
+
+    def _make_columns(self) -> tuple[Column, ...]:
+        def column(key: str, name: str, role: str = "other", final: bool = False) -> Column:
+            array = self._file[key]
+            scalar = role in ("reward", "terminated", "truncated")
+            shape = () if scalar else array.shape[1:]
+            return make_column(self._where(key), name, array.dtype, shape, role, "T+1" if final else "T")
+
+        columns = [column("observations", "observation", "observation", self._shifted)]
+        if _NEXT in self._file and not self._shifted:
+            columns.append(column(_NEXT, "next_observation", "observation"))
+        columns.append(column("actions", "action", "action"))
+        columns.append(column("rewards", "reward", "reward"))
+        columns.append(column("terminals", "terminated", "terminated"))
+        columns.append(column("timeouts", "truncated", "truncated"))
+        return (*columns, *(column(key, name) for key, name in self._keys.items()))
+
+    def episodes(self) -> Iterator[Episode]:
+        sources = {
+            "observation": "observations",
+            "next_observation": _NEXT,
+            "action": "actions",
+            "reward": "rewards",
+            "terminated": "terminals",
+            "truncated": "timeouts",
+            **{name: key for key, name in self._keys.items()},
+        }
+        readers = {c.name: self._reader(sources[c.name]) for c in self.columns}
+        following = self._reader(_NEXT) if self._shifted else None
+        low = 0
+        for number, high in enumerate(self._ends.tolist()):
+            arrays = {}
+            for column in self.columns:
+                rows = readers[column.name](low, high)
+                if column.rows == "T+1" and following is not None:
+                    rows = np.concatenate([rows, following(high - 1, high)])
+                where = f"{self._where(sources[column.name])}, episode {number}"
+                arrays[column.name] = convert(where, rows.reshape(len(rows), *column.shape), column)
+            if not (arrays["terminated"][-1] or arrays["truncated"][-1]):
+                arrays["truncated"] = arrays["truncated"].copy()
+                arrays["truncated"][-1] = True
+            yield Episode(f"episode {number}", arrays)
+            low = high
+
+
+def _bits(rows: NDArray[Any]) -> bytes:
+    return np.ascontiguousarray(rows).tobytes()

@@ -1,0 +1,336 @@
+"""Minari: one group (HDF5) or folder (Arrow, Parquet) per episode, N + 1 observations in each."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column
+from deepspeed_gear.store.dataset_files import read_json
+from deepspeed_gear.store.ingest.common import (
+    Episode,
+    Reader,
+    Selection,
+    check_unique,
+    column_name,
+    convert,
+    make_column,
+    open_hdf5,
+    read_rows,
+)
+
+Key = tuple[str, ...]
+
+_MAIN_FILE = "main_data.hdf5"
+_METADATA_FILE = "metadata.json"
+_TABLE_FORMS = ("arrow", "parquet")
+_REQUIRED = ("observations", "actions", "rewards", "terminations", "truncations")
+_GROUPS = {
+    "observations": "observation",
+    "actions": "action",
+    "rewards": "reward",
+    "terminations": "terminated",
+    "truncations": "truncated",
+}
+_DESCRIBED = ("dataset_id", "minari_version", "algorithm_name", "author", "code_permalink", "description")
+_JPEG = b"\xff\xd8\xff"
+
+
+class EpisodeStore(ABC):
+    """Where Minari's episodes lie: one class per form.
+
+    Attributes:
+        numbers: The episodes, in numerical order.
+    """
+
+    numbers: list[int]
+
+    @abstractmethod
+    def where(self, number: int, *key: str) -> str:
+        """Return how an error names a part of an episode."""
+
+    @abstractmethod
+    def facts(self, number: int) -> dict[str, Any]:
+        """Return what is known about an episode: id, seed, total_steps."""
+
+    @abstractmethod
+    def keys(self, number: int) -> list[Key]:
+        """Return the paths of all arrays of an episode."""
+
+    @abstractmethod
+    def load(self, number: int, key: Key) -> NDArray[Any]:
+        """Read an array: T + 1 rows for observations, T or T + 1 for infos, T for the rest."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the files; safe to call twice."""
+
+
+class Hdf5Store(EpisodeStore):
+    """Groups `episode_<n>` of one HDF5 file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, open_hdf5(path)
+        matches = (re.fullmatch(r"episode_(\d+)", name) for name in self._file)
+        self.numbers = sorted(int(match[1]) for match in matches if match)
+
+    def where(self, number: int, *key: str) -> str:
+        return f"{self._path}: episode_{number}" + "".join(f"/{part}" for part in key)
+
+    def facts(self, number: int) -> dict[str, Any]:
+        return dict(self._file[f"episode_{number}"].attrs)
+
+    def keys(self, number: int) -> list[Key]:
+        found: list[Key] = []
+
+        def visit(key: str, node: Any) -> None:
+            if isinstance(node, h5py.Dataset):
+                found.append(tuple(key.split("/")))
+
+        self._file[f"episode_{number}"].visititems(visit)
+        return found
+
+    def load(self, number: int, key: Key) -> NDArray[Any]:
+        array = self._file["/".join((f"episode_{number}", *key))]
+        where = self.where(number, *key)
+        if not array.ndim:
+            raise DataError(where, "must have a row per step", None, "leave it out with --columns")
+        rows = read_rows(where, array, 0, len(array))
+        ragged = h5py.check_vlen_dtype(array.dtype) == np.uint8
+        packed = array.dtype == np.uint8 and array.ndim == 2 and len(rows) and rows[0, :3].tobytes() == _JPEG
+        return decode_jpeg(where, [row.tobytes() for row in rows]) if ragged or packed else rows
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def decode_jpeg(where: str, frames: list[bytes]) -> NDArray[np.uint8]:
+    """Decode Minari's image observations. Returns [N, height, width(, channels)], uint8.
+
+    Raises:
+        DataError: Pillow is missing, or a frame is not an image of the size of the first.
+    """
+    try:
+        import io
+
+        from PIL import Image
+    except ImportError:
+        raise DataError(where, "must be decoded from JPEG", None, "pip install pillow") from None
+    try:
+        return np.stack([np.asarray(Image.open(io.BytesIO(frame)), dtype=np.uint8) for frame in frames])
+    except (OSError, ValueError) as error:
+        raise DataError(where, "must hold images of one size", str(error)) from error
+
+
+class MinariReader(Reader):
+    """Reads Minari data sets. Episodes come in numerical order; `infos` become columns `infos.<name>`.
+
+    `observation` has one more row than steps. An episode whose last step has no flag is truncated.
+    `episode_id` and `seed`, one value per trajectory, are there if every episode has them.
+    """
+
+    format = "minari"
+
+    def __init__(self, path: Path, store: EpisodeStore, metadata: dict[str, Any], select: Selection) -> None:
+        """Check the layout by the first episode and the metadata by all."""
+        super().__init__(path)
+        self._store = store
+        self._check_count(metadata)
+        facts = [store.facts(number) for number in store.numbers]
+        self.num_steps = sum(int(fact.get("total_steps", 0)) for fact in facts)
+        self._keys: dict[str, Key] = {}
+        self._optional: list[str] = []
+        self._values = {
+            name: self._per_episode(key, facts)
+            for name, key in (("episode_id", "id"), ("seed", "seed"))
+            if self._wanted(name, select) and self._everywhere(key, facts)
+        }
+        self.columns = (
+            *self._step_columns(select),
+            *(Column(name, "int64", rows="1") for name in self._values),
+        )
+        select.check_used(path, self._optional)
+        self.description.update(
+            {key: metadata[key] for key in _DESCRIBED if key in metadata},
+            episodes=len(store.numbers),
+            steps=self.num_steps,
+        )
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        if path.is_dir():
+            return any(
+                (folder / _MAIN_FILE).is_file() or _is_minari(folder) for folder in (path / "data", path)
+            )
+        if not path.is_file() or not h5py.is_hdf5(path):
+            return False
+        with open_hdf5(path) as file:
+            return any(re.fullmatch(r"episode_\d+", name) for name in file)
+
+    @classmethod
+    def open(cls, path: Path, select: Selection) -> MinariReader:
+        folder = path.parent if path.is_file() else path
+        if path.is_dir() and ((path / "data" / _MAIN_FILE).is_file() or _is_minari(path / "data")):
+            folder = path / "data"
+        metadata = read_json(folder / _METADATA_FILE) if (folder / _METADATA_FILE).is_file() else {}
+        metadata = metadata if "data_format" in metadata else {}
+        if metadata.get("total_episodes") == 0:
+            raise DataError(str(path), "must hold at least one episode", 0, "the data set is empty")
+        store = _open_store(path, folder, metadata)
+        try:
+            return cls(path, store, metadata, select)
+        except BaseException:
+            store.close()
+            raise
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _check_count(self, metadata: dict[str, Any]) -> None:
+        found = len(self._store.numbers)
+        if not found:
+            remedy = "the data set is empty, or not in Minari's layout"
+            raise DataError(str(self.path), "must hold at least one episode", 0, remedy)
+        expected = metadata.get("total_episodes", found)
+        if found != expected:
+            rule = f"must hold the {expected} episodes that {_METADATA_FILE} counts"
+            raise DataError(str(self.path), rule, found, "the data set is incomplete; download it again")
+
+    def _wanted(self, name: str, select: Selection) -> bool:
+        self._optional.append(name)
+        return select(name)
+
+    def _everywhere(self, key: str, facts: list[dict[str, Any]]) -> bool:
+        having = sum(isinstance(fact.get(key), (int, np.integer)) for fact in facts)
+        if 0 < having < len(facts):
+            self.notes.append(f"{key} is known for {having} of {len(facts)} episodes only: left out")
+        return having == len(facts)
+
+    def _per_episode(self, key: str, facts: list[dict[str, Any]]) -> NDArray[np.int64]:
+        """Return one value per episode; seeds beyond int64 keep their 64 bits."""
+        return np.array([int(fact[key]) % (1 << 64) for fact in facts], dtype=np.uint64).view(np.int64)
+
+    def _step_columns(self, select: Selection) -> list[Column]:
+        number = self._store.numbers[0]
+        columns = []
+        names = {key: _name_of(key) for key in self._ordered_keys(number)}
+        optional = {key for key in names if len(key) > 1 or key[0] not in _REQUIRED}
+        self._optional = sorted(names[key] for key in optional) + self._optional
+        for key, name in names.items():
+            if key not in optional or select(name):
+                self._keys[name] = key
+                columns.append(self._column(number, key, name))
+        check_unique(self.path, [c.name for c in columns])
+        return columns
+
+    def _ordered_keys(self, number: int) -> list[Key]:
+        """Return the keys of an episode: groups in Minari's order, in them by name, tuples by index."""
+        keys = self._store.keys(number)
+        for group in _REQUIRED:
+            is_array = group in ("rewards", "terminations", "truncations")
+            if not any(key == (group,) if is_array else key[0] == group for key in keys):
+                found = sorted({key[0] for key in keys})
+                raise DataError(self._store.where(number, group), "must be in the episode", found)
+        rank = {group: i for i, group in enumerate(_REQUIRED)}
+        return sorted(keys, key=lambda key: (rank.get(key[0], len(rank)), [_natural(part) for part in key]))
+
+    def _column(self, number: int, key: Key, name: str) -> Column:
+        length = self._num_steps(number)
+        array = self._load(number, key, length)
+        role = _GROUPS.get(key[0], "other")
+        final = role == "observation" or (role == "other" and len(array) == length + 1)
+        shape = () if role in ("reward", "terminated", "truncated") else array.shape[1:]
+        where = self._store.where(number, *key)
+        return make_column(where, name, array.dtype, shape, role, "T+1" if final else "T")
+
+    def _num_steps(self, number: int) -> int:
+        return len(self._store.load(number, ("rewards",)))
+
+    def _load(self, number: int, key: Key, length: int) -> NDArray[Any]:
+        """Read an array and check that it has the rows of its group in an episode of `length` steps."""
+        array = self._store.load(number, key)
+        legal = (length,) if key[0] in _REQUIRED else (length, length + 1)
+        legal = (length + 1,) if key[0] == "observations" else legal
+        where = self._store.where(number, *key)
+        if len(array) not in legal:
+            rows = " or ".join(str(n) for n in legal)
+            raise DataError(where, f"must have {rows} rows for {length} rewards", len(array))
+        if key[0] in ("rewards", "terminations", "truncations") and array.size != length:
+            raise DataError(where, "must be one value per step", list(array.shape))
+        return array
+
+    def episodes(self) -> Iterator[Episode]:
+        for i, number in enumerate(self._store.numbers):
+            present, length = set(self._ordered_keys(number)), self._num_steps(number)
+            arrays: dict[str, NDArray[Any]] = {name: values[i] for name, values in self._values.items()}
+            for column in self.columns:
+                key = self._keys.get(column.name)
+                if key is None:
+                    continue
+                where = self._store.where(number, *key)
+                if key not in present:
+                    raise DataError(where, "must be in every episode", None, "leave it out with --columns")
+                array = self._load(number, key, length)
+                _check_dtype(where, array, column)
+                if column.role in ("reward", "terminated", "truncated"):
+                    array = array.reshape(length)
+                arrays[column.name] = convert(where, array, column)
+            _mark_truncated(arrays)
+            yield Episode(f"episode {number}", arrays)
+
+
+def _mark_truncated(arrays: dict[str, NDArray[Any]]) -> None:
+    """Set the truncated flag of an episode's last step where it has no flag."""
+    if len(arrays["reward"]) and not (arrays["terminated"][-1] or arrays["truncated"][-1]):
+        arrays["truncated"] = arrays["truncated"].copy()
+        arrays["truncated"][-1] = True
+
+
+def _check_dtype(where: str, array: NDArray[Any], column: Column) -> None:
+    expected = make_column(where, column.name, array.dtype, column.shape, column.role, column.rows).dtype
+    if expected != column.dtype:
+        raise DataError(where, f"must be {column.dtype} as in the first episode", str(array.dtype))
+
+
+def _name_of(key: Key) -> str:
+    parts = (re.sub(r"^_index_(\d+)$", r"\1", part) for part in key[1:])
+    return column_name(_GROUPS.get(key[0], key[0]), *parts)
+
+
+def _natural(part: str) -> tuple[int, str]:
+    match = re.fullmatch(r"(?:_index_)?(\d+)", part)
+    return (int(match[1]), "") if match else (-1, part)
+
+
+def _is_minari(folder: Path) -> bool:
+    try:
+        return "data_format" in read_json(folder / _METADATA_FILE)
+    except DataError:
+        return False
+
+
+def _open_store(path: Path, folder: Path, metadata: dict[str, Any]) -> EpisodeStore:
+    if path.is_file():
+        return Hdf5Store(path)
+    form = metadata.get("data_format", "hdf5")
+    makers: dict[str, Callable[[], EpisodeStore]] = {"hdf5": lambda: Hdf5Store(folder / _MAIN_FILE)}
+    if form in _TABLE_FORMS:
+        from deepspeed_gear.store.ingest.minari_table import TableStore
+
+        makers[form] = lambda: TableStore(folder, form, metadata)
+    if form not in makers:
+        rule = f"must be one of hdf5, {', '.join(_TABLE_FORMS)}"
+        raise DataError(f"{folder / _METADATA_FILE}: data_format", rule, form)
+    if form == "hdf5" and not (folder / _MAIN_FILE).is_file():
+        raise DataError(
+            str(folder / _MAIN_FILE), "must exist", None, "the data set is incomplete; download it again"
+        )
+    return makers[form]()

@@ -1,0 +1,141 @@
+"""Where things lie in a store's memory: pure arithmetic, the same in every process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.errors import StoreError
+
+MAGIC = b"GEARSTOR"
+FORMAT = 1
+ALIGNMENT = 128
+HEADER_BYTES = 4096
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("format", "<i8"),
+        ("total_bytes", "<i8"),
+        ("layout_digest", "S64"),
+        ("nonce", "S32"),
+        ("description_bytes", "<i8"),
+    ]
+)
+MUTEX_OFFSET, MUTEX_BYTES = 256, 128
+HOLDER_OFFSET = MUTEX_OFFSET + MUTEX_BYTES  # int64: process id while the lock is held, 0 otherwise
+
+SLOT_WORDS = RESOLUTION_WORDS = 8
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named array in a store. `dtype` is NumPy's name; bfloat16 columns are uint16."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Regions one after the other behind the header and the description, each 128-byte aligned."""
+
+    regions: tuple[Region, ...]
+    description: str  # canonical JSON of what the regions mean; stored, hashed and compared at attach
+
+    @classmethod
+    def of(cls, regions: Sequence[Region], meaning: dict[str, Any]) -> Layout:
+        names = [region.name for region in regions]
+        assert len(set(names)) == len(names), names
+        entries = [[r.name, r.dtype, list(r.shape)] for r in regions]
+        text = json.dumps({"meaning": meaning, "regions": entries}, sort_keys=True)
+        return cls(tuple(regions), text)
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        entries = json.loads(text)["regions"]
+        return cls(tuple(Region(name, dtype, tuple(shape)) for name, dtype, shape in entries), text)
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        return dict(json.loads(self.description)["meaning"])
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.description.encode()).hexdigest()
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each region."""
+        at, offsets = align(HEADER_BYTES + len(self.description.encode())), {}
+        for region in self.regions:
+            offsets[region.name] = at
+            at = align(at + region.num_bytes)
+        return offsets
+
+    @property
+    def total_bytes(self) -> int:
+        at = align(HEADER_BYTES + len(self.description.encode()))
+        for region in self.regions:
+            at = align(at + region.num_bytes)
+        return at
+
+    def views(self, buffer: Any) -> dict[str, np.ndarray]:
+        """Return every region as an array over `buffer`, without a copy."""
+        offsets = self.offsets
+        return {
+            r.name: np.ndarray(r.shape, np.dtype(r.dtype), buffer=buffer, offset=offsets[r.name])
+            for r in self.regions
+        }
+
+
+def align(offset: int) -> int:
+    """Round up to the alignment of regions."""
+    return (offset + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def write_header(buffer: Any, layout: Layout, nonce: str) -> None:
+    """Write header and description; the magic last."""
+    text = layout.description.encode()
+    buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = text
+    header = np.ndarray((), HEADER, buffer=buffer)
+    header["format"], header["total_bytes"] = FORMAT, layout.total_bytes
+    header["layout_digest"], header["nonce"] = layout.digest.encode(), nonce.encode()
+    header["description_bytes"] = len(text)
+    header["magic"] = MAGIC
+
+
+def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, str]:
+    """Return layout and run nonce of a store.
+
+    Raises:
+        StoreError: It is no store, of another format version, truncated or damaged.
+    """
+    if num_bytes < HEADER_BYTES:
+        raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", num_bytes)
+    header = np.ndarray((), HEADER, buffer=buffer)
+    if bytes(header["magic"]) != MAGIC:
+        raise StoreError(
+            path, "must be a gear store", bytes(header["magic"]), "remove the file or use its right name"
+        )
+    if int(header["format"]) != FORMAT:
+        raise StoreError(
+            path, f"must have store format {FORMAT}", int(header["format"]), "use one version everywhere"
+        )
+    if int(header["total_bytes"]) != num_bytes:
+        raise StoreError(path, f"must have {int(header['total_bytes'])} bytes", num_bytes, "it is truncated")
+    text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + int(header["description_bytes"])]).decode()
+    layout = Layout.parse(text)
+    if layout.digest != bytes(header["layout_digest"]).decode() or layout.total_bytes != num_bytes:
+        raise StoreError(path, "must have an undamaged layout", None, "remove it with `gear clean`")
+    return layout, bytes(header["nonce"]).decode()

@@ -1,0 +1,106 @@
+"""The lock of a store: survives the death of its owner, is timed, and names who holds it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.errors import StoreError
+from deepspeed_gear.store.layout import HOLDER_OFFSET, MUTEX_OFFSET
+from deepspeed_gear.store.memory import SharedMemory
+
+_LOCKED, _OWNER_DIED, _TIMED_OUT = 0, 1, 2
+_POLL_S = 50e-6
+
+
+class StoreLock:
+    """Guards everything in a store that is not a committed row. Not reentrant.
+
+    With the native module it is a robust process-shared mutex; without it (the reference backend) a
+    `flock`, which the kernel also releases when its owner dies. All processes of a store use the same kind.
+
+    Args:
+        memory: The store's memory.
+        native: The native module, or None.
+        timeout_s: Longest wait in seconds.
+        recover: Called with the lock held when the previous owner died while it held it.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, native: ModuleType | None, timeout_s: float, recover: Callable[[], None]
+    ) -> None:
+        self._memory, self._native, self.timeout_s, self._recover = memory, native, timeout_s, recover
+        self._holder = np.ndarray((), np.int64, buffer=memory.buffer, offset=HOLDER_OFFSET)
+        self._address = self._holder.ctypes.data - HOLDER_OFFSET + MUTEX_OFFSET
+        self._threads = threading.Lock()  # flock does not exclude threads of one process
+        self._pid = os.getpid()
+
+    def initialise(self) -> None:
+        """Set the lock up in new memory, before it is linked."""
+        if self._native is not None:
+            self._native.mutex_init(self._address)
+
+    def __enter__(self) -> StoreLock:
+        if self._native is None:
+            self._flock()
+            died = int(self._holder) != 0
+        else:
+            result = self._native.mutex_lock(self._address, self.timeout_s)
+            if result > _OWNER_DIED:
+                self._raise(result)
+            died = result == _OWNER_DIED
+        self._holder[()] = self._pid
+        if died:
+            self._recover_state()
+        return self
+
+    def _recover_state(self) -> None:
+        """Rebuild, then declare the mutex consistent: dying in between hands the duty to the next owner."""
+        try:
+            self._recover()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        if self._native is not None:
+            self._native.mutex_consistent(self._address)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._holder[()] = 0
+        if self._native is not None:
+            self._native.mutex_unlock(self._address)
+        else:
+            fcntl.flock(self._memory.fd, fcntl.LOCK_UN)
+            self._threads.release()
+
+    def _flock(self) -> None:
+        until = time.monotonic() + self.timeout_s
+        if not self._threads.acquire(timeout=self.timeout_s):
+            self._raise(_TIMED_OUT)
+        while True:
+            try:
+                fcntl.flock(self._memory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    self._threads.release()
+                    self._raise(_TIMED_OUT)
+                time.sleep(_POLL_S)
+
+    def _raise(self, result: int) -> Any:
+        if result == _TIMED_OUT:
+            raise StoreError(
+                f"the lock of {self._memory.path}",
+                f"must be free within {self.timeout_s} s (gear.timeout_s)",
+                f"held by process {int(self._holder)}",
+                "look whether that process is stopped",
+            )
+        raise StoreError(f"the lock of {self._memory.path}", "must be usable", None, "start the run again")

@@ -1,0 +1,229 @@
+"""Memory that the processes of a node share: create, attach, liveness, removal.
+
+A file is created under no name, allocated, initialised and only then linked, so nobody ever sees half a
+store. Each attached process holds a lock on one byte of the file; the kernel releases it when the process
+ends, however it ends. A file on which nobody holds a lock is garbage: `remove_garbage` unlinks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import struct
+from pathlib import Path
+
+from deepspeed_gear.errors import StoreError, StoreFullError
+
+SHM = Path("/dev/shm")
+MADV_POPULATE_WRITE = 23  # Linux 5.14: allocate now, as a write would; an error instead of a SIGBUS
+_PAGE = mmap.PAGESIZE
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
+_WHOLE = 0  # l_len of "to the end of the file, however long"
+
+
+def _record_lock(fd: int, command: int, kind: int, start: int, length: int) -> int:
+    """Call fcntl with an open-file-description lock; return the lock type that it reports."""
+    packed = _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+    return int(_FLOCK.unpack(fcntl.fcntl(fd, command, packed))[0])
+
+
+def _try_lock(fd: int, kind: int, start: int, length: int) -> bool:
+    try:
+        _record_lock(fd, fcntl.F_OFD_SETLK, kind, start, length)
+        return True
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+
+
+class SharedMemory:
+    """A shared-memory file, mapped. Use `create` or `attach`.
+
+    Thread and process safety: creation, attachment and removal may race between processes; the content is the
+    caller's to guard.
+    """
+
+    def __init__(self, path: Path, fd: int, num_bytes: int, peer: int) -> None:
+        self.path, self.fd, self.num_bytes, self.peer = path, fd, num_bytes, peer
+        self.buffer = mmap.mmap(fd, num_bytes)
+        self._closed = False
+
+    @classmethod
+    def create(cls, num_bytes: int, peer: int = 0, huge_pages: bool = True) -> SharedMemory:
+        """Allocate memory under no name; `link` makes it visible.
+
+        Args:
+            num_bytes: Size in bytes.
+            peer: Index of this process, which others can ask `is_alive` about.
+            huge_pages: Ask for transparent huge pages; whether they came is `huge_bytes`.
+        Raises:
+            StoreFullError: The node's shared memory has no room.
+            StoreError: There is no usable /dev/shm.
+        """
+        try:
+            fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(str(SHM), "must be a writable tmpfs", error.strerror) from error
+        try:
+            os.ftruncate(fd, num_bytes)
+            memory = cls(SHM, fd, num_bytes, peer)
+            memory._allocate(huge_pages)
+        except BaseException:
+            os.close(fd)
+            raise
+        _try_lock(fd, fcntl.F_WRLCK, peer, 1)
+        return memory
+
+    def _allocate(self, huge_pages: bool) -> None:
+        """Make every page exist now, so that a full /dev/shm is an error and not a SIGBUS later."""
+        if huge_pages:
+            with contextlib.suppress(OSError):  # a kernel without them: the store works with small pages
+                self.buffer.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            self.buffer.madvise(MADV_POPULATE_WRITE)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):
+                self._raise_full(error)
+        try:
+            os.posix_fallocate(self.fd, 0, self.num_bytes)
+        except OSError as error:
+            self._raise_full(error)
+
+    def _raise_full(self, error: OSError) -> None:
+        free = os.statvfs(SHM)
+        raise StoreFullError(
+            str(SHM),
+            f"must have {self.num_bytes} bytes free",
+            f"{free.f_bavail * free.f_frsize} bytes ({error.strerror})",
+            "lower the table's capacity, use load: map, enlarge /dev/shm, or run `gear clean`",
+        ) from error
+
+    def link(self, name: str) -> None:
+        """Give the memory its name, after it was initialised."""
+        self.path = SHM / name
+        # A directory's descriptor makes Python call linkat, which follows the symbolic link; link does not.
+        directory = os.open(SHM, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            source = f"/proc/self/fd/{self.fd}"
+            os.link(source, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=True)
+        finally:
+            os.close(directory)
+
+    @classmethod
+    def attach(cls, name: str, peer: int) -> SharedMemory:
+        """Map the memory of a name.
+
+        Raises:
+            StoreError: It is not there, not this user's, not private, or its run has ended.
+        """
+        path = SHM / name
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise StoreError(str(path), "must be an existing store", error.strerror) from error
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreError(str(path), "must be a regular file")
+            if status.st_uid != os.geteuid():
+                raise StoreError(str(path), f"must belong to user {os.geteuid()}", status.st_uid)
+            if stat.S_IMODE(status.st_mode) != 0o600:
+                raise StoreError(str(path), "must have mode 0600", oct(stat.S_IMODE(status.st_mode)))
+            if not _try_lock(fd, fcntl.F_WRLCK, peer, 1):
+                raise StoreError(f"{path}: peer {peer}", "must be attached by one process only")
+            if os.fstat(fd).st_nlink == 0:
+                raise StoreError(str(path), "must belong to a living run", None, "its run has ended")
+            return cls(path, fd, status.st_size, peer)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def unlink(self) -> None:
+        """Take the name away: nobody can attach any more, and the memory goes with its last process."""
+        os.unlink(self.path)
+        self.path = SHM
+
+    def is_alive(self, peer: int) -> bool:
+        """Return whether the process with this index is attached."""
+        if peer == self.peer:
+            return not self._closed
+        return _record_lock(self.fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, peer, 1) != fcntl.F_UNLCK
+
+    @property
+    def huge_bytes(self) -> int:
+        """Bytes of this mapping that lie on huge pages, as the kernel counts them."""
+        return _mapped_huge_bytes(self.path, os.fstat(self.fd).st_ino)
+
+    def close(self) -> None:
+        """Detach; the last to detach removes the file. Views stay valid until they are dropped."""
+        if self._closed:
+            return
+        self._closed = True
+        _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
+        _unlink_if_garbage(self.fd, self.path)
+        os.close(self.fd)
+        with contextlib.suppress(BufferError):  # a view still lives; the map goes with the last of them
+            self.buffer.close()
+
+
+def _mapped_huge_bytes(path: Path, inode: int) -> int:
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.split()[4] == str(inode)
+        elif inside and line.startswith("ShmemPmdMapped:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def _unlink_if_garbage(fd: int, path: Path) -> bool:
+    """Remove the file if no process holds a byte of it. Of racing callers exactly one succeeds."""
+    if path == SHM or not _try_lock(fd, fcntl.F_WRLCK, 0, _WHOLE):
+        return False
+    try:
+        if os.stat(path, follow_symlinks=False).st_ino == os.fstat(fd).st_ino:
+            os.unlink(path)
+            return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
+def stores(prefix: str) -> list[Path]:
+    """Return this user's store files of a prefix, living or not."""
+    found = []
+    for path in sorted(SHM.glob(f"{prefix}-*")):
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            found.append(path)
+    return found
+
+
+def remove_garbage(prefix: str) -> list[Path]:
+    """Remove stores of runs that have ended; never touch one that a process is attached to.
+
+    Returns:
+        The files that were removed.
+    """
+    removed = []
+    for path in stores(prefix):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            if _unlink_if_garbage(fd, path):
+                removed.append(path)
+        finally:
+            os.close(fd)
+    return removed

@@ -1,0 +1,44 @@
+"""Which trajectories belong to which split: a fixed keyed hash of the id.
+
+The key does not depend on the training seed, so the training split, and the statistics over it, are the
+same for every seed, rank and run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from deepspeed_gear.ops import reference
+
+SPLIT_KEY = 0x6765617273706C69  # "gearspli"
+PURPOSE_SPLIT = 3  # Purpose::kForSplit of ops/csrc/common/philox.h
+TRAIN = 0
+
+
+def split_of(ids: np.ndarray, split: Mapping[str, float]) -> np.ndarray:
+    """Return the split of each trajectory.
+
+    Args:
+        ids: Trajectory ids. [n], int64.
+        split: Fraction of each split; what is left over is the training split.
+    Returns:
+        [n], uint8: 0 for training, i for the i-th name of `split` in sorted order.
+    """
+    result = np.zeros(len(ids), np.uint8)
+    if not split:
+        return result
+    high, _ = reference.philox(
+        SPLIT_KEY, torch.from_numpy(np.ascontiguousarray(ids, np.int64)), 0, PURPOSE_SPLIT
+    )
+    words = high.numpy().view(np.uint64)
+    threshold = 0
+    taken = np.zeros(len(ids), bool)
+    for index, name in enumerate(sorted(split)):
+        threshold += int(split[name] * 2**64)
+        chosen = (words < np.uint64(min(threshold, 2**64 - 1))) & ~taken
+        result[chosen] = index + 1
+        taken |= chosen
+    return result

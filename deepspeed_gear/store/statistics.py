@@ -1,0 +1,318 @@
+"""Statistics of columns, streamed in float64 over the rows of one split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.split import split_of
+
+if TYPE_CHECKING:
+    from deepspeed_gear.store.dataset import Dataset
+
+QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
+MAX_SAMPLE_ROWS = 1 << 22
+MAX_SAMPLE_BYTES = 256 * 1024 * 1024
+_BLOCK_ROWS = 1 << 16
+_BLOCK_BYTES = 32 * 1024 * 1024
+_SAMPLE_KEY = 0x6765_6172
+
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnStatistics:
+    """Statistics of one column, per element of its row.
+
+    Args:
+        count: Rows looked at.
+        mean: [*shape], float64; NaN where an element has no finite value. The same for the others.
+        std: Population standard deviation (divided by count). [*shape], float64.
+        min: [*shape], float64.
+        max: [*shape], float64.
+        quantiles: By level, "0.01" to "0.99", linearly interpolated. [*shape], float64 each.
+        quantile_rows: Rows that the quantiles come from; equal to `count` where they are exact.
+        non_finite: NaN and infinite values that were left out, all elements together.
+    """
+
+    count: int
+    mean: Float64
+    std: Float64
+    min: Float64
+    max: Float64
+    quantiles: dict[str, Float64]
+    quantile_rows: int
+    non_finite: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return nested lists; NaN becomes null."""
+        return {
+            "count": self.count,
+            **{name: _to_lists(getattr(self, name)) for name in ("mean", "std", "min", "max")},
+            "quantiles": {level: _to_lists(values) for level, values in self.quantiles.items()},
+            "quantile_rows": self.quantile_rows,
+            "non_finite": self.non_finite,
+        }
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any], column: Column) -> ColumnStatistics:
+        """Reverse `to_json`.
+
+        Raises:
+            ValueError: A shape differs from the column's.
+            KeyError: A statistic is missing.
+        """
+
+        def array(values: Any) -> Float64:
+            found = np.array(values, dtype=np.float64)
+            if found.shape != column.shape:
+                raise ValueError(f"column {column.name} has statistics of shape {list(found.shape)}")
+            return found
+
+        return cls(
+            count=int(entry["count"]),
+            mean=array(entry["mean"]),
+            std=array(entry["std"]),
+            min=array(entry["min"]),
+            max=array(entry["max"]),
+            quantiles={level: array(entry["quantiles"][level]) for level in QUANTILES},
+            quantile_rows=int(entry["quantile_rows"]),
+            non_finite=int(entry["non_finite"]),
+        )
+
+
+def _to_lists(values: Float64) -> Any:
+    objects = values.astype(object)
+    objects[np.isnan(values)] = None
+    return objects.tolist()
+
+
+class Moments:
+    """Count, mean, variance and bounds of rows that arrive in blocks.
+
+    Blocks are merged by their means and squared deviations, so no difference of large sums is ever taken.
+
+    Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
+        1979, equation 1.5b.
+    """
+
+    def __init__(self, num_elements: int) -> None:
+        self.count: Int64 = np.zeros(num_elements, dtype=np.int64)
+        self.mean: Float64 = np.zeros(num_elements)
+        self.squares: Float64 = np.zeros(num_elements)
+        self.min: Float64 = np.full(num_elements, np.inf)
+        self.max: Float64 = np.full(num_elements, -np.inf)
+        self.non_finite = 0
+
+    def add(self, rows: Float64) -> None:
+        """Merge a block of rows. [r, elements], float64."""
+        finite = np.isfinite(rows)
+        count = finite.sum(axis=0)
+        present = np.maximum(count, 1)
+        low = high = rows
+        if not finite.all():
+            low, high = np.where(finite, rows, np.inf), np.where(finite, rows, -np.inf)
+            rows = np.where(finite, rows, 0.0)
+        mean = rows.sum(axis=0) / present
+        delta = (rows - mean) * finite
+        squares = (delta * delta).sum(axis=0) - delta.sum(axis=0) ** 2 / present
+        total = np.maximum(self.count + count, 1)
+        shift = mean - self.mean
+        self.squares += squares + shift * shift * (self.count * (count / total))
+        self.mean += shift * (count / total)
+        self.count += count
+        self.non_finite += finite.size - int(count.sum())
+        self.min = np.minimum(self.min, low.min(axis=0, initial=np.inf))
+        self.max = np.maximum(self.max, high.max(axis=0, initial=-np.inf))
+
+    @property
+    def std(self) -> Float64:
+        """Population standard deviation. [elements], float64."""
+        return np.asarray(np.sqrt(np.maximum(self.squares, 0.0) / np.maximum(self.count, 1)))
+
+
+def as_float64(array: NDArray[Any], dtype: str) -> Float64:
+    """Return values as float64; bool as 0 and 1, bfloat16 from its stored uint16 bits."""
+    if dtype == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)
+
+
+def sample_positions(num_rows: int, num_sampled: int) -> Int64:
+    """Return which of `num_rows` rows a sample takes: a fixed pseudo-random one of each of equal strata.
+
+    All rows if there are no more than `num_sampled`. [min(num_rows, num_sampled)], int64, strictly rising.
+    """
+    if num_rows <= num_sampled:
+        return np.arange(num_rows, dtype=np.int64)
+    jitter = np.random.Generator(np.random.Philox(key=_SAMPLE_KEY)).random(num_sampled)
+    bounds = np.arange(num_sampled + 1, dtype=np.int64) * num_rows // num_sampled
+    return np.asarray(bounds[:-1] + (jitter * np.diff(bounds)).astype(np.int64))
+
+
+def _quantiles(sample: NDArray[Any], dtype: str) -> dict[str, Float64]:
+    """Return the quantiles of each element over the sampled rows. sample: [m, elements]."""
+    num_elements = sample.shape[1]
+    result = np.full((len(QUANTILES), num_elements), np.nan)
+    levels = [float(level) for level in QUANTILES]
+    group = max(1, _BLOCK_BYTES // (8 * max(1, len(sample))))
+    for first in range(0, num_elements, group):
+        part = as_float64(sample[:, first : first + group], dtype)
+        finite = np.isfinite(part)
+        if finite.all():
+            result[:, first : first + group] = np.quantile(part, levels, axis=0)
+            continue
+        for element in np.flatnonzero(finite.any(axis=0)):
+            kept = part[finite[:, element], element]
+            result[:, first + element] = np.quantile(kept, levels)
+    return dict(zip(QUANTILES, result, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """Which rows of a data set count.
+
+    Args:
+        first_rows: First row of each trajectory. [n], int64.
+        lengths: Steps of each trajectory. [n], int64.
+        keep: Which trajectories count. [n], bool.
+        has_final_row: Whether every extent has one more row than steps.
+    """
+
+    first_rows: Int64
+    lengths: Int64
+    keep: NDArray[np.bool_]
+    has_final_row: bool
+
+    def count(self, column: Column) -> int:
+        """Return how many real rows of a column count."""
+        if column.rows == "1":
+            return int(self.keep.sum())
+        return int((self.lengths[self.keep] + int(column.rows == "T+1")).sum())
+
+    def mask(self, column: Column, low: int, high: int) -> NDArray[np.bool_]:
+        """Return which rows of [low, high) hold real values of trajectories that count."""
+        if column.rows == "1":
+            return self.keep[low:high]
+        first = int(np.searchsorted(self.first_rows, low, side="right")) - 1
+        last = int(np.searchsorted(self.first_rows, high, side="left"))
+        starts, lengths = self.first_rows[first:last], self.lengths[first:last]
+        mask = np.repeat(self.keep[first:last], lengths + int(self.has_final_row))
+        if self.has_final_row and column.rows == "T":
+            mask[starts + lengths - starts[0]] = False
+        return mask[low - starts[0] : high - starts[0]]
+
+
+def _blocks(values: NDArray[Any], column: Column, rows: KeptRows) -> Iterator[NDArray[Any]]:
+    """Yield the real rows that count, [r, elements] in the stored dtype, r bounded."""
+    step = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // (8 * column.num_elements)))
+    for low in range(0, len(values), step):
+        high = min(low + step, len(values))
+        mask = rows.mask(column, low, high)
+        if not mask.any():
+            continue
+        block = np.asarray(values[low:high]).reshape(high - low, column.num_elements)
+        yield block if mask.all() else block[mask]
+
+
+def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
+    """Compute the statistics of one column over the real rows of the trajectories that count.
+
+    Args:
+        values: The stored column, bfloat16 as uint16. [num_rows or n, *shape].
+        column: What `values` is.
+        rows: Which rows count.
+    Cost: one pass over the column; at most `MAX_SAMPLE_BYTES` and a few blocks of memory. Quantiles are
+        exact up to `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed sample
+        of that size.
+    """
+    count = rows.count(column)
+    budget = max(1, min(MAX_SAMPLE_ROWS, MAX_SAMPLE_BYTES // column.row_bytes))
+    positions = sample_positions(count, budget)
+    sample = np.empty((len(positions), column.num_elements), dtype=column.numpy_dtype)
+    moments, seen, taken = Moments(column.num_elements), 0, 0
+    for block in _blocks(values, column, rows):
+        moments.add(as_float64(block, column.dtype))
+        until = int(np.searchsorted(positions, seen + len(block)))
+        sample[taken:until] = block[positions[taken:until] - seen]
+        seen, taken = seen + len(block), until
+    missing = moments.count == 0
+
+    def shaped(array: Float64) -> Float64:
+        return np.where(missing, np.nan, array).reshape(column.shape)
+
+    return ColumnStatistics(
+        count=count,
+        mean=shaped(moments.mean),
+        std=shaped(moments.std),
+        min=shaped(moments.min),
+        max=shaped(moments.max),
+        quantiles={level: shaped(array) for level, array in _quantiles(sample, column.dtype).items()},
+        quantile_rows=len(positions),
+        non_finite=moments.non_finite,
+    )
+
+
+def check_split(split: Mapping[str, float]) -> dict[str, float]:
+    """Return a split in the order of its names.
+
+    Raises:
+        ConfigError: A share is not in (0, 1), or nothing is left for training.
+    """
+    for name, share in split.items():
+        if not name or name == "train" or not 0 < share < 1:
+            rule = "must name a held-out part (not train) and its share in (0, 1)"
+            raise ConfigError(f"split.{name}", rule, share, 'for example {"eval": 0.05}')
+    if sum(split.values()) >= 1:
+        raise ConfigError("split", "must leave a share for training", dict(split), "use smaller shares")
+    return {name: float(split[name]) for name in sorted(split)}
+
+
+def training_trajectories(num_trajectories: int, split: Mapping[str, float]) -> NDArray[np.bool_]:
+    """Return which trajectories belong to the training split. [n], bool.
+
+    Raises:
+        ConfigError: The split is malformed.
+        DataError: None does.
+    """
+    split = check_split(split)
+    if not split:
+        return np.ones(num_trajectories, dtype=np.bool_)
+    keep = np.asarray(split_of(np.arange(num_trajectories, dtype=np.int64), split)) == 0
+    if not keep.any():
+        remedy = "use smaller shares or more trajectories"
+        rule = f"must leave at least one of {num_trajectories} trajectories for training"
+        raise DataError("split", rule, dict(split), remedy)
+    return np.asarray(keep)
+
+
+def compute_statistics(
+    schema: Schema,
+    columns: Mapping[str, NDArray[Any]],
+    first_rows: Int64,
+    lengths: Int64,
+    split: Mapping[str, float],
+) -> dict[str, ColumnStatistics]:
+    """Compute the statistics of all columns over the training split. Cost: one pass over the data."""
+    rows = KeptRows(first_rows, lengths, training_trajectories(len(lengths), split), schema.has_final_row)
+    return {column.name: column_statistics(columns[column.name], column, rows) for column in schema}
+
+
+def statistics_of(dataset: Dataset, split: Mapping[str, float]) -> dict[str, ColumnStatistics]:
+    """Compute a data set's statistics over the training part of another split.
+
+    Args:
+        dataset: The data; its own split is not looked at.
+        split: Share of each held-out part by name, as in `gear.data.split`.
+    Raises:
+        DataError: No trajectory is left for training.
+    Cost: one pass over the data.
+    """
+    return compute_statistics(dataset.schema, dataset.columns, dataset.first_rows, dataset.lengths, split)

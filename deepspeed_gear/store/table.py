@@ -1,0 +1,327 @@
+"""One node's part of a table: columns in shared or mapped memory, and the slots that say what lies where.
+
+A slot is reserved -> committed -> retired -> free. Its state word is the commit point: everything else of a
+slot is written before it. The slot table is the truth; free slots and free rows are derived from it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_gear.errors import StoreError, StoreFullError
+from deepspeed_gear.ops.functional import Ops
+from deepspeed_gear.schema import Column
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.free_rows import FreeRows
+from deepspeed_gear.store.layout import Layout, Region, read_header, write_header
+from deepspeed_gear.store.lock import StoreLock
+from deepspeed_gear.store.memory import SharedMemory
+from deepspeed_gear.store.spec import RETURN_TO_GO, TableSpec, table_layout
+from deepspeed_gear.store.trajectory import check_trajectory
+
+FREE, RESERVED, COMMITTED, RETIRED = range(4)
+STATE, GENERATION, ID, FIRST_ROW, NUM_STEPS, NUM_ROWS, OWNER = range(7)  # words of a slot; common/slot.h
+VERSION, NEXT_ID, NUM_COMMITTED, STEPS_COMMITTED = range(4)  # control words
+PEER_PID = 0  # words of a peer
+
+
+class Table:
+    """A table in this process. `create` by one process of a node, `attach` by the others.
+
+    Thread and process safety: methods that change or read slots want `lock` held, as their names in the
+    docstrings say; rows of a reserved slot belong to its owner, rows of a committed slot never change.
+    """
+
+    def __init__(
+        self, spec: TableSpec, memory: SharedMemory, layout: Layout, ops: Ops, timeout_s: float
+    ) -> None:
+        self.spec, self.memory, self.layout, self.ops = spec, memory, layout, ops
+        views = layout.views(memory.buffer)
+        self.views = views
+        self.control: np.ndarray = views["control"]
+        self.peers: np.ndarray = views["peers"]
+        self.slots: np.ndarray = views["slots"]
+        self.columns: dict[str, np.ndarray] = {}
+        for column in spec.schema:
+            if spec.in_memory:
+                self.columns[column.name] = views[f"column/{column.name}"]
+            else:
+                assert spec.dataset is not None
+                self.columns[column.name] = spec.dataset.columns[column.name]
+        self._recoveries: list[Callable[[], None]] = [self._recover]
+        self.lock = StoreLock(memory, ops.native, timeout_s, self._run_recoveries)
+        self._free_rows: FreeRows | None = None
+        self._free_slots: list[int] = []
+        self._known_version = -1
+
+    @classmethod
+    def create(
+        cls,
+        spec: TableSpec,
+        extra: list[Region],
+        meaning: dict[str, Any],
+        nonce: str,
+        ops: Ops,
+        timeout_s: float,
+        huge_pages: bool = True,
+    ) -> Table:
+        """Create the node's store of a table, not yet linked, and load its data set.
+
+        Args:
+            spec: The table.
+            extra: Regions of other layers (the streams of selection).
+            meaning: What must agree between the processes of the store.
+            nonce: Of the run.
+            ops: The ops.
+            timeout_s: Longest wait for the lock, in seconds.
+            huge_pages: Ask for huge pages.
+        Raises:
+            StoreFullError: There is no room.
+        """
+        layout = table_layout(spec, extra, meaning)
+        memory = SharedMemory.create(layout.total_bytes, 0, huge_pages)
+        table = cls(spec, memory, layout, ops, timeout_s)
+        table.lock.initialise()
+        if spec.dataset is not None:
+            table._load(spec.dataset)
+        write_header(memory.buffer, layout, nonce)
+        table.claim_peer(0)
+        return table
+
+    @classmethod
+    def attach(
+        cls,
+        spec: TableSpec,
+        name: str,
+        expected: Layout,
+        nonce: str,
+        peer: int,
+        ops: Ops,
+        timeout_s: float,
+    ) -> Table:
+        """Attach to a store that another process of the node made.
+
+        Raises:
+            StoreError: It is foreign, of another run, or its layout differs.
+        """
+        memory = SharedMemory.attach(name, peer)
+        try:
+            layout, found = read_header(memory.buffer, memory.num_bytes, str(memory.path))
+            if found != nonce:
+                raise StoreError(str(memory.path), f"must belong to run {nonce}", found)
+            if layout.digest != expected.digest:
+                raise StoreError(
+                    str(memory.path), "must have the layout that this process expects", layout.description
+                )
+            table = cls(spec, memory, layout, ops, timeout_s)
+            table.claim_peer(peer)
+            return table
+        except BaseException:
+            memory.close()
+            raise
+
+    def claim_peer(self, peer: int) -> None:
+        """Write down which process an index belongs to, for error texts."""
+        self.peers[peer, PEER_PID] = os.getpid()
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a column as a tensor over the store itself. [rows, *shape]; never write to it."""
+        column = self.spec.schema[name]
+        tensor = as_tensor(self.columns[name])
+        return tensor.view(torch.bfloat16) if column.dtype == "bfloat16" else tensor
+
+    @property
+    def num_trajectories(self) -> int:
+        return int(self.control[NUM_COMMITTED])
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.control[STEPS_COMMITTED])
+
+    def slots_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slot of each id, -1 where it is not stored. Wants the lock. Cost: one pass over slots."""
+        if self.spec.dataset is not None:
+            committed = self.slots[np.clip(ids, 0, len(self.slots) - 1), STATE] == COMMITTED
+            return np.where((ids >= 0) & (ids < len(self.slots)) & committed, ids, -1)
+        committed_slots = np.nonzero(self.slots[:, STATE] == COMMITTED)[0]
+        stored = self.slots[committed_slots, ID]
+        order = np.argsort(stored)
+        at = np.searchsorted(stored, ids, sorter=order)
+        at = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(len(ids), np.int64)
+        found = (stored[at] == ids) if len(order) else np.zeros(len(ids), bool)
+        return np.asarray(np.where(found, committed_slots[at] if len(order) else -1, -1))
+
+    def rows(self, slot: int) -> dict[str, np.ndarray]:
+        """Return views of a trajectory's rows, each column as long as it really is."""
+        first, steps = int(self.slots[slot, FIRST_ROW]), int(self.slots[slot, NUM_STEPS])
+        return {column.name: self._rows_of(column, slot, first, steps) for column in self.spec.schema}
+
+    def _rows_of(self, column: Column, slot: int, first: int, steps: int) -> np.ndarray:
+        data = self.columns[column.name]
+        if column.rows == "1":
+            return data[slot, ...]
+        return data[first : first + steps + (1 if column.rows == "T+1" else 0)]
+
+    # ---- writing ---------------------------------------------------------------------------------
+
+    def check(self, trajectory: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], int]:
+        """Check a trajectory before anything changes; see `check_trajectory`."""
+        if not self.spec.in_memory or self.spec.dataset is not None:
+            raise StoreError(
+                f"table {self.spec.name}",
+                "must have a capacity to be added to",
+                None,
+                "it holds a read-only data set",
+            )
+        return check_trajectory(f"table {self.spec.name}", self.spec.schema, trajectory)
+
+    def reserve(self, num_steps: int) -> int:
+        """Take a slot and an extent for a trajectory of at most `num_steps` steps. Wants the lock.
+
+        Raises:
+            StoreFullError: There is no free slot or no run of rows that is long enough.
+        """
+        self._refresh()
+        name, rows = f"table {self.spec.name}", num_steps + (1 if self.spec.schema.has_final_row else 0)
+        assert self._free_rows is not None
+        if not self._free_slots:
+            raise StoreFullError(
+                name, f"must have a free slot of {len(self.slots)}", None, "raise capacity_trajectories"
+            )
+        first = self._free_rows.take(rows)
+        if first is None:
+            free, longest = self._free_rows.total, self._free_rows.longest
+            raise StoreFullError(
+                name,
+                f"must have {rows} free rows in a run",
+                f"{free} free, longest run {longest}",
+                "raise capacity_steps, or remove trajectories",
+            )
+        slot = self._free_slots.pop()
+        record = self.slots[slot]
+        record[GENERATION] += 1
+        record[FIRST_ROW], record[NUM_STEPS], record[NUM_ROWS] = first, num_steps, rows
+        record[OWNER] = self.memory.peer
+        record[STATE] = RESERVED
+        self._changed()
+        return slot
+
+    def write(self, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Fill a reserved slot's rows. Needs no lock: they belong to this process."""
+        first, steps = int(self.slots[slot, FIRST_ROW]), int(self.slots[slot, NUM_STEPS])
+        for column in self.spec.schema:
+            self._rows_of(column, slot, first, steps)[...] = arrays[column.name]
+        self._derive(np.array([[first, steps]], np.int64))
+
+    def commit(self, slot: int) -> int:
+        """Publish a reserved slot and return the new trajectory's id. Wants the lock."""
+        record = self.slots[slot]
+        assert record[STATE] == RESERVED, record
+        record[ID] = self.control[NEXT_ID]
+        self.control[NEXT_ID] += 1
+        record[STATE] = COMMITTED  # the commit point
+        self.control[NUM_COMMITTED] += 1
+        self.control[STEPS_COMMITTED] += record[NUM_STEPS]
+        self._changed()
+        return int(record[ID])
+
+    def retire(self, slot: int) -> None:
+        """End a committed trajectory; its extent is freed by `free` when nobody needs it. Wants the lock."""
+        assert self.slots[slot, STATE] == COMMITTED
+        self.slots[slot, STATE] = RETIRED
+        self.control[NUM_COMMITTED] -= 1
+        self.control[STEPS_COMMITTED] -= self.slots[slot, NUM_STEPS]
+        self._changed()
+
+    def free(self, slots: np.ndarray) -> None:
+        """Give retired or reserved slots and their rows back. Wants the lock."""
+        if len(slots):
+            self.slots[slots, STATE] = FREE
+            self._changed()
+
+    def retired(self) -> np.ndarray:
+        """Return the slots that wait to be freed. Wants the lock."""
+        return np.nonzero(self.slots[:, STATE] == RETIRED)[0]
+
+    # ---- derived state ---------------------------------------------------------------------------
+
+    def on_recover(self, recover: Callable[[], None]) -> None:
+        """Register what rebuilds derived state after a lock's owner has died."""
+        self._recoveries.append(recover)
+
+    def _run_recoveries(self) -> None:
+        for recover in self._recoveries:
+            recover()
+
+    def _recover(self) -> None:
+        reserved = np.nonzero(self.slots[:, STATE] == RESERVED)[0]
+        dead = [s for s in reserved if not self.memory.is_alive(int(self.slots[s, OWNER]))]
+        self.slots[dead, STATE] = FREE
+        used = self.slots[self.slots[:, STATE] == COMMITTED, ID]
+        self.control[NEXT_ID] = max(int(self.control[NEXT_ID]), int(used.max(initial=-1)) + 1)
+        self._count()
+        self._changed()
+
+    def _count(self) -> None:
+        committed = self.slots[:, STATE] == COMMITTED
+        self.control[NUM_COMMITTED] = int(committed.sum())
+        self.control[STEPS_COMMITTED] = int(self.slots[committed, NUM_STEPS].sum())
+
+    def _changed(self) -> None:
+        """Tell other processes that what they derived is stale; what this one derived it keeps up to date."""
+        current = self._known_version == int(self.control[VERSION])
+        self.control[VERSION] += 1
+        if current:
+            self._known_version = int(self.control[VERSION])
+
+    def _refresh(self) -> None:
+        if self._known_version == int(self.control[VERSION]) and self._free_rows is not None:
+            return
+        used = self.slots[self.slots[:, STATE] != FREE]
+        self._free_rows = FreeRows(self.spec.num_rows, used[:, FIRST_ROW], used[:, NUM_ROWS])
+        self._free_slots = np.nonzero(self.slots[:, STATE] == FREE)[0][::-1].tolist()
+        self._known_version = int(self.control[VERSION])
+
+    def _load(self, dataset: Dataset) -> None:
+        """Fill the slots from a data set and, for an in-memory table, its columns."""
+        n = len(dataset)
+        final = 1 if dataset.schema.has_final_row else 0
+        self.slots[:, GENERATION], self.slots[:, ID] = 1, np.arange(n)
+        self.slots[:, FIRST_ROW], self.slots[:, NUM_STEPS] = dataset.first_rows, dataset.lengths
+        self.slots[:, NUM_ROWS] = dataset.lengths + final
+        if self.spec.in_memory:
+            for name, column in dataset.columns.items():
+                np.copyto(self.columns[name], column)
+        self.slots[:, STATE] = COMMITTED
+        self.control[NEXT_ID] = n
+        self._count()
+        self._derive(np.stack([dataset.first_rows, dataset.lengths], axis=1))
+
+    def _derive(self, extents: np.ndarray) -> None:
+        """Compute the returns-to-go of extents. [n, 2]: first row, steps. Cost: one pass over rewards."""
+        reward = self.spec.schema.role("reward")
+        if not self.spec.return_to_go or reward is None:
+            return
+        self.ops.suffix_sum_(
+            torch.from_numpy(self.views[RETURN_TO_GO]), self.tensor(reward.name), torch.from_numpy(extents)
+        )
+
+    def close(self) -> None:
+        """Detach; the last process removes the store."""
+        self._free_rows = None
+        self.memory.close()
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """View an array as a tensor, also a read-only one: the caller promises not to write."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(np.asarray(array))

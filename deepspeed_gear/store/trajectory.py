@@ -1,0 +1,84 @@
+"""A trajectory that a program hands over, against a schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column, Schema
+
+
+def check_trajectory(
+    name: str, schema: Schema, trajectory: Mapping[str, Any]
+) -> tuple[dict[str, np.ndarray], int]:
+    """Check a trajectory against a schema.
+
+    Args:
+        name: Of the table, for error texts.
+        schema: Of the table.
+        trajectory: Column -> array, tensor or nested list.
+    Returns:
+        Its columns as arrays of the stored dtypes, and its number of steps.
+    Raises:
+        DataError: A column is missing, unknown, or has a wrong shape, dtype or length.
+    """
+    unknown = sorted(set(trajectory) - set(schema.names))
+    if unknown:
+        raise DataError(
+            f"{name}: column {unknown[0]}",
+            "must be in the schema",
+            None,
+            f"known are {schema.names}",
+        )
+    arrays: dict[str, np.ndarray] = {}
+    num_steps: int | None = None
+    for column in schema:
+        if column.name not in trajectory:
+            raise DataError(f"{name}: column {column.name}", "must be in every trajectory")
+        array = _as_stored(trajectory[column.name], column, name)
+        arrays[column.name] = array
+        if column.rows == "1":
+            continue
+        steps = len(array) - (1 if column.rows == "T+1" else 0)
+        if num_steps is not None and steps != num_steps:
+            raise DataError(
+                f"{name}: column {column.name}", f"must have the rows of {num_steps} steps", len(array)
+            )
+        num_steps = steps
+    assert num_steps is not None
+    if num_steps < 1:
+        raise DataError(f"{name}: trajectory", "must have at least one step", num_steps)
+    return arrays, num_steps
+
+
+def _as_stored(value: Any, column: Column, table: str) -> np.ndarray:
+    """Return a value as an array of the column's stored dtype and row shape."""
+    name = f"{table}: column {column.name}"
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        if column.dtype == "bfloat16":
+            value = value.to(torch.bfloat16).view(torch.uint16)
+        elif value.dtype == torch.bfloat16:
+            value = value.float()
+        array = value.numpy()
+    else:
+        array = np.asarray(value)
+        if column.dtype == "bfloat16" and array.dtype != np.uint16:
+            array = (
+                torch.from_numpy(np.ascontiguousarray(array, np.float32))
+                .to(torch.bfloat16)
+                .view(torch.uint16)
+                .numpy()
+            )
+    lossless = np.can_cast(array.dtype, column.numpy_dtype, "same_kind")
+    if not lossless and not (isinstance(value, (list, tuple, int, float, bool)) and array.dtype != object):
+        raise DataError(name, f"must be convertible to {column.dtype}", str(array.dtype))
+    rank = len(column.shape) + (0 if column.rows == "1" else 1)
+    if array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape:
+        shape = list(column.shape) if column.rows == "1" else [column.rows, *column.shape]
+        raise DataError(name, f"must have shape {shape}", list(array.shape))
+    return np.asarray(array)

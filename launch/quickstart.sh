@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained Decision Transformer: sets up, ingests the Hopper data of examples/data, trains on
+# two ranks and evaluates in MuJoCo. The last line of stdout is the result as JSON. Arguments go to the example.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+ranks=2
+bash launch/setup.sh
+source launch/env.sh
+
+config=configs/hopper.json
+# Where the config looks for the data, and the splits that it asks for.
+mapfile -t ingest < <(python - "$config" <<'PYTHON'
+import json
+import sys
+
+with open(sys.argv[1]) as file:
+    data = json.load(file)["gear"]["data"]
+data = {"path": data} if isinstance(data, str) else data
+print(data["path"])
+for name, share in data.get("split", {}).items():
+    print(f"--split={name}={share}")
+PYTHON
+)
+gear ingest --overwrite "${ingest[@]:1}" examples/data/hopper_expert.hdf5 "${ingest[0]}"
+gear inspect "${ingest[0]}"
+
+log="$(mktemp)"
+trap 'rm -f "$log"' EXIT
+port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+deepspeed --num_gpus "$ranks" --master_port "$port" examples/hopper.py --config "$config" "$@" | tee "$log"
+# The launcher writes after the ranks have ended, so their result is printed once more.
+grep -E '^\{.*"return_after".*\}$' "$log" | tail -n 1 | grep . ||
+  { echo "quickstart: error: the example printed no result" >&2; exit 1; }

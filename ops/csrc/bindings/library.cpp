@@ -1,0 +1,368 @@
+// The thin binding: schemas, checks of what the kernels rely on, pointers. The meaning of every op stands in
+// deepspeed_gear/ops/reference.py, its shapes in deepspeed_gear/ops/functional.py.
+#include <Python.h>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <numeric>
+
+#include "common/convert.h"
+#include "common/tree.h"
+#include "cpu/mutex.h"
+#include "cpu/ops.h"
+
+namespace gear {
+namespace {
+
+constexpr int64_t kSlotWords = sizeof(Slot) / sizeof(int64_t);
+constexpr int64_t kResolutionWords = sizeof(Resolution) / sizeof(int64_t);
+constexpr int64_t kFieldInts = 8;  // source, offset, length, align, after_n_step, pad, elements, index of the mask
+
+int64_t CodeOf(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kBool: return kBool;
+    case at::kByte: return kUint8;
+    case at::kChar: return kInt8;
+    case at::kShort: return kInt16;
+    case at::kInt: return kInt32;
+    case at::kLong: return kInt64;
+    case at::kHalf: return kFloat16;
+    case at::kBFloat16: return kBfloat16;
+    case at::kFloat: return kFloat32;
+    case at::kDouble: return kFloat64;
+    default: TORCH_CHECK(false, "gear: dtype ", tensor.scalar_type(), " is not supported");
+  }
+}
+
+void CheckTensor(const at::Tensor& tensor, const char* name, at::ScalarType type) {
+  TORCH_CHECK(tensor.scalar_type() == type, "gear: ", name, " must be ", type, ", got ", tensor.scalar_type());
+  TORCH_CHECK(tensor.is_contiguous(), "gear: ", name, " must be contiguous");
+}
+
+void CheckRecords(const at::Tensor& tensor, const char* name, int64_t words) {
+  CheckTensor(tensor, name, at::kLong);
+  TORCH_CHECK(tensor.dim() == 2 && tensor.size(1) == words, "gear: ", name, " must be [n, ", words, "], got ",
+              tensor.sizes());
+}
+
+void CheckTree(const at::Tensor& sums, int64_t num_items) {
+  CheckTensor(sums, "sums", at::kLong);
+  TORCH_CHECK(num_items >= 0 && sums.numel() == ShapeOfTree(num_items).words, "gear: sums of ", num_items,
+              " items must have ", ShapeOfTree(num_items).words, " words, got ", sums.numel());
+}
+
+uint64_t* Unsigned(at::Tensor& tensor) { return reinterpret_cast<uint64_t*>(tensor.mutable_data_ptr<int64_t>()); }
+
+const Resolution* Resolutions(const at::Tensor& tensor) {
+  CheckRecords(tensor, "resolutions", kResolutionWords);
+  return reinterpret_cast<const Resolution*>(tensor.const_data_ptr<int64_t>());
+}
+
+void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
+  CheckTensor(coordinates, "coordinates", at::kLong);
+  TORCH_CHECK(total > 0, "gear: total must be positive, got ", total);
+  cpu::Draw(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first, static_cast<uint64_t>(total),
+            coordinates.numel(), coordinates.mutable_data_ptr<int64_t>());
+}
+
+void Permute(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first, int64_t size) {
+  CheckTensor(coordinates, "coordinates", at::kLong);
+  TORCH_CHECK(first >= 0 && size >= 0 && first <= size - coordinates.numel(), "gear: ", coordinates.numel(),
+              " indices from ", first, " must lie in [0, ", size, ")");
+  cpu::Permute(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), epoch, first, static_cast<uint64_t>(size),
+               coordinates.numel(), coordinates.mutable_data_ptr<int64_t>());
+}
+
+void TreeBuild(at::Tensor sums, int64_t num_items) {
+  CheckTree(sums, num_items);
+  cpu::TreeBuild(Unsigned(sums), num_items);
+}
+
+void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items, const at::Tensor& masses) {
+  CheckTree(sums, num_items);
+  CheckTensor(items, "items", at::kLong);
+  CheckTensor(masses, "masses", at::kLong);
+  TORCH_CHECK(items.numel() == masses.numel(), "gear: items and masses must have equal sizes");
+  const int64_t* data = items.const_data_ptr<int64_t>();
+  TORCH_CHECK(std::all_of(data, data + items.numel(), [&](int64_t i) { return i >= 0 && i < num_items; }),
+              "gear: items must lie in [0, ", num_items, ")");
+  cpu::TreeUpdate(Unsigned(sums), num_items, data, masses.const_data_ptr<int64_t>(), items.numel());
+}
+
+// A coordinate below the total hits an item with a mass, so never the padding behind the last slot.
+void CheckCoordinates(const at::Tensor& sums, int64_t num_items, const at::Tensor& coordinates) {
+  const TreeShape shape = ShapeOfTree(num_items);
+  const int64_t* top = sums.const_data_ptr<int64_t>() + shape.offset[shape.levels - 1];
+  const int64_t total = std::accumulate(top, top + shape.width[shape.levels - 1], int64_t{0});
+  const int64_t* data = coordinates.const_data_ptr<int64_t>();
+  TORCH_CHECK(std::all_of(data, data + coordinates.numel(), [&](int64_t c) { return c >= 0 && c < total; }),
+              "gear: coordinates must lie in [0, ", total, ")");
+}
+
+void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots, const at::Tensor& coordinates,
+             at::IntArrayRef rule, int64_t unit, int64_t seed, int64_t stream, int64_t first) {
+  CheckRecords(slots, "slots", kSlotWords);
+  CheckTree(sums, slots.size(0));
+  CheckTensor(coordinates, "coordinates", at::kLong);
+  CheckRecords(resolutions, "resolutions", kResolutionWords);
+  TORCH_CHECK(resolutions.size(0) == coordinates.numel(), "gear: resolutions must have a row per coordinate");
+  TORCH_CHECK(rule.size() == 5 && rule[2] > 0, "gear: rule must be first, trim, stride, most, from_end");
+  CheckCoordinates(sums, slots.size(0), coordinates);
+  cpu::Resolve(reinterpret_cast<const uint64_t*>(sums.const_data_ptr<int64_t>()),
+               reinterpret_cast<const Slot*>(slots.const_data_ptr<int64_t>()), slots.size(0),
+               coordinates.const_data_ptr<int64_t>(), coordinates.numel(),
+               AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit, static_cast<uint64_t>(seed),
+               static_cast<uint32_t>(stream), first,
+               reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()));
+}
+
+void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& extents) {
+  CheckTensor(out, "out", at::kFloat);
+  CheckRecords(extents, "extents", 2);
+  TORCH_CHECK(reward.is_contiguous() && reward.dim() == 1 && reward.numel() == out.numel(),
+              "gear: reward must be contiguous and have as many rows as out");
+  const int64_t* data = extents.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < extents.size(0); ++i)
+    TORCH_CHECK(data[2 * i] >= 0 && data[2 * i + 1] >= 0 && data[2 * i + 1] <= out.numel() - data[2 * i],
+                "gear: extent ", i, " must lie in the reward's rows");
+  cpu::SuffixSum(reward.const_data_ptr(), CodeOf(reward), data, extents.size(0), out.mutable_data_ptr<float>());
+}
+
+// One pass over the resolutions protects every column: the shortest one bounds the rows.
+void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64_t slots, int64_t final_row) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Resolution& r = resolutions[i];
+    TORCH_CHECK(r.first_row >= 0 && r.num_steps >= 1 && r.num_steps <= rows - final_row &&
+                    r.first_row <= rows - final_row - r.num_steps && r.slot >= 0 && r.slot < slots && r.anchor >= 0 &&
+                    r.anchor < r.num_steps,
+                "gear: resolution ", i, " must lie in the columns: rows [", r.first_row, ", +", r.num_steps,
+                ") anchor ", r.anchor, " slot ", r.slot, " of ", rows, " rows and ", slots, " slots");
+  }
+}
+
+void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps, const at::Tensor& reward,
+                 const at::Tensor& terminated, const std::optional<at::Tensor>& truncated, const at::Tensor& powers,
+                 const at::Tensor& resolutions, int64_t n) {
+  const Resolution* records = Resolutions(resolutions);
+  const int64_t count = resolutions.size(0);
+  CheckTensor(returns, "returns", at::kFloat);
+  CheckTensor(discount, "discount", at::kFloat);
+  CheckTensor(steps, "steps", at::kLong);
+  CheckTensor(terminated, "terminated", at::kBool);
+  CheckTensor(powers, "powers", at::kDouble);
+  if (truncated) CheckTensor(*truncated, "truncated", at::kBool);
+  TORCH_CHECK(n >= 1 && powers.numel() == n + 1, "gear: powers must hold gamma^0 .. gamma^n");
+  TORCH_CHECK(returns.numel() == count && discount.numel() == count && steps.numel() == count,
+              "gear: returns, discount and steps must have a value per resolution");
+  const int64_t rows = std::min({reward.numel(), terminated.numel(), truncated ? truncated->numel() : reward.numel()});
+  CheckRows(records, count, rows, std::numeric_limits<int64_t>::max(), 0);
+  const cpu::NStep n_step{reward.const_data_ptr(), CodeOf(reward), terminated.const_data_ptr<bool>(),
+                          truncated ? truncated->const_data_ptr<bool>() : nullptr, powers.const_data_ptr<double>(), n};
+  cpu::NStepReturn(n_step, records, count, returns.mutable_data_ptr<float>(), discount.mutable_data_ptr<float>(),
+                   steps.mutable_data_ptr<int64_t>());
+}
+
+cpu::Field FieldOf(const int64_t* spec, double pad_value, const at::Tensor& column, const at::Tensor& shift,
+                   const at::Tensor& gain, const at::Tensor& out, const at::Tensor* mask, int64_t count) {
+  cpu::Field field{};
+  field.source = spec[0];
+  field.window = {spec[1], spec[2], spec[3]};
+  field.after_n_step = spec[4];
+  field.pad = spec[5];
+  field.elements = spec[6];
+  field.to = CodeOf(out);
+  field.from = field.source == cpu::kTimestep ? field.to : CodeOf(column);
+  field.to_bytes = out.element_size();
+  field.pad_value = pad_value;
+  TORCH_CHECK(out.is_contiguous() && column.is_contiguous(), "gear: out and columns must be contiguous");
+  TORCH_CHECK(out.numel() == count * field.window.length * field.elements, "gear: out must hold ", count, " x ",
+              field.window.length, " x ", field.elements, " elements, got ", out.sizes());
+  TORCH_CHECK(field.source != cpu::kTimestep || field.to == kInt64, "gear: time steps must be int64");
+  TORCH_CHECK(field.source == cpu::kTimestep || column.numel() % field.elements == 0,
+              "gear: column must hold whole rows of ", field.elements, " elements");
+  const auto needs_double = [](int64_t dtype) { return dtype == kFloat64 || dtype == kInt64 || dtype == kInt32; };
+  const bool wide = needs_double(field.from) || needs_double(field.to);
+  if (gain.numel() > 0) {
+    for (const at::Tensor* t : {&shift, &gain}) CheckTensor(*t, "shift and gain", wide ? at::kDouble : at::kFloat);
+    field.period = gain.numel();
+    TORCH_CHECK(shift.numel() == gain.numel() && (field.period == 1 || field.period % field.elements == 0),
+                "gear: shift and gain must have equal sizes, 1 or a multiple of ", field.elements);
+    field.shift = shift.const_data_ptr();
+    field.gain = gain.const_data_ptr();
+  }
+  if (field.source != cpu::kTimestep) field.column = column.const_data_ptr();
+  field.out = out.mutable_data_ptr();
+  if (mask != nullptr) {
+    CheckTensor(*mask, "mask", at::kBool);
+    TORCH_CHECK(mask->numel() == count * field.window.length, "gear: mask must be [", count, ", ", field.window.length,
+                "], got ", mask->sizes());
+    field.mask = mask->mutable_data_ptr<bool>();
+  }
+  const char* wrong = cpu::CheckField(field);
+  TORCH_CHECK(wrong == nullptr, "gear: ", wrong);
+  return field;
+}
+
+void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::TensorList columns,
+            at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
+            const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec, at::ArrayRef<double> pad_values,
+            int64_t threads) {
+  const Resolution* records = Resolutions(resolutions);
+  const int64_t count = resolutions.size(0), num_fields = static_cast<int64_t>(outs.size());
+  TORCH_CHECK(static_cast<int64_t>(columns.size()) == num_fields && static_cast<int64_t>(shifts.size()) == num_fields &&
+                  static_cast<int64_t>(gains.size()) == num_fields &&
+                  static_cast<int64_t>(pad_values.size()) == num_fields &&
+                  static_cast<int64_t>(spec.size()) == num_fields * kFieldInts,
+              "gear: out, columns, shifts, gains, pad values and spec must describe the same fields");
+  CheckTensor(counters, "counters", at::kLong);
+  TORCH_CHECK(counters.numel() >= 3, "gear: counters must have 3 elements");
+  const int64_t* offsets = nullptr;
+  if (n_steps) {
+    CheckTensor(*n_steps, "n_steps", at::kLong);
+    TORCH_CHECK(n_steps->numel() == count, "gear: n_steps must have a value per resolution");
+    offsets = n_steps->const_data_ptr<int64_t>();
+  }
+  c10::SmallVector<cpu::Field, 16> fields;
+  int64_t rows = std::numeric_limits<int64_t>::max(), slots = rows, final_row = 0;
+  for (int64_t f = 0; f < num_fields; ++f) {
+    const int64_t* ints = spec.data() + f * kFieldInts;
+    const int64_t mask = ints[7];
+    TORCH_CHECK(mask < static_cast<int64_t>(masks.size()), "gear: the index of a mask must lie in masks");
+    TORCH_CHECK(!ints[4] || n_steps.has_value(), "gear: n_steps must be given for a field that follows it");
+    TORCH_CHECK(ints[6] > 0, "gear: a row must have elements");
+    fields.push_back(FieldOf(ints, pad_values[f], columns[f], shifts[f], gains[f], outs[f],
+                             mask < 0 ? nullptr : &masks[mask], count));
+    cpu::Field& field = fields.back();
+    // Fields with equal windows share a mask; the first one writes it.
+    if (std::any_of(fields.begin(), fields.end() - 1, [&](const cpu::Field& f) { return f.mask == field.mask; }))
+      field.mask = nullptr;
+    if (field.source == cpu::kTimestep) continue;
+    const int64_t held = columns[f].numel() / field.elements;
+    if (field.source == cpu::kTrajectoryRow) slots = std::min(slots, held);
+    else rows = std::min(rows, held);
+    if (field.source == cpu::kStepRowsPlusOne) final_row = 1;
+  }
+  CheckRows(records, count, rows, slots, rows == std::numeric_limits<int64_t>::max() ? 0 : final_row);
+  int64_t real = 0, all = 0, bytes = 0;
+  if (count > 0) {
+    std::atomic<int64_t> real_rows{0};
+    const auto work = [&](int64_t begin, int64_t end) {
+      int64_t mine = 0;
+      for (const cpu::Field& field : fields) mine += cpu::Gather(field, records, offsets, begin, end);
+      real_rows.fetch_add(mine, std::memory_order_relaxed);
+    };
+    if (threads <= 1) work(0, count);
+    else at::parallel_for(0, count, (count + threads - 1) / threads, work);
+    real = real_rows.load(std::memory_order_relaxed);
+    for (const cpu::Field& field : fields) {
+      all += count * field.window.length;
+      bytes += count * field.window.length * field.elements * field.to_bytes;
+    }
+  }
+  int64_t* counter = counters.mutable_data_ptr<int64_t>();
+  counter[0] += real;
+  counter[1] += all;
+  counter[2] += bytes;
+}
+
+}  // namespace
+}  // namespace gear
+
+TORCH_LIBRARY(gear, m) {
+  m.def("draw_(Tensor(a!) coordinates, int seed, int stream, int first, int total) -> ()");
+  m.def("permute_(Tensor(a!) coordinates, int seed, int stream, int epoch, int first, int size) -> ()");
+  m.def("tree_build_(Tensor(a!) sums, int num_items) -> ()");
+  m.def("tree_update_(Tensor(a!) sums, int num_items, Tensor items, Tensor masses) -> ()");
+  m.def(
+      "resolve_(Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor coordinates, int[] rule, int unit, "
+      "int seed, int stream, int first) -> ()");
+  m.def("suffix_sum_(Tensor(a!) out, Tensor reward, Tensor extents) -> ()");
+  m.def(
+      "n_step_(Tensor(a!) returns, Tensor(b!) discount, Tensor(c!) steps, Tensor reward, Tensor terminated, "
+      "Tensor? truncated, Tensor powers, Tensor resolutions, int n) -> ()");
+  m.def(
+      "gather_(Tensor(a!)[] outs, Tensor(b!)[] masks, Tensor(c!) counters, Tensor[] columns, Tensor[] shifts, "
+      "Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, float[] pad_values, int threads) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(gear, CPU, m) {
+  m.impl("draw_", gear::Draw);
+  m.impl("permute_", gear::Permute);
+  m.impl("tree_build_", gear::TreeBuild);
+  m.impl("tree_update_", gear::TreeUpdate);
+  m.impl("resolve_", gear::Resolve);
+  m.impl("suffix_sum_", gear::SuffixSum);
+  m.impl("n_step_", gear::NStepReturn);
+  m.impl("gather_", gear::Gather);
+}
+
+// ---- The module itself: the mutex of the stores, by address. ------------------------------------------------------
+namespace {
+
+gear::cpu::SharedMutex* MutexAt(PyObject* address) {
+  return static_cast<gear::cpu::SharedMutex*>(PyLong_AsVoidPtr(address));
+}
+
+PyObject* PyMutexInit(PyObject*, PyObject* address) {
+  auto* mutex = MutexAt(address);
+  if (PyErr_Occurred()) return nullptr;
+  gear::cpu::MutexInit(mutex);
+  Py_RETURN_NONE;
+}
+
+PyObject* PyMutexLock(PyObject*, PyObject* arguments) {
+  PyObject* address;
+  double timeout_s;
+  if (!PyArg_ParseTuple(arguments, "Od", &address, &timeout_s)) return nullptr;
+  auto* mutex = MutexAt(address);
+  if (PyErr_Occurred()) return nullptr;
+  int result;
+  Py_BEGIN_ALLOW_THREADS
+  result = static_cast<int>(gear::cpu::MutexLock(mutex, timeout_s));
+  Py_END_ALLOW_THREADS
+  return PyLong_FromLong(result);
+}
+
+PyObject* PyMutexConsistent(PyObject*, PyObject* address) {
+  auto* mutex = MutexAt(address);
+  if (PyErr_Occurred()) return nullptr;
+  gear::cpu::MutexConsistent(mutex);
+  Py_RETURN_NONE;
+}
+
+PyObject* PyMutexUnlock(PyObject*, PyObject* address) {
+  auto* mutex = MutexAt(address);
+  if (PyErr_Occurred()) return nullptr;
+  gear::cpu::MutexUnlock(mutex);
+  Py_RETURN_NONE;
+}
+
+PyObject* PyMutexOwner(PyObject*, PyObject* address) {
+  auto* mutex = MutexAt(address);
+  if (PyErr_Occurred()) return nullptr;
+  return PyLong_FromLongLong(__atomic_load_n(&mutex->owner, __ATOMIC_RELAXED));
+}
+
+PyMethodDef kMethods[] = {
+    {"mutex_init", PyMutexInit, METH_O, "mutex_init(address) -> None"},
+    {"mutex_lock", PyMutexLock, METH_VARARGS,
+     "mutex_lock(address, timeout_s) -> 0 locked, 1 locked after its owner died, 2 timed out, 3 broken"},
+    {"mutex_consistent", PyMutexConsistent, METH_O, "mutex_consistent(address) -> None"},
+    {"mutex_unlock", PyMutexUnlock, METH_O, "mutex_unlock(address) -> None"},
+    {"mutex_owner", PyMutexOwner, METH_O, "mutex_owner(address) -> process id, 0 if free"},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+// The name under which DeepSpeed's jit_load imports the shared library.
+#define GEAR_JOIN(a, b) a##b
+#define GEAR_INIT(name) GEAR_JOIN(PyInit_, name)
+PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "gear", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,55 @@
+// Records that travel between the layers as rows of int64 tensors.
+#pragma once
+#include "common/philox.h"
+
+namespace gear {
+
+// A row of the slot table: where a trajectory lies.
+struct Slot {
+  int64_t state, generation, id;
+  int64_t first_row, num_steps, num_rows;
+  int64_t owner, reserved;
+};
+static_assert(sizeof(Slot) == 64, "a slot is a row of 8 int64");
+
+// What a draw resolves to; a row of the resolutions of a cut.
+struct Resolution {
+  int64_t id, slot, generation;
+  int64_t first_row, num_steps, anchor;
+  int64_t mass, number;
+};
+static_assert(sizeof(Resolution) == 64, "a resolution is a row of 8 int64");
+
+// The anchors that a trajectory admits: an arithmetic progression of steps, from the front or from the end.
+struct AnchorRule {
+  int64_t first;     // the first admissible step (distance from the last step when from_end)
+  int64_t trim;      // steps at the other side that are never anchors
+  int64_t stride;    // every stride-th step
+  int64_t most;      // at most this many
+  int64_t from_end;  // count from the last step backwards
+};
+
+GEAR_HOST_DEVICE int64_t NumAnchors(const AnchorRule& rule, int64_t num_steps) {
+  const int64_t room = num_steps - rule.first - rule.trim;
+  return room <= 0 ? 0 : Min((room + rule.stride - 1) / rule.stride, rule.most);
+}
+
+GEAR_HOST_DEVICE int64_t AnchorAt(const AnchorRule& rule, int64_t num_steps, int64_t index) {
+  const int64_t distance = rule.first + index * rule.stride;
+  return rule.from_end ? num_steps - 1 - distance : distance;
+}
+
+// What an item of a tree over slots is: a trajectory whose anchor is a second draw, or one of its anchors.
+enum Unit : int64_t { kTrajectory = 0, kStep = 1 };
+
+// The anchor of a hit. A step item has one unit of mass per anchor, so the remainder is its index.
+GEAR_HOST_DEVICE int64_t ChooseAnchor(const AnchorRule& rule, int64_t unit, int64_t num_steps, uint64_t remainder,
+                                      uint64_t seed, uint64_t number, uint32_t stream) {
+  const int64_t anchors = NumAnchors(rule, num_steps);
+  const uint64_t index =
+      unit == kStep ? remainder
+                    : Coordinate(Philox(seed, number, stream, kForAnchor), static_cast<uint64_t>(anchors));
+  return AnchorAt(rule, num_steps, static_cast<int64_t>(index));
+}
+
+}  // namespace gear

@@ -1,0 +1,36 @@
+// Which rows of a trajectory a window covers, and where they lie in it.
+#pragma once
+#include "common/host_device.h"
+
+namespace gear {
+
+enum Align : int64_t { kInPlace = 0, kLeft = 1, kRight = 2 };
+enum Pad : int64_t { kPadValue = 0, kPadEdge = 1 };
+
+struct Window {
+  int64_t offset, length, align;
+};
+
+struct Span {
+  int64_t begin, end;    // rows of the trajectory that are real
+  int64_t place;         // where `begin` lies in the window
+  int64_t before, after; // rows whose values pad the window in front and behind, for kPadEdge
+};
+
+// The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none; rows >= 1.
+GEAR_HOST_DEVICE Span Bounds(const Window& window, int64_t anchor, int64_t rows) {
+  const int64_t first = anchor + window.offset, last = first + window.length;
+  const int64_t begin = Clamp<int64_t>(first, 0, rows);
+  const int64_t end = Max(begin, Clamp<int64_t>(last, 0, rows));
+  Span span{begin, end, 0, 0, 0};
+  if (end == begin) {
+    span.before = span.after = Clamp<int64_t>(first, 0, rows - 1);
+    return span;
+  }
+  span.place = window.align == kInPlace ? begin - first : (window.align == kLeft ? 0 : window.length - (end - begin));
+  span.before = begin;
+  span.after = end - 1;
+  return span;
+}
+
+}  // namespace gear

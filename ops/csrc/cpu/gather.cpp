@@ -1,0 +1,229 @@
+// Collection: windows of columns into the tensors of a batch.
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "common/convert.h"
+#include "cpu/ops.h"
+
+namespace gear::cpu {
+namespace {
+
+constexpr int64_t kLookAhead = 4;    // samples whose rows are requested before their turn
+constexpr int64_t kLineBytes = 64;
+constexpr int64_t kMostPrefetch = 1024;  // bytes; beyond it the hardware's own prefetcher has started
+constexpr int64_t kMostSteps = int64_t{1} << 40;  // of offsets and lengths, so that no sum of them overflows
+
+int64_t SizeOf(int64_t dtype) {
+  constexpr int64_t sizes[] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8};
+  return sizes[dtype];
+}
+
+// (x - shift) * gain over whole rows; shift and gain repeat every `period` elements.
+template <typename From, typename To>
+void Convert(const From* from, To* to, int64_t count, const Field& field) {
+  using C = std::conditional_t<NeedsDouble<From>::value || NeedsDouble<To>::value, double, float>;
+  const C* shift = static_cast<const C*>(field.shift);
+  const C* gain = static_cast<const C*>(field.gain);
+  if (shift == nullptr && gain == nullptr) {
+    for (int64_t i = 0; i < count; ++i) to[i] = Store<To, C>::From(Load<C>(from[i]));
+  } else if (field.period == 1) {
+    const C s = shift ? shift[0] : C{0}, g = gain ? gain[0] : C{1};
+    for (int64_t i = 0; i < count; ++i) to[i] = Store<To, C>::From((Load<C>(from[i]) - s) * g);
+  } else {
+    for (int64_t done = 0; done < count; done += field.period) {
+      const int64_t n = Min(field.period, count - done);
+      for (int64_t i = 0; i < n; ++i) to[done + i] = Store<To, C>::From((Load<C>(from[done + i]) - shift[i]) * gain[i]);
+    }
+  }
+}
+
+template <typename To>
+void FillValue(To* to, int64_t count, double value) {
+  const To x = Store<To, double>::From(value);
+  for (int64_t i = 0; i < count; ++i) to[i] = x;
+}
+
+// Copies whole rows unchanged.
+template <typename Unit>
+struct CopyRows {
+  static void Run(const void* from, void* to, int64_t rows, const Field& field) {
+    std::memcpy(to, from, static_cast<size_t>(rows * field.elements * field.to_bytes));
+  }
+};
+
+template <typename From, typename To>
+struct ConvertRows {
+  static void Run(const void* from, void* to, int64_t rows, const Field& field) {
+    Convert(static_cast<const From*>(from), static_cast<To*>(to), rows * field.elements, field);
+  }
+};
+
+void Prefetch(const char* data, int64_t bytes) {
+  bytes = Min(bytes, kMostPrefetch);
+  for (int64_t i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(data + i, 0, 0);
+}
+
+// Fills `count` rows at `to` with padding.
+template <typename To, typename Rows>
+void PadRows(const Field& field, const char* edge, char* to, int64_t count) {
+  const int64_t row_bytes = field.elements * field.to_bytes;
+  if (field.pad == kPadEdge) {
+    for (int64_t i = 0; i < count; ++i) Rows::Run(edge, to + i * row_bytes, 1, field);
+  } else if (field.pad_value == 0) {
+    std::memset(to, 0, static_cast<size_t>(count * row_bytes));
+  } else {
+    FillValue(reinterpret_cast<To*>(to), count * field.elements, field.pad_value);
+  }
+}
+
+template <typename To, typename Rows>
+int64_t GatherRows(const Field& field, const Resolution* resolutions, const int64_t* n_steps, int64_t begin,
+                   int64_t end) {
+  const int64_t from_row = field.elements * SizeOf(field.from), to_row = field.elements * field.to_bytes;
+  const int64_t length = field.window.length;
+  const char* column = static_cast<const char*>(field.column);
+  int64_t real = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    if (i + kLookAhead < end) {
+      const Resolution& next = resolutions[i + kLookAhead];
+      const int64_t row = field.source == kTrajectoryRow
+                              ? next.slot
+                              : next.first_row + Max<int64_t>(0, next.anchor + field.window.offset);
+      Prefetch(column + row * from_row, length * from_row);
+    }
+    const Resolution& r = resolutions[i];
+    char* out = static_cast<char*>(field.out) + i * length * to_row;
+    if (field.source == kTrajectoryRow) {
+      Rows::Run(column + r.slot * from_row, out, 1, field);
+      if (field.mask != nullptr) field.mask[i] = true;
+      ++real;
+      continue;
+    }
+    Window window = field.window;
+    if (field.after_n_step) window.offset += n_steps[i];
+    const Span span = Bounds(window, r.anchor, r.num_steps + (field.source == kStepRowsPlusOne ? 1 : 0));
+    const int64_t rows = span.end - span.begin, behind = length - span.place - rows;
+    const char* first = column + r.first_row * from_row;
+    if (span.place > 0) PadRows<To, Rows>(field, first + span.before * from_row, out, span.place);
+    if (rows > 0) Rows::Run(first + span.begin * from_row, out + span.place * to_row, rows, field);
+    if (behind > 0) PadRows<To, Rows>(field, first + span.after * from_row, out + (length - behind) * to_row, behind);
+    if (field.mask != nullptr) {
+      bool* mask = field.mask + i * length;
+      if (rows < length) std::memset(mask, 0, static_cast<size_t>(length));
+      std::memset(mask + span.place, 1, static_cast<size_t>(rows));
+    }
+    real += rows;
+  }
+  return real;
+}
+
+// The step numbers of a window themselves; nothing is read.
+int64_t GatherTimesteps(const Field& field, const Resolution* resolutions, const int64_t* n_steps, int64_t begin,
+                        int64_t end) {
+  const int64_t length = field.window.length;
+  int64_t real = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    Window window = field.window;
+    if (field.after_n_step) window.offset += n_steps[i];
+    const Span span = Bounds(window, resolutions[i].anchor, resolutions[i].num_steps);
+    const int64_t rows = span.end - span.begin;
+    int64_t* out = static_cast<int64_t*>(field.out) + i * length;
+    const bool edge = field.pad == kPadEdge;
+    const int64_t value = static_cast<int64_t>(field.pad_value);
+    for (int64_t t = 0; t < length; ++t) {
+      const bool is_real = t >= span.place && t < span.place + rows;
+      out[t] = is_real ? span.begin + t - span.place : (edge ? (t < span.place ? span.before : span.after) : value);
+      if (field.mask != nullptr) field.mask[i * length + t] = is_real;
+    }
+    real += rows;
+  }
+  return real;
+}
+
+using GatherFunction = int64_t (*)(const Field&, const Resolution*, const int64_t*, int64_t, int64_t);
+
+template <typename To>
+GatherFunction CopyTo() { return &GatherRows<To, CopyRows<To>>; }
+
+GatherFunction CopyFunction(int64_t dtype) {
+  switch (dtype) {
+    case kBool:
+    case kUint8: return CopyTo<uint8_t>();
+    case kInt8: return CopyTo<int8_t>();
+    case kInt16: return CopyTo<int16_t>();
+    case kInt32: return CopyTo<int32_t>();
+    case kInt64: return CopyTo<int64_t>();
+    case kFloat16: return CopyTo<Half>();
+    case kBfloat16: return CopyTo<Bfloat>();
+    case kFloat32: return CopyTo<float>();
+    case kFloat64: return CopyTo<double>();
+  }
+  return nullptr;
+}
+
+template <typename From>
+GatherFunction ConvertFrom(int64_t to) {
+  switch (to) {
+    case kFloat16: return &GatherRows<Half, ConvertRows<From, Half>>;
+    case kBfloat16: return &GatherRows<Bfloat, ConvertRows<From, Bfloat>>;
+    case kFloat32: return &GatherRows<float, ConvertRows<From, float>>;
+    case kFloat64: return &GatherRows<double, ConvertRows<From, double>>;
+  }
+  if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
+    if (to == kInt64) return &GatherRows<int64_t, ConvertRows<From, int64_t>>;
+    if (to == kInt32 && sizeof(From) <= 2) return &GatherRows<int32_t, ConvertRows<From, int32_t>>;
+  }
+  return nullptr;
+}
+
+GatherFunction ConvertFunction(int64_t from, int64_t to) {
+  switch (from) {
+    case kBool:
+    case kUint8: return ConvertFrom<uint8_t>(to);
+    case kInt8: return ConvertFrom<int8_t>(to);
+    case kInt16: return ConvertFrom<int16_t>(to);
+    case kInt32: return ConvertFrom<int32_t>(to);
+    case kInt64: return ConvertFrom<int64_t>(to);
+    case kFloat16: return ConvertFrom<Half>(to);
+    case kBfloat16: return ConvertFrom<Bfloat>(to);
+    case kFloat32: return ConvertFrom<float>(to);
+    case kFloat64: return ConvertFrom<double>(to);
+  }
+  return nullptr;
+}
+
+GatherFunction FunctionFor(const Field& field) {
+  if (field.source == kTimestep) return &GatherTimesteps;
+  const bool same = field.from == field.to && field.shift == nullptr && field.gain == nullptr;
+  return same ? CopyFunction(field.from) : ConvertFunction(field.from, field.to);
+}
+
+// Whether an integer dtype holds `value` exactly.
+bool IsInteger(double value, int64_t dtype) {
+  const int64_t bits = 8 * SizeOf(dtype) - (dtype == kBool || dtype == kUint8 ? 0 : 1);
+  const double end = dtype == kBool ? 2.0 : std::ldexp(1.0, static_cast<int>(bits));
+  const double low = dtype == kBool || dtype == kUint8 ? 0.0 : -end;
+  return value >= low && value < end && value == std::floor(value);
+}
+
+}  // namespace
+
+const char* CheckField(const Field& field) {
+  if (field.source < kStepRows || field.source > kTimestep) return "unknown source";
+  if (field.from < 0 || field.from > kFloat64 || field.to < 0 || field.to > kFloat64) return "unknown dtype code";
+  if (field.window.length < 1 || field.window.length > kMostSteps) return "length must be in [1, 2^40]";
+  if (field.window.offset < -kMostSteps || field.window.offset > kMostSteps) return "offset must be in [-2^40, 2^40]";
+  if (field.source == kTrajectoryRow && field.window.length != 1) return "a column of one row per trajectory has no window";
+  if ((field.shift == nullptr) != (field.gain == nullptr)) return "shift and gain go together";
+  if (field.to < kFloat16 && field.gain != nullptr) return "shift and gain need a floating dtype";
+  if (field.to < kFloat16 && field.pad == kPadValue && !IsInteger(field.pad_value, field.to))
+    return "the pad value must be a whole number that its dtype can hold";
+  return FunctionFor(field) == nullptr ? "no conversion between these dtypes" : nullptr;
+}
+
+int64_t Gather(const Field& field, const Resolution* resolutions, const int64_t* n_steps, int64_t begin, int64_t end) {
+  return FunctionFor(field)(field, resolutions, n_steps, begin, end);
+}
+
+}  // namespace gear::cpu

@@ -1,0 +1,25 @@
+// A robust, process-shared, timed mutex that lies in shared memory and names its owner.
+#pragma once
+#include <pthread.h>
+
+#include <cstdint>
+
+namespace gear::cpu {
+
+struct SharedMutex {
+  pthread_mutex_t mutex;
+  int64_t owner;  // process id of the holder, for error texts only; written under the mutex
+};
+static_assert(sizeof(SharedMutex) <= 128, "a store's header reserves 128 bytes for it");
+
+enum class Locked : int { kYes = 0, kOwnerDied = 1, kTimeout = 2, kBroken = 3 };
+
+void MutexInit(SharedMutex* mutex);
+
+// kOwnerDied: the caller holds the mutex, must rebuild what the dead owner may have left half done, then call
+// MutexConsistent before it unlocks.
+Locked MutexLock(SharedMutex* mutex, double timeout_s);
+void MutexConsistent(SharedMutex* mutex);
+void MutexUnlock(SharedMutex* mutex);
+
+}  // namespace gear::cpu

@@ -1,0 +1,61 @@
+"""Settings of every test run: the machine's accelerator, few threads, reproducible hypothesis."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+# Examples are the same in every run, and a slow machine is no failure.
+settings.register_profile(
+    "gear", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("gear")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, and say so."""
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python *arguments` in a process of its own; `env` is laid over this one's, None removes a name."""
+
+    def run(
+        *arguments: str, env: dict[str, str | None] | None = None, cwd: Path = ROOT, timeout_s: float = 240.0
+    ) -> subprocess.CompletedProcess[str]:
+        merged = {k: v for k, v in {**os.environ, **(env or {})}.items() if v is not None}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=merged,
+            cwd=cwd,
+            timeout=timeout_s,
+            capture_output=True,
+            text=True,
+        )
+
+    return run

@@ -1,0 +1,90 @@
+"""Every op passes through torch.compile without a graph break, and its schema is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_gear.ops import Ops, fake
+from deepspeed_gear.ops.constants import tree_size
+
+NUM_SLOTS, COUNT = 40, 7
+
+
+def arguments(name: str) -> tuple[Any, ...]:
+    """Fresh arguments of an op, outputs first."""
+    torch.manual_seed(0)
+    out = torch.zeros(COUNT, dtype=torch.int64)
+    slots = torch.arange(NUM_SLOTS)[:, None] * torch.tensor([0, 0, 1, 5, 0, 0, 0, 0])
+    slots[:, 4] = 5
+    sums = torch.zeros(tree_size(NUM_SLOTS), dtype=torch.int64)
+    sums[:NUM_SLOTS], sums[64:66] = 3, torch.tensor([96, 24])
+    rows = torch.randn(NUM_SLOTS * 5, 3)
+    ends = torch.rand(len(rows)) < 0.1
+    slot, zero = torch.randint(0, NUM_SLOTS, (COUNT,)), torch.zeros(COUNT, dtype=torch.int64)
+    resolutions = torch.stack((slot, slot, zero, slot * 5, zero + 5, zero + 2, zero, zero), dim=1)
+    none, powers = torch.empty(0), torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    extents = torch.stack((torch.arange(NUM_SLOTS) * 5, torch.full((NUM_SLOTS,), 5)), dim=1)
+    fields = [0, -2, 4, 0, 0, 1, 3, 0, 0, 0, 1, 0, 1, 0, 3, -1]
+    windows = [torch.zeros(COUNT, 4, 3), torch.zeros(COUNT, 1, 3, dtype=torch.float16)]
+    mask, counters = torch.zeros(COUNT, 4, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    two, pads = [none, none], [0.0, 1.0]
+    return {
+        "draw_": (out, 5, 1, 100, 1 << 40),
+        "permute_": (out, 5, 1, 2, 3, 100),
+        "tree_build_": (torch.cat((sums[:64], slot.new_full((32,), 9))), NUM_SLOTS),
+        "tree_update_": (sums, NUM_SLOTS, torch.tensor([1, 1, 39]), torch.tensor([7, 9, 0])),
+        "resolve_": (resolutions * 0, sums, slots, out + 11, [0, 0, 1, 9, 0], 0, 5, 1, 100),
+        "suffix_sum_": (rows[:, 0] * 0, rows[:, 0].contiguous(), extents),
+        "n_step_": (*torch.zeros(2, COUNT), out, rows[:, 0].contiguous(), ends, ends, powers, resolutions, 2),
+        "gather_": (windows, [mask], counters, [rows] * 2, two, two, resolutions, out + 1, fields, pads, 1),
+    }[name]
+
+
+def tensors_of(values: object) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [t for v in values for t in tensors_of(v)] if isinstance(values, (list, tuple)) else []
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", fake.OP_NAMES)
+def test_compiles_as_one_graph(native: Ops, name: str, dynamic: bool) -> None:
+    op: Callable[..., None] = getattr(native, name)
+
+    def around(*args: Any) -> list[Tensor]:
+        op(*args)
+        return [t + 1 for t in tensors_of(args)]
+
+    expected, got = arguments(name), arguments(name)
+    want = around(*expected)
+    torch._dynamo.reset()
+    have = torch.compile(around, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*got)
+    for a, b in zip(want + tensors_of(expected), have + tensors_of(got), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", fake.OP_NAMES)
+def test_schema_and_fake_are_right(native: Ops, name: str) -> None:
+    """The op changes what its schema says and nothing else; the fake one agrees."""
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(native, name), arguments(name), test_utils=tests)
+
+
+@pytest.mark.parametrize("name", fake.OP_NAMES)
+def test_every_op_is_on_both_backends(native: Ops, reference: Ops, name: str) -> None:
+    expected, got = arguments(name), arguments(name)
+    before = [t.clone() for t in tensors_of(expected)]
+    getattr(reference, name)(*expected)
+    getattr(native, name)(*got)
+    changed = [not torch.equal(a, b) for a, b in zip(before, tensors_of(expected), strict=True)]
+    assert any(changed)
+    for a, b in zip(tensors_of(expected), tensors_of(got), strict=True):
+        assert torch.equal(a, b)
+    assert {n.removeprefix("gear::") for n in torch._C._dispatch_get_all_op_names() if "gear::" in n} == set(
+        fake.OP_NAMES
+    )

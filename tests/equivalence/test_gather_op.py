@@ -1,0 +1,308 @@
+"""Windows, padding, masks and conversions: the C++ against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops import reference as meaning
+from deepspeed_gear.ops.constants import (
+    ALIGN_IN_PLACE,
+    ALIGN_LEFT,
+    ALIGN_RIGHT,
+    PAD_EDGE,
+    PAD_VALUE,
+    SOURCE_STEPS,
+    SOURCE_STEPS_PLUS_ONE,
+    SOURCE_TIMESTEP,
+    SOURCE_TRAJECTORY,
+)
+from deepspeed_gear.ops.functional import scaling
+from deepspeed_gear.schema import DTYPES
+
+SameBits = Callable[[Tensor, Tensor], bool]
+LENGTHS = (1, 2, 5, 40, 3, 11)  # steps of the trajectories; each has one row more
+FIRST_ROWS = [sum(LENGTHS[:i]) + i for i in range(len(LENGTHS))]
+NUM_ROWS = sum(LENGTHS) + len(LENGTHS)
+NONE = torch.empty(0)
+SPECIAL = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 5e-324, 1e-40, 65504.0, 65520.0, 3.4e38]
+
+
+def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Any value of a dtype: subnormals, infinities and NaNs with any payload."""
+    count = torch.Size(shape).numel()
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape).to(dtype)
+    x = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype).clone()
+    if dtype.is_floating_point:
+        special = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
+        some = torch.rand(count) < 0.3
+        x[some] = special[torch.randint(0, len(special), (int(some.sum()),))]
+        near = torch.rand(count) < 0.3  # of a magnitude that narrower types can hold
+        x[near] = torch.randn(int(near.sum()), dtype=torch.float64).to(dtype)
+    return x.view(shape)
+
+
+def resolutions_of(count: int) -> Tensor:
+    """Some anchor in some trajectory, among them the first and the last steps."""
+    slot = torch.randint(0, len(LENGTHS), (count,))
+    length = torch.tensor(LENGTHS)[slot]
+    anchor = (torch.rand(count) * length).long()
+    anchor[::5], anchor[1::5] = 0, length[1::5] - 1
+    rest = torch.zeros_like(slot)
+    return torch.stack((slot, slot, rest, torch.tensor(FIRST_ROWS)[slot], length, anchor, rest, rest), dim=1)
+
+
+@dataclass
+class Field:
+    """One field of a gather."""
+
+    column: Tensor
+    source: int = SOURCE_STEPS
+    offset: int = 0
+    length: int = 1
+    align: int = ALIGN_IN_PLACE
+    after_n_step: int = 0
+    pad: float | str = 0.0
+    mask: int = -1
+    dtype: torch.dtype | None = None
+    shift: Tensor = NONE
+    gain: Tensor = NONE
+
+    @property
+    def elements(self) -> int:
+        return 1 if self.source == SOURCE_TIMESTEP else self.column[0].numel()
+
+    @property
+    def spec(self) -> list[int]:
+        pad = PAD_EDGE if self.pad == "edge" else PAD_VALUE
+        numbers = [self.source, self.offset, self.length, self.align, self.after_n_step, pad]
+        return [*numbers, self.elements, self.mask]
+
+    def out(self, count: int) -> Tensor:
+        shape = (count, self.length, self.elements)
+        return torch.full(shape, 1).to(self.dtype or self.column.dtype)
+
+
+def gather(
+    ops: Ops, fields: list[Field], resolutions: Tensor, n_steps: Tensor | None = None, threads: int = 1
+) -> list[Tensor]:
+    """Run the op; returns the fields, the masks and the counters."""
+    count = len(resolutions)
+    outs = [f.out(count) for f in fields]
+    masks = [
+        torch.ones(count, next(f.length for f in fields if f.mask == i), dtype=torch.bool)
+        for i in range(max((f.mask for f in fields), default=-1) + 1)
+    ]
+    counters = torch.tensor([1, 2, 3])
+    ops.gather_(
+        outs,
+        masks,
+        counters,
+        [f.column for f in fields],
+        [f.shift for f in fields],
+        [f.gain for f in fields],
+        resolutions,
+        n_steps,
+        [number for f in fields for number in f.spec],
+        [0.0 if isinstance(f.pad, str) else f.pad for f in fields],
+        threads,
+    )
+    return [*outs, *masks, counters]
+
+
+def check(
+    reference: Ops, native: Ops, same_bits: SameBits, fields: list[Field], *rest: Tensor | int | None
+) -> list[Tensor]:
+    expected, got = gather(reference, fields, *rest), gather(native, fields, *rest)  # type: ignore[arg-type]
+    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+    return expected
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 33])
+@pytest.mark.parametrize("length", [1, 3, 8, 50])
+@pytest.mark.parametrize("align", [ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT])
+def test_windows(
+    reference: Ops, native: Ops, same_bits: SameBits, count: int, length: int, align: int
+) -> None:
+    torch.manual_seed(count * 100 + length)
+    column = random_bits(torch.float32, NUM_ROWS, 3)
+    for source, offset, pad in itertools.product(
+        (SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE), (-60, -length, -3, -1, 0, 1, 2, 60), (0.0, -0.0, 7.5, "edge")
+    ):
+        field = Field(column, source, offset, length, align, pad=pad, mask=0)
+        _, mask, counters = check(reference, native, same_bits, [field], resolutions_of(count))
+        assert counters.tolist() == [1 + int(mask.sum()), 2 + mask.numel(), 3 + mask.numel() * 12]
+
+
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+def test_every_conversion(reference: Ops, native: Ops, same_bits: SameBits, source: str, target: str) -> None:
+    """Both give the same bits, or both refuse."""
+    torch.manual_seed(1)
+    from_dtype, to_dtype = DTYPES[source], DTYPES[target]
+    column, resolutions = random_bits(from_dtype, NUM_ROWS, 61), resolutions_of(33)
+    shift, gain = torch.randn(61, dtype=torch.float64), torch.randn(61, dtype=torch.float64)
+    for scaled, pad in itertools.product((False, True), (0.0, 1.0, "edge")):
+        scale = scaling(shift, gain, from_dtype, to_dtype) if scaled else (NONE, NONE)
+        field = Field(column, offset=-2, length=5, pad=pad, dtype=to_dtype, shift=scale[0], gain=scale[1])
+        if meaning.is_allowed(from_dtype, to_dtype, scaled):
+            check(reference, native, same_bits, [field], resolutions)
+        else:
+            for ops in (reference, native):
+                with pytest.raises((ValueError, RuntimeError), match=r"conver|floating"):
+                    gather(ops, [field], resolutions)
+
+
+@pytest.mark.parametrize("target", ["float16", "bfloat16"])
+def test_rounding_to_16_bits_at_every_boundary(
+    reference: Ops, native: Ops, same_bits: SameBits, target: str
+) -> None:
+    """All values of the target, the ties between them, and the floats beside both."""
+    dtype = DTYPES[target]
+    every = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(dtype)
+    finite = every[every.isfinite()].double().unique()
+    ties = (finite[1:] + finite[:-1]) / 2
+    edge = torch.tensor([65519.996, 65520.0, 3.3961775e38, 1e-46, 2.0**-25], dtype=torch.float64)
+    exact = torch.cat((finite, ties, edge, -edge)).float()
+    nan = torch.tensor([0x7F800001, 0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
+    around = [exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf)), nan]
+    column = torch.cat(around)
+    resolutions = torch.tensor([[0, 0, 0, 0, len(column), 0, 0, 0]])
+    out = check(reference, native, same_bits, [Field(column, length=len(column), dtype=dtype)], resolutions)[
+        0
+    ]
+    assert torch.equal(out.view(-1)[:-3].float(), column[:-3].to(dtype).float())
+    # And back: every value of the narrow type, each NaN with its payload.
+    wide = Field(every, length=1 << 16, dtype=torch.float32)
+    resolutions[0, 4] = 1 << 16
+    check(reference, native, same_bits, [wide], resolutions)
+
+
+@pytest.mark.parametrize("elements", [1, 2, 3, 11, 61, 7056])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_row_sizes(
+    reference: Ops, native: Ops, same_bits: SameBits, elements: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(elements)
+    field = Field(random_bits(dtype, NUM_ROWS, elements), offset=-3, length=7, pad="edge", mask=0)
+    check(reference, native, same_bits, [field], resolutions_of(33))
+
+
+def test_column_at_an_odd_address(reference: Ops, native: Ops, same_bits: SameBits) -> None:
+    rows = random_bits(torch.uint8, NUM_ROWS * 3 + 1)[1:].view(NUM_ROWS, 3)
+    check(reference, native, same_bits, [Field(rows, offset=-1, length=4)], resolutions_of(33))
+
+
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_scaling_repeats(reference: Ops, native: Ops, same_bits: SameBits, repeats: int) -> None:
+    torch.manual_seed(3)
+    shift, gain = torch.randn(2, 11).unbind()
+    column = torch.randn(NUM_ROWS, 11)
+    plain = Field(column, offset=-3, length=7, pad=2.5, shift=shift, gain=gain)
+    more = Field(column, offset=-3, length=7, pad=2.5, shift=shift.repeat(repeats), gain=gain.repeat(repeats))
+    out, tiled, _ = check(reference, native, same_bits, [plain, more], resolutions_of(33))
+    assert same_bits(out, tiled)
+    one = Field(column, offset=-3, length=7, shift=shift[:1], gain=gain[:1])
+    check(reference, native, same_bits, [one], resolutions_of(33))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [0, 1, 7, 33])
+def test_many_fields_at_once(
+    reference: Ops, native: Ops, same_bits: SameBits, count: int, threads: int
+) -> None:
+    """Every source, n-step offsets, shared masks."""
+    torch.manual_seed(count)
+    observation = random_bits(torch.float32, NUM_ROWS, 2, 3)
+    window = {"offset": -4, "length": 9}
+    fields = [
+        Field(observation, SOURCE_STEPS_PLUS_ONE, offset=-4, length=5, mask=0, pad="edge"),
+        Field(random_bits(torch.bool, NUM_ROWS), **window, mask=1),  # type: ignore[arg-type]
+        Field(random_bits(torch.int16, NUM_ROWS), **window, mask=1, align=ALIGN_IN_PLACE),  # type: ignore[arg-type]
+        Field(random_bits(torch.float64, len(LENGTHS), 4), SOURCE_TRAJECTORY, mask=2),
+        Field(observation, SOURCE_STEPS_PLUS_ONE, after_n_step=1, mask=3),
+        Field(observation, SOURCE_STEPS, after_n_step=1, offset=-2, length=6, align=ALIGN_RIGHT, pad="edge"),
+        *(
+            Field(NONE, SOURCE_TIMESTEP, -4, 9, align, pad=pad, dtype=torch.int64)
+            for align in (ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT)
+            for pad in (-1.0, "edge")
+        ),
+    ]
+    n_steps = torch.randint(1, 6, (count,))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(reference, native, same_bits, fields, resolutions_of(count), n_steps, threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_nothing_to_collect(reference: Ops, native: Ops, same_bits: SameBits) -> None:
+    check(reference, native, same_bits, [], resolutions_of(7))
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (3, -1),
+        (3, NUM_ROWS),
+        (3, 1 << 62),
+        (4, 0),
+        (4, NUM_ROWS + 1),
+        (4, (1 << 63) - 1),
+        (5, -1),
+        (5, 1),
+        (1, -1),
+    ],
+)
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_resolution_outside_the_columns_is_refused(
+    request: pytest.FixtureRequest, name: str, word: int, value: int
+) -> None:
+    ops: Ops = request.getfixturevalue(name)
+    resolutions = torch.tensor([[0, 0, 0, 0, 1, 0, 0, 0]]).repeat(3, 1)
+    field = Field(torch.zeros(NUM_ROWS, 2))
+    gather(ops, [field], resolutions)
+    resolutions[2, word] = value
+    with pytest.raises((ValueError, RuntimeError), match=r"resolution 2 .*must lie in the columns"):
+        gather(ops, [field], resolutions)
+
+
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_final_row_and_slots_are_checked(request: pytest.FixtureRequest, name: str) -> None:
+    ops: Ops = request.getfixturevalue(name)
+    resolutions = torch.tensor([[0, 4, 0, 2, 3, 0, 0, 0]])
+    column = torch.zeros(5, 2)
+    gather(ops, [Field(column)], resolutions)
+    gather(ops, [Field(column, SOURCE_TRAJECTORY)], resolutions)
+    for field in (Field(column, SOURCE_STEPS_PLUS_ONE), Field(column[:4], SOURCE_TRAJECTORY)):
+        with pytest.raises((ValueError, RuntimeError), match="must lie in the columns"):
+            gather(ops, [field], resolutions)
+
+
+@pytest.mark.parametrize(
+    ("field", "match"),
+    [
+        (Field(torch.zeros(50, 2), length=0), "length"),
+        (Field(torch.zeros(50, 2), offset=1 << 41), "offset"),
+        (Field(torch.zeros(50, 2), SOURCE_TRAJECTORY, length=2), "per trajectory"),
+        (Field(torch.zeros(50, dtype=torch.int8), pad=128.0, offset=-1), "whole number"),
+        (Field(torch.zeros(50, dtype=torch.int64), pad=0.5, offset=-1), "whole number"),
+        (Field(torch.zeros(50, dtype=torch.bool), pad=2.0, offset=-1), "whole number"),
+        (Field(torch.zeros(50, 2), after_n_step=1), "n_steps"),
+    ],
+)
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_impossible_field_is_refused(
+    request: pytest.FixtureRequest, name: str, field: Field, match: str
+) -> None:
+    resolutions = torch.tensor([[0, 0, 0, 0, 1, 0, 0, 0]])
+    with pytest.raises((ValueError, RuntimeError), match=match):
+        gather(request.getfixturevalue(name), [field], resolutions)

@@ -1,0 +1,131 @@
+"""Draws, permutations, trees and resolutions: the C++ against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import RESOLUTION_WORDS, UNIT_STEP, UNIT_TRAJECTORY, tree_size
+
+SIZES = (0, 1, 7, 33)
+TOTALS = (1, 2, 3, 1000, (1 << 32) - 1, 1 << 32, (1 << 62) - 1, (1 << 63) - 1)
+# One group, whole groups, one more than a level holds; three levels.
+NUM_ITEMS = (0, 1, 7, 31, 32, 33, 1023, 1024, 1025, 33000)
+# first, trim, stride, most, from_end
+RULES = {
+    "all": (0, 0, 1, 1 << 40, 0),
+    "start": (0, 0, 1, 1, 0),
+    "end": (0, 0, 1, 1, 1),
+    "every third": (0, 0, 3, 1 << 40, 0),
+    "fits": (4, 2, 1, 1 << 40, 0),
+    "every second from the end, at most 5": (1, 3, 2, 5, 1),
+}
+
+
+def both(reference: Ops, native: Ops, op: str, out: Tensor, *arguments: object) -> Tensor:
+    """Run an op on copies of `out`; they must come out equal."""
+    expected, got = out.clone(), out.clone()
+    getattr(reference, op)(expected, *arguments)
+    getattr(native, op)(got, *arguments)
+    assert torch.equal(got, expected)
+    return expected
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("total", TOTALS)
+def test_draw(reference: Ops, native: Ops, count: int, total: int) -> None:
+    for seed, stream, first in ((0, 0, 0), ((1 << 63) - 1, (1 << 32) - 1, 5), (7, 1, (1 << 63) - 40)):
+        out = both(reference, native, "draw_", torch.full((count,), -1), seed, stream, first, total)
+        assert ((out >= 0) & (out < total)).all()
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 33, 1 << 10, (1 << 10) + 1, (1 << 40) - 1, 1 << 61])
+def test_permute(reference: Ops, native: Ops, count: int, size: int) -> None:
+    count = min(count, size)
+    for seed, stream, epoch, first in ((0, 0, 0, 0), ((1 << 63) - 1, 3, 1 << 40, size - count)):
+        both(reference, native, "permute_", torch.full((count,), -1), seed, stream, epoch, first, size)
+
+
+def test_permute_of_nothing(reference: Ops, native: Ops) -> None:
+    both(reference, native, "permute_", torch.empty(0, dtype=torch.int64), 0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("num_items", NUM_ITEMS)
+def test_tree(reference: Ops, native: Ops, num_items: int) -> None:
+    torch.manual_seed(num_items)
+    sums = torch.randint(1, 99, (tree_size(num_items),))  # the inner nodes must not matter
+    sums[num_items:] = torch.where(torch.arange(len(sums) - num_items) < -num_items % 32, 0, sums[num_items:])
+    built = both(reference, native, "tree_build_", sums, num_items)
+    if num_items == 0:
+        return
+    for count in SIZES:
+        # Small ranges have many equal items: the last wins.
+        items = torch.randint(0, min(num_items, 20), (count,))
+        masses = torch.randint(0, 1 << 40, (count,)) * (torch.rand(count) < 0.8)
+        built = both(reference, native, "tree_update_", built, num_items, items, masses)
+        again = both(reference, native, "tree_build_", built, num_items)
+        assert torch.equal(built, again)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("unit", [UNIT_TRAJECTORY, UNIT_STEP])
+@pytest.mark.parametrize("num_slots", [1, 7, 33, 1500])
+def test_resolve(reference: Ops, native: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> None:
+    torch.manual_seed(num_slots)
+    slots = torch.randint(0, 1 << 62, (num_slots, 8))
+    slots[:, 4] = torch.randint(1, 40, (num_slots,))
+    anchors = anchors_by_hand(rule, slots[:, 4].tolist())
+    masses = torch.tensor([len(a) if unit == UNIT_STEP else 3 * bool(a) for a in anchors])
+    if not masses.any():
+        slots[0, 4], masses[0] = 40, 1
+        anchors = anchors_by_hand(rule, slots[:, 4].tolist())
+    sums = torch.zeros(tree_size(num_slots), dtype=torch.int64)
+    sums[:num_slots] = masses
+    native.tree_build_(sums, num_slots)
+    total = int(masses.sum())
+    for count in (*SIZES, total):
+        coordinates = torch.arange(count) if count == total else torch.randint(0, total, (count,))
+        out = torch.full((count, RESOLUTION_WORDS), -1)
+        resolved = both(
+            reference, native, "resolve_", out, sums, slots, coordinates, rule, unit, 5, 1, 1 << 40
+        )
+        for slot, anchor in resolved[:, (1, 5)].tolist():
+            assert anchor in anchors[slot]
+        assert torch.equal(resolved[:, 7], torch.arange(count) + (1 << 40))
+
+
+def anchors_by_hand(rule: tuple[int, ...], lengths: list[int]) -> list[list[int]]:
+    first, trim, stride, most, from_end = rule
+    forward = [list(range(first, length - trim, stride))[:most] for length in lengths]
+    return [[n - 1 - a for a in some] if from_end else some for some, n in zip(forward, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["reference", "native"])
+@pytest.mark.parametrize("bad", [-1, 12, 1 << 62])
+def test_coordinates_beyond_the_total_are_refused(
+    request: pytest.FixtureRequest, name: str, bad: int
+) -> None:
+    ops: Ops = request.getfixturevalue(name)
+    sums = torch.zeros(tree_size(3), dtype=torch.int64)
+    sums[:3] = 4
+    slots, out = torch.ones(3, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)
+    with pytest.raises((ValueError, RuntimeError), match=r"coordinates.* must lie in \[0, 12\)"):
+        ops.resolve_(out, sums, slots, torch.tensor([0, bad]), (0, 0, 1, 1, 0), 0, 0, 0, 0)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_items_outside_the_tree_are_refused(request: pytest.FixtureRequest, name: str) -> None:
+    ops: Ops = request.getfixturevalue(name)
+    sums = torch.zeros(tree_size(3), dtype=torch.int64)
+    for bad in (-1, 3):
+        with pytest.raises((ValueError, RuntimeError), match=r"items.* must lie in \[0, 3\)"):
+            ops.tree_update_(sums, 3, torch.tensor([0, bad]), torch.tensor([1, 1]))
+    with pytest.raises((ValueError, RuntimeError), match="must be positive"):
+        ops.draw_(torch.zeros(1, dtype=torch.int64), 0, 0, 0, 0)
+    with pytest.raises((ValueError, RuntimeError), match=r"indices.* in \[0, 3\)"):
+        ops.permute_(torch.zeros(2, dtype=torch.int64), 0, 0, 0, 2, 3)
+    assert not sums.any()

@@ -1,0 +1,161 @@
+"""Statistics of columns against NumPy in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_gear.schema import DTYPES, Column, Schema
+from deepspeed_gear.store import statistics
+from deepspeed_gear.store.dataset import Dataset, DatasetWriter, statistics_of
+from deepspeed_gear.store.split import split_of
+from deepspeed_gear.store.statistics import QUANTILES, KeptRows, Moments, column_statistics, sample_positions
+
+Rows = st.sampled_from(["T", "T+1", "1"])
+
+
+def real_rows(column: Column, values: np.ndarray, rows: KeptRows) -> np.ndarray:
+    """Return the rows that count, picked one trajectory after the other."""
+    parts = []
+    for i in np.flatnonzero(rows.keep):
+        first, steps = rows.first_rows[i], rows.lengths[i]
+        ends = {"T": first + steps, "T+1": first + steps + 1}
+        parts.append(values[i : i + 1] if column.rows == "1" else values[first : ends[column.rows]])
+    return np.concatenate(parts)
+
+
+def make(
+    random: np.random.Generator, column: Column, lengths: list[int], keep: list[bool], final: bool
+) -> tuple[np.ndarray, KeptRows]:
+    steps = np.array(lengths)
+    ends = np.cumsum(steps + final)
+    rows = KeptRows(ends - steps - final, steps, np.array(keep), final)
+    count = len(lengths) if column.rows == "1" else int(ends[-1])
+    values = random.normal(50, 30, (count, *column.shape)).clip(0, 120)
+    return values.astype(column.numpy_dtype), rows
+
+
+@given(data=st.data(), rows=Rows, dtype=st.sampled_from(list(DTYPES)), seed=st.integers(0, 2**32))
+def test_statistics_are_those_of_the_kept_rows(data: st.DataObject, rows: str, dtype: str, seed: int) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+    keep = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    keep[data.draw(st.integers(0, len(lengths) - 1))] = True
+    final = rows == "T+1" or data.draw(st.booleans())
+    column = Column("x", dtype, data.draw(st.sampled_from([(), (3,), (2, 2)])), rows=rows)  # type: ignore[arg-type]
+    values, kept = make(np.random.default_rng(seed), column, lengths, keep, final)
+    block = data.draw(st.sampled_from([1, 7, 33, 1 << 16]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "_BLOCK_ROWS", block)
+        found = column_statistics(values, column, kept)
+    wanted = statistics.as_float64(real_rows(column, values, kept), dtype)
+    assert found.count == found.quantile_rows == len(wanted)
+    assert found.non_finite == 0
+    np.testing.assert_allclose(found.mean, wanted.mean(0), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(found.std, wanted.std(0), rtol=1e-9, atol=1e-9)
+    np.testing.assert_array_equal(found.min, wanted.min(0))
+    np.testing.assert_array_equal(found.max, wanted.max(0))
+    for level in QUANTILES:
+        np.testing.assert_allclose(
+            found.quantiles[level], np.quantile(wanted, float(level), axis=0), rtol=1e-12
+        )
+    again = statistics.ColumnStatistics.from_json(found.to_json(), column)
+    assert again.to_json() == found.to_json()
+    assert again.mean.shape == column.shape
+
+
+@given(
+    offset=st.floats(-1e9, 1e9),
+    scale=st.floats(1e-3, 1e6),
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20),
+    seed=st.integers(0, 2**32),
+)
+def test_merging_is_stable_far_from_zero(offset: float, scale: float, sizes: list[int], seed: int) -> None:
+    rows = np.random.default_rng(seed).normal(offset, scale, (sum(sizes), 2))
+    moments = Moments(2)
+    for block in np.split(rows, np.cumsum(sizes)[:-1]):
+        moments.add(block)
+    exact = rows.astype(np.longdouble)
+    np.testing.assert_allclose(moments.mean, exact.mean(0).astype(float), rtol=1e-13, atol=1e-13 * scale)
+    tolerance = 1e-12 * scale + 1e-14 * abs(offset)
+    np.testing.assert_allclose(moments.std, exact.std(0).astype(float), rtol=1e-9, atol=tolerance)
+
+
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_non_finite_values_are_left_out(data: st.DataObject, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    values = random.normal(size=(60, 3))
+    holes = random.random((60, 3)) < data.draw(st.floats(0, 0.9))
+    values[holes] = random.choice([np.nan, np.inf, -np.inf], int(holes.sum()))
+    values[:, 2] = np.nan
+    rows = KeptRows(np.array([0, 20]), np.array([20, 40]), np.array([True, True]), False)
+    found = column_statistics(values, Column("x", "float64", (3,)), rows)
+    assert found.non_finite == (~np.isfinite(values)).sum()
+    for element in range(3):
+        finite = values[np.isfinite(values[:, element]), element]
+        results = [found.mean, found.std, found.min, found.max, *found.quantiles.values()]
+        if not len(finite):
+            assert all(np.isnan(result[element]) for result in results)
+            continue
+        wanted = [finite.mean(), finite.std(), finite.min(), finite.max()]
+        wanted += [np.quantile(finite, float(level)) for level in QUANTILES]
+        np.testing.assert_allclose([result[element] for result in results], wanted, rtol=1e-9, atol=1e-12)
+    assert None in found.to_json()["mean"]
+
+
+@given(num_rows=st.integers(0, 5000), num_sampled=st.integers(1, 600))
+def test_a_sample_takes_one_row_of_each_stratum(num_rows: int, num_sampled: int) -> None:
+    positions = sample_positions(num_rows, num_sampled)
+    assert len(positions) == min(num_rows, num_sampled)
+    assert (np.diff(positions) > 0).all()
+    if num_rows > num_sampled:
+        bounds = np.arange(num_sampled + 1) * num_rows // num_sampled
+        assert (positions >= bounds[:-1]).all()
+        assert (positions < bounds[1:]).all()
+
+
+def test_large_columns_have_approximate_quantiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).normal(size=(200_000, 1)).astype(np.float32)
+    values.sort(axis=0)
+    rows = KeptRows(np.array([0]), np.array([200_000]), np.array([True]), False)
+    for name, limit in (("MAX_SAMPLE_ROWS", 20_000), ("MAX_SAMPLE_BYTES", 80_000)):
+        with monkeypatch.context() as patch:
+            patch.setattr(statistics, name, limit)
+            found = column_statistics(values, Column("x", "float32", (1,)), rows)
+        assert (found.count, found.quantile_rows) == (200_000, 20_000)
+        for level in QUANTILES:
+            rank = np.searchsorted(values[:, 0], found.quantiles[level][0]) / 200_000
+            assert abs(rank - float(level)) < 0.002
+        assert found.to_json()["quantile_rows"] == 20_000
+
+
+def test_statistics_of_a_split_leave_its_trajectories_out(tmp_path: Path) -> None:
+    schema = Schema(
+        [Column("x", "float32", (2,), rows="T+1"), Column("y", "int64"), Column("z", "float64", rows="1")]
+    )
+    random, split = np.random.default_rng(0), {"eval": 0.3, "test": 0.2}
+    with DatasetWriter(tmp_path / "set", schema, split=split) as writer:
+        for length in random.integers(1, 9, 100):
+            writer.add(
+                {
+                    "x": random.normal(size=(length + 1, 2)).astype(np.float32),
+                    "y": random.integers(0, 9, length),
+                    "z": np.asarray(random.normal()),
+                }
+            )
+    dataset = Dataset.open(tmp_path / "set")
+    train = np.flatnonzero(split_of(np.arange(100), split) == 0)
+    assert 30 < len(train) < 70
+    other = statistics_of(dataset, {})
+    for name, found in dataset.statistics.items():
+        wanted = np.concatenate([np.atleast_1d(dataset.trajectory(int(i))[name]) for i in train])
+        assert found.count == len(wanted)
+        np.testing.assert_allclose(found.mean, wanted.mean(0, dtype=np.float64), rtol=1e-12)
+        np.testing.assert_allclose(other[name].count, dataset.columns[name].shape[0] - 100 * (name == "y"))
+    same = statistics_of(dataset, split)
+    assert {n: s.to_json() for n, s in same.items()} == {
+        n: s.to_json() for n, s in dataset.statistics.items()
+    }

@@ -1,0 +1,102 @@
+"""Without a GPU: what a GPU machine builds is compiled for every architecture, linked and loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths
+
+from deepspeed_gear.ops import toolchain
+from deepspeed_gear.ops.builder import GearCudaBuilder
+
+ARCHITECTURES = (80, 90, 100)
+CSRC = toolchain.csrc_root()
+KERNELS = sorted((CSRC / "cuda").glob("*.cu"))
+HOME = toolchain.cuda_home()
+BINDING = CSRC / "bindings" / "library_cuda.cpp"
+
+pytestmark = pytest.mark.skipif(not KERNELS, reason="no kernels in ops/csrc/cuda")
+needs_nvcc = pytest.mark.skipif(HOME is None, reason="no nvcc found")
+
+
+def builder_flags() -> list[str]:
+    """The flags that the builder gives nvcc for all architectures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_CUDA_ARCH_LIST", ";".join(f"{a // 10}.{a % 10}" for a in ARCHITECTURES))
+        toolchain.hook_cuda_home()
+        return GearCudaBuilder().nvcc_args()
+
+
+def nvcc(*arguments: str) -> str:
+    """Run nvcc, which must succeed; give what it and its tools reported."""
+    run = subprocess.run([f"{HOME}/bin/nvcc", *arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stderr
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Compile every kernel with the builder's flags; give the folder and what ptxas reported."""
+    out, report = tmp_path_factory.mktemp("cuda"), ""
+    strict = ["-Xptxas=-v,-warn-spills,-warn-lmem-usage", "-Xcompiler=-fPIC,-Wall,-fvisibility=hidden"]
+    for source in KERNELS:
+        to = ["-c", str(source), "-o", str(out / f"{source.stem}.cuda.o")]
+        report += nvcc(*builder_flags(), *strict, "-Werror=all-warnings", f"-I{CSRC}", *to)
+    return out, report
+
+
+@needs_nvcc
+def test_no_kernel_spills_or_uses_a_stack_frame(objects: tuple[Path, str]) -> None:
+    sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    properties = re.findall(rf"Function properties for (\S+)\n\s+{sizes}", objects[1])
+    assert len(properties) >= len(KERNELS) * len(ARCHITECTURES)
+    assert [found for found in properties if found[1:] != ("0", "0", "0")] == []
+
+
+@needs_nvcc
+def test_every_architecture_is_compiled(objects: tuple[Path, str]) -> None:
+    assert {int(a) for a in re.findall(r"for 'sm_(\d+)", objects[1])} == set(ARCHITECTURES)
+
+
+@needs_nvcc
+def test_the_kernels_link_and_load_without_a_driver(objects: tuple[Path, str]) -> None:
+    library = objects[0] / "libgear_cuda.so"
+    nvcc("-shared", "-cudart=static", *map(str, objects[0].glob("*.o")), "-o", str(library))
+    # Every symbol resolves; no driver is touched until a call.
+    ctypes.CDLL(str(library), os.RTLD_NOW)
+
+
+@needs_nvcc
+def test_the_flags_do_not_fuse_or_approximate(tmp_path: Path) -> None:
+    source, ptx = tmp_path / "kernel.cu", tmp_path / "kernel.ptx"
+    source.write_text("__global__ void K(float* x) { x[0] = x[1] * x[2] + x[3]; x[4] = x[5] / x[6]; }")
+    flags = [flag for flag in builder_flags() if not flag.startswith("-gencode")]
+    nvcc(*flags, "-arch=sm_80", "-ptx", str(source), "-o", str(ptx))
+    assert re.search(r"mul(\.rn)?\.f32", ptx.read_text())
+    assert "fma" not in ptx.read_text()
+    assert "div.rn.f32" in ptx.read_text()
+
+
+@pytest.mark.skipif(not BINDING.is_file(), reason="no binding of kernels")
+def test_the_binding_of_the_kernels_compiles_with_this_torch() -> None:
+    """Also with a CPU build of torch, which lacks the headers of c10/cuda."""
+    if toolchain.missing_tools():
+        pytest.skip(", ".join(toolchain.missing_tools()))
+    system = [f"-isystem{path}" for path in [*include_paths("cpu"), sysconfig.get_path("include")]]
+    flags = ["-fsyntax-only", "-std=c++17", "-Wall", "-DTORCH_EXTENSION_NAME=gear_cuda", f"-I{CSRC}", *system]
+    run = subprocess.run([*toolchain.compiler(), *flags, str(BINDING)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_no_source_names_torch_or_has_another_ones_stem() -> None:
+    """Kernels take raw pointers, so that a machine without a CUDA torch can compile them."""
+    for kernel in KERNELS:
+        assert not re.search(r"#include *[<\"](torch|ATen|c10)/", kernel.read_text()), kernel
+    stems = [Path(source).stem for source in GearCudaBuilder().sources()]
+    assert len(stems) == len(set(stems))

@@ -1,0 +1,257 @@
+"""The on-disk data set: what the writer takes and leaves behind, and that NumPy alone reads it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.schema import DTYPES, Column, Schema
+from deepspeed_gear.store.dataset import Dataset, DatasetWriter
+from deepspeed_gear.store.dataset_files import npy_header
+
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (2, 3), "observation", "T+1"),
+        Column("action", "bfloat16", (4,), "action"),
+        Column("done", "bool", role="terminated"),
+        Column("task", "int64", (2,), rows="1"),
+        Column("return", "float64", role="return", rows="1"),
+    ]
+)
+
+
+def trajectory(length: int, schema: Schema = SCHEMA) -> dict[str, np.ndarray]:
+    random, result = np.random.default_rng(length), {}
+    for column in schema:
+        rows = {"T": (length,), "T+1": (length + 1,), "1": ()}[column.rows]
+        values = random.integers(0, 100, (*rows, *column.shape))
+        result[column.name] = np.asarray(values).astype(column.numpy_dtype)
+    return result
+
+
+def write(folder: Path, lengths: tuple[int, ...] = (3, 1, 33), **options: Any) -> Dataset:
+    with DatasetWriter(folder, SCHEMA, **options) as writer:
+        for length in lengths:
+            writer.add(trajectory(length))
+    return Dataset.open(folder)
+
+
+def test_what_is_added_is_read(tmp_path: Path) -> None:
+    writer = DatasetWriter(tmp_path / "set", SCHEMA, source={"made": "here"})
+    assert [writer.add(trajectory(length)) for length in (3, 1, 33)] == [0, 1, 2]
+    dataset = writer.close()
+    assert dataset.lengths.tolist() == [3, 1, 33]
+    assert dataset.first_rows.tolist() == [0, 4, 6]
+    assert (len(dataset), dataset.num_steps, dataset.num_rows) == (3, 37, 40)
+    assert dataset.source == {"made": "here"}
+    for i, length in enumerate((3, 1, 33)):
+        for name, values in trajectory(length).items():
+            found = dataset.trajectory(i)[name]
+            assert (found.dtype, found.shape) == (values.dtype, values.shape)
+            np.testing.assert_array_equal(found, values)
+    assert not dataset.columns["action"][[3, 5, 39]].any(), (
+        "rows beyond a trajectory's T steps are zero bytes"
+    )
+    with pytest.raises(ValueError, match="read-only"):
+        dataset.columns["action"][0] = 1
+
+
+def test_trajectory_ids_are_checked(tmp_path: Path) -> None:
+    dataset = write(tmp_path / "set")
+    for i in (-1, 3):
+        with pytest.raises(DataError, match=rf"trajectory id must be in \[0, 3\), got {i}"):
+            dataset.trajectory(i)
+
+
+NUMPY_ONLY = """
+import json, sys
+import numpy as np
+folder = sys.argv[1]
+assert "deepspeed_gear" not in sys.modules
+schema = json.load(open(folder + "/schema.json"))
+extents = np.load(folder + "/extents.npy")
+sums = []
+for entry in schema["schema"]["columns"]:
+    column = np.load(folder + "/columns/" + entry["name"] + ".npy", mmap_mode="r")
+    assert column.shape[1:] == tuple(entry["shape"])
+    assert len(column) == schema["num_trajectories" if entry["rows"] == "1" else "num_rows"]
+    first, steps = extents[1]
+    rows = {"T": slice(first, first + steps), "T+1": slice(first, first + steps + 1), "1": 1}[entry["rows"]]
+    sums.append(int(column[rows].astype(np.int64).sum()))
+print(json.dumps(sums))
+"""
+
+
+def test_numpy_alone_reads_it(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    write(tmp_path / "set")
+    run = run_python("-c", NUMPY_ONLY, str(tmp_path / "set"), cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == [int(values.astype(np.int64).sum()) for values in trajectory(1).values()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_headers_are_numpys_and_of_one_length(tmp_path: Path, dtype: str) -> None:
+    stored = Column("x", dtype).numpy_dtype
+    for shape in ((), (3,), (84, 84, 4), (1,) * 30):
+        headers = {rows: npy_header(stored, (rows, *shape)) for rows in (0, 1, 10**6, 10**19)}
+        assert len({len(header) for header in headers.values()}) == 1
+        for rows, header in headers.items():
+            assert len(header) % 128 == 0
+            assert int.from_bytes(header[8:10], "little") == len(header) - 10
+            assert ast.literal_eval(header[10:].decode())["shape"] == (rows, *shape)
+        (tmp_path / "x.npy").write_bytes(headers[1] + bytes(stored.itemsize * int(np.prod(shape))))
+        loaded = np.load(tmp_path / "x.npy")
+        assert (loaded.dtype, loaded.shape) == (stored, (1, *shape))
+
+
+def without(name: str) -> dict[str, np.ndarray]:
+    return {key: value for key, value in trajectory(3).items() if key != name}
+
+
+WRONG_TRAJECTORIES: dict[str, tuple[dict[str, np.ndarray], str]] = {
+    "missing": (
+        without("done"),
+        "trajectory 1 must have a value for column done, got ['action', 'observation', 'return', 'task']; "
+        "the schema has observation, action, done, task, return",
+    ),
+    "unknown": (
+        {**trajectory(3), "extra": np.zeros(3)},
+        "trajectory 1 must have columns of the schema only, "
+        "got ['action', 'done', 'extra', 'observation', 'return', 'task']; "
+        "the schema has observation, action, done, task, return",
+    ),
+    "dtype": (
+        {**trajectory(3), "done": np.zeros(3)},
+        "trajectory 1: column done must have dtype bool, got 'float64'",
+    ),
+    "byte order": (
+        {**trajectory(3), "task": np.zeros(2, ">i8")},
+        "trajectory 1: column task must have dtype int64, got '>i8'",
+    ),
+    "row shape": (
+        {**trajectory(3), "observation": np.zeros((4, 2, 2), np.float32)},
+        "trajectory 1: column observation must have rows of shape [2, 3], got [4, 2, 2]",
+    ),
+    "rank": (
+        {**trajectory(3), "done": np.zeros((), bool)},
+        "trajectory 1: column done must have rows of shape [], got []",
+    ),
+    "shape": (
+        {**trajectory(3), "task": np.zeros(3, np.int64)},
+        "trajectory 1: column task must have shape [2], got [3]",
+    ),
+    "length": (
+        {**trajectory(3), "action": np.zeros((4, 4), np.uint16)},
+        "trajectory 1: column action must have 3 rows for the 3 steps of column observation, got 4",
+    ),
+    "no steps": (trajectory(0), "trajectory 1 must have at least one step, got 0"),
+    "NaN": (
+        {**trajectory(3), "observation": np.full((4, 2, 3), np.nan, np.float32)},
+        "trajectory 1, step 0: column observation must be finite, got nan; "
+        "clean the data, or allow it (--allow-nan)",
+    ),
+    "bfloat16 infinity": (
+        {**trajectory(3), "action": np.array([[0] * 4, [0] * 4, [0, 0xFF80, 0, 0]], np.uint16)},
+        "trajectory 1, step 2: column action must be finite, got -inf; "
+        "clean the data, or allow it (--allow-nan)",
+    ),
+    "NaN return": (
+        {**trajectory(3), "return": np.array(np.nan)},
+        "trajectory 1: column return must be finite, got nan; clean the data, or allow it (--allow-nan)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "text"), WRONG_TRAJECTORIES.values(), ids=WRONG_TRAJECTORIES)
+def test_a_wrong_trajectory_changes_nothing(tmp_path: Path, wrong: dict[str, np.ndarray], text: str) -> None:
+    writer = DatasetWriter(tmp_path / "set", SCHEMA)
+    writer.add(trajectory(3))
+    with pytest.raises(DataError) as caught:
+        writer.add(wrong)
+    assert str(caught.value) == text
+    writer.add(trajectory(1))
+    assert writer.close().fingerprint == write(tmp_path / "same", (3, 1)).fingerprint
+
+
+def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match="must get at least one trajectory, got 0; an empty data set is not written"
+    ):
+        DatasetWriter(tmp_path / "set", SCHEMA).close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_split_must_leave_training_data(tmp_path: Path) -> None:
+    writer = DatasetWriter(tmp_path / "set", SCHEMA, split={"eval": 1 - 2**-53})
+    writer.add(trajectory(1))
+    with pytest.raises(DataError, match="split must leave at least one of 1 trajectories for training"):
+        writer.close()
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ConfigError, match=r"split.train must name a held-out part"):
+        DatasetWriter(tmp_path / "set", SCHEMA, split={"train": 0.5})
+
+
+def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+    writer = DatasetWriter(tmp_path / "set", SCHEMA)
+    writer.add(trajectory(1))
+    assert os.listdir(tmp_path) == ["set.partial"]
+    with pytest.raises(DataError), writer:
+        writer.add(without("done"))
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(DataError, match="must be open to be written"):
+        writer.add(trajectory(1))
+    with pytest.raises(DataError, match="must be closed once only"):
+        writer.close()
+
+
+def test_what_is_there_is_not_replaced_by_accident(tmp_path: Path) -> None:
+    dest = tmp_path / "set"
+    first = write(dest)
+    with pytest.raises(DataError) as caught:
+        write(dest)
+    assert (
+        str(caught.value) == f"{dest} must not exist yet; choose another DEST or overwrite it (--overwrite)"
+    )
+    second = write(dest, (5,), overwrite=True)
+    assert second.fingerprint != first.fingerprint
+    np.testing.assert_array_equal(first.trajectory(0)["done"], trajectory(3)["done"])
+    assert sorted(os.listdir(dest)) == ["columns", "extents.npy", "schema.json", "stats.json"]
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").touch()
+    with pytest.raises(DataError, match="must be a gear data set to be overwritten; choose another DEST"):
+        write(tmp_path / "home", overwrite=True)
+    (tmp_path / "mine.partial").mkdir()
+    (tmp_path / "mine.partial" / "thesis.txt").touch()
+    with pytest.raises(
+        DataError, match="must not exist, or be what an interrupted ingest left; move it away"
+    ):
+        write(tmp_path / "mine")
+    assert (tmp_path / "mine.partial" / "thesis.txt").exists()
+
+
+def test_two_writers_do_not_meet(tmp_path: Path) -> None:
+    writer = DatasetWriter(tmp_path / "set", SCHEMA)
+    with pytest.raises(DataError, match="must not be written by two at once; wait for the other ingest"):
+        DatasetWriter(tmp_path / "set", SCHEMA)
+    writer.add(trajectory(2))
+    assert len(writer.close()) == 1
+
+
+def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError) as caught:
+        DatasetWriter(tmp_path / "file" / "set", SCHEMA)
+    assert str(caught.value) == (
+        f"{tmp_path}/file/set must be writable, got 'Not a directory'; check the path and its permissions"
+    )

@@ -1,0 +1,215 @@
+"""Data sets that are truncated, foreign or changed: each is refused by the name of the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.dataset import Dataset, DatasetWriter
+from deepspeed_gear.store.dataset_files import FileRecord, fingerprint_of, npy_header, probe_digest
+
+SCHEMA = Schema(
+    [Column("observation", "float32", (2,), "observation", "T+1"), Column("action", "bfloat16", (4,))]
+)
+REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
+
+
+def write(folder: Path) -> Dataset:
+    """Write trajectories of 3, 1 and 33 steps: 40 rows."""
+    with DatasetWriter(folder, SCHEMA) as writer:
+        for steps in (3, 1, 33):
+            writer.add(
+                {"observation": np.ones((steps + 1, 2), np.float32), "action": np.ones((steps, 4), np.uint16)}
+            )
+    return Dataset.open(folder)
+
+
+def poke(path: Path, at: int, byte: bytes = b"\xaa") -> None:
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        file.write(byte)
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+ACTION, EXTENTS, MANIFEST, STATS = "columns/action.npy", "extents.npy", "schema.json", "stats.json"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (
+        lambda p: (p / MANIFEST).unlink(),
+        "/schema.json must exist; the folder is not a gear data set; make one with gear ingest SOURCE DEST",
+    ),
+    "foreign manifest": (
+        lambda p: (p / MANIFEST).write_text('{"type": "object"}'),
+        "/schema.json must describe a gear data set; make one with gear ingest SOURCE DEST",
+    ),
+    "another version": (
+        lambda p: edit(p / MANIFEST, format=2),
+        "/schema.json: format must be 1, got 2; use the version of deepspeed_gear that wrote it, "
+        "or make the data set again with gear ingest",
+    ),
+    "an entry of another type": (
+        lambda p: edit(p / MANIFEST, num_rows="40"),
+        f"/schema.json: num_rows must be int, got '40'; {REMAKE}",
+    ),
+    "an edited schema": (
+        lambda p: edit(p / MANIFEST, schema={"columns": [{"name": "x", "dtype": "f4"}]}),
+        '/schema.json must hold a valid schema, got "column x: dtype must be one of bool, uint8, int8, '
+        f"int16, int32, int64, float16, bfloat16, float32, float64, got 'f4'\"; {REMAKE}",
+    ),
+    "an edited fingerprint": (
+        lambda p: edit(p / MANIFEST, fingerprint="0"),
+        f"/schema.json must match its own fingerprint, got '0'; {REMAKE}",
+    ),
+    "an edited split": (
+        lambda p: edit(p / MANIFEST, split={"eval": 0.1}),
+        f"/stats.json must have been computed for the split {{'eval': 0.1}}, got {{}}; {REMAKE}",
+    ),
+    "a missing column": (
+        lambda p: (p / ACTION).unlink(),
+        "/columns/action.npy must exist; a file of the data set is missing",
+    ),
+    "a truncated column": (
+        lambda p: os.truncate(p / ACTION, 300),
+        "/columns/action.npy must have 448 bytes, got 300; the file is truncated; copy it again",
+    ),
+    "a longer column": (
+        lambda p: os.truncate(p / ACTION, 600),
+        "/columns/action.npy must have 448 bytes, got 600; "
+        "the file is not the one that was written; copy it again",
+    ),
+    "a cut header": (
+        lambda p: os.truncate(p / ACTION, 60),
+        "/columns/action.npy must have a readable NumPy header, got ",
+    ),
+    "a foreign file": (
+        lambda p: (p / ACTION).write_bytes(b"hello" * 100),
+        f"/columns/action.npy must be a NumPy 1.0 array file; {REMAKE}",
+    ),
+    "another array": (
+        lambda p: np.save(p / ACTION, np.zeros((40, 4), np.int32)),
+        f"/columns/action.npy must be uint16[40, 4] as schema.json says, got 'int32[40, 4]'; {REMAKE}",
+    ),
+    "Fortran order": (
+        lambda p: np.save(p / ACTION, np.asfortranarray(np.zeros((40, 4), np.uint16))),
+        f"/columns/action.npy must be in C order; {REMAKE}",
+    ),
+    "a changed column": (
+        lambda p: poke(p / ACTION, -1),
+        f"/columns/action.npy must hold the bytes that were written; {REMAKE}",
+    ),
+    "changed extents": (
+        lambda p: poke(p / EXTENTS, -8),
+        f"/extents.npy must hold the bytes that were written; {REMAKE}",
+    ),
+    "changed statistics": (
+        lambda p: edit(p / STATS, split={"eval": 0.1}),
+        "/stats.json must have ",
+    ),
+    "no statistics": (
+        lambda p: (p / STATS).unlink(),
+        "/stats.json must exist; a file of the data set is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "text"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_refused_by_name(
+    tmp_path: Path, damage: Callable[[Path], object], text: str
+) -> None:
+    write(tmp_path / "set").verify()
+    damage(tmp_path / "set")
+    with pytest.raises(DataError) as caught:
+        Dataset.open(tmp_path / "set")
+    found = str(caught.value).replace(str(tmp_path / "set"), "", 1)
+    assert found.startswith(text) if text.endswith(" ") else found == text
+
+
+def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "missing"):
+        with pytest.raises(DataError) as caught:
+            Dataset.open(tmp_path / name)
+        remedy = "make one with gear ingest SOURCE DEST"
+        assert str(caught.value) == f"{tmp_path / name} must be the folder of a data set; {remedy}"
+
+
+def test_verify_finds_what_open_does_not_look_at(tmp_path: Path) -> None:
+    schema = Schema([Column("x", "uint8", (1000,))])
+    with DatasetWriter(tmp_path / "set", schema) as writer:
+        writer.add({"x": np.zeros((300, 1000), np.uint8)})
+    Dataset.open(tmp_path / "set").verify()
+    poke(tmp_path / "set" / "columns" / "x.npy", 150_000)
+    dataset = Dataset.open(tmp_path / "set")
+    with pytest.raises(DataError, match=r"columns/x.npy must hold the bytes that were written"):
+        dataset.verify()
+
+
+def test_extents_must_cover_the_rows(tmp_path: Path) -> None:
+    write(tmp_path / "set")
+    good = np.load(tmp_path / "set" / EXTENTS)
+    for row, value in ((0, (1, 2)), (1, (5, 1)), (1, (4, 0)), (2, (6, 32))):
+        extents = good.copy()
+        extents[row] = value
+        # As a program with a fault would leave them: consistent with every digest.
+        (tmp_path / "set" / EXTENTS).write_bytes(npy_header(extents.dtype, extents.shape) + extents.tobytes())
+        manifest = json.loads((tmp_path / "set" / MANIFEST).read_text())
+        manifest["files"][EXTENTS]["probe"] = probe_digest(tmp_path / "set" / EXTENTS, whole=True)
+        edit(tmp_path / "set" / MANIFEST, files=manifest["files"])
+        with pytest.raises(
+            DataError, match=r"extents.npy must cover the 40 rows without gaps or empty trajectories"
+        ):
+            Dataset.open(tmp_path / "set")
+
+
+def test_open_does_not_read_all_bytes(tmp_path: Path) -> None:
+    """A column of 3 GB, almost all of it a hole, in a data set that is otherwise whole."""
+    schema = Schema([Column("x", "float32", (256,))])
+    with DatasetWriter(tmp_path / "set", schema) as writer:
+        writer.add({"x": np.zeros((1, 256), np.float32)})
+    path, rows = tmp_path / "set" / "columns" / "x.npy", 3 * 2**20
+    extents = np.array([[0, rows]])
+    (tmp_path / "set" / EXTENTS).write_bytes(npy_header(extents.dtype, extents.shape) + extents.tobytes())
+    path.write_bytes(npy_header(np.dtype(np.float32), (rows, 256)))
+    os.truncate(path, path.stat().st_size + rows * 1024)
+    manifest = json.loads((tmp_path / "set" / MANIFEST).read_text())
+    for name in (EXTENTS, "columns/x.npy"):
+        file = tmp_path / "set" / name
+        manifest["files"][name].update(
+            bytes=file.stat().st_size, probe=probe_digest(file, whole=name == EXTENTS)
+        )
+    records = {name: FileRecord.from_json(name, entry) for name, entry in manifest["files"].items()}
+    print_ = fingerprint_of(schema, 1, rows, records)
+    edit(
+        tmp_path / "set" / MANIFEST,
+        files=manifest["files"],
+        num_rows=rows,
+        num_steps=rows,
+        fingerprint=print_,
+    )
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = bytes_read()
+    dataset = Dataset.open(tmp_path / "set")
+    assert bytes_read() - before < 2**20
+    assert dataset.columns["x"].shape == (rows, 256)
+    assert dataset.trajectory(0)["x"][-1, -1] == 0
+    with path.open("rb") as file:
+        resident = subprocess.run(
+            ["fincore", "-nbo", "RES", path], capture_output=True, text=True, check=False
+        )
+        if resident.returncode == 0:
+            assert int(resident.stdout) < 2**24, "pages of the column were brought in"
+        assert file.read(6) == b"\x93NUMPY"

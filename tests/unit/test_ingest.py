@@ -1,0 +1,321 @@
+"""Ingest: D4RL, several sources, options, and what happens when it stops in the middle."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from deepspeed_gear.cli import ingest as command
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.schema import Column
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.ingest import READERS, ingest, open_source
+from deepspeed_gear.store.ingest.common import RowReader
+
+Maker = Callable[..., Any]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "data"
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a folder."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_d4rl_keeps_every_value(tmp_path: Path, d4rl: Maker) -> None:
+    arrays = d4rl(tmp_path / "a.hdf5")
+    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
+    assert [(c.name, c.dtype, c.shape, c.role, c.rows) for c in dataset.schema] == [
+        ("observation", "float32", (2,), "observation", "T+1"),
+        ("action", "float32", (3,), "action", "T"),
+        ("reward", "float32", (), "reward", "T"),
+        ("terminated", "bool", (), "terminated", "T"),
+        ("truncated", "bool", (), "truncated", "T"),
+        ("return", "float64", (), "return", "1"),
+        ("length", "int64", (), "length", "1"),
+    ]
+    low = 0
+    for i, length in enumerate((3, 1, 4)):
+        trajectory, high = dataset.trajectory(i), low + length
+        observations = np.concatenate(
+            [arrays["observations"][low:high], arrays["next_observations"][[high - 1]]]
+        )
+        np.testing.assert_array_equal(trajectory["observation"], observations)
+        np.testing.assert_array_equal(trajectory["action"], arrays["actions"][low:high])
+        np.testing.assert_array_equal(trajectory["reward"], arrays["rewards"][low:high])
+        np.testing.assert_array_equal(trajectory["terminated"], arrays["terminals"][low:high])
+        np.testing.assert_array_equal(trajectory["truncated"], arrays["timeouts"][low:high])
+        assert trajectory["return"] == arrays["rewards"][low:high].astype(np.float64).sum()
+        assert trajectory["length"] == length
+        low = high
+
+
+def test_flags_stay_apart_and_a_fragment_is_truncated(tmp_path: Path, d4rl: Maker) -> None:
+    d4rl(tmp_path / "a.hdf5", (2, 2, 2, 3), ("terminals", "timeouts", "both", ""))
+    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
+    last = [(bool(t["terminated"][-1]), bool(t["truncated"][-1])) for t in map(dataset.trajectory, range(4))]
+    assert last == [(True, False), (False, True), (True, True), (False, True)]
+    assert dataset.columns["terminated"].sum() == 2
+    assert dataset.columns["truncated"].sum() == 3
+    (source,) = dataset.source["sources"]
+    assert source["notes"] == ["the last 3 steps have no end flag: kept as a truncated episode"]
+
+
+def test_next_observations_that_are_not_shifted_are_kept(tmp_path: Path, d4rl: Maker) -> None:
+    arrays = d4rl(tmp_path / "a.hdf5")
+    changed = arrays["next_observations"].copy()
+    changed[1, 0] = np.nextafter(changed[1, 0], np.float32(np.inf))
+    d4rl(tmp_path / "b.hdf5", next_observations=changed)
+    dataset = ingest([tmp_path / "b.hdf5"], tmp_path / "out")
+    assert dataset.schema["observation"].rows == dataset.schema["next_observation"].rows == "T"
+    assert not dataset.schema.has_final_row
+    np.testing.assert_array_equal(dataset.columns["observation"], arrays["observations"])
+    np.testing.assert_array_equal(dataset.columns["next_observation"], changed)
+
+
+def test_a_shift_is_checked_across_blocks(
+    tmp_path: Path, d4rl: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed_gear.store.ingest.common._BLOCK_BYTES", 24)
+    monkeypatch.setattr("deepspeed_gear.store.ingest.d4rl._BLOCK_ROWS", 3)
+    lengths = (3, 1, 4, 2, 7, 3, 1)
+    arrays = d4rl(tmp_path / "a.hdf5", lengths, ("timeouts",) * 7)
+    assert open_source(tmp_path / "a.hdf5").columns[0].rows == "T+1"
+    inside = sorted(set(range(sum(lengths))) - set(np.cumsum(lengths) - 1))
+    for row in inside:
+        changed = arrays["next_observations"].copy()
+        changed[row, 1] += 1
+        d4rl(tmp_path / "b.hdf5", lengths, ("timeouts",) * 7, next_observations=changed)
+        assert open_source(tmp_path / "b.hdf5").columns[0].rows == "T", row
+    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
+    np.testing.assert_array_equal(
+        np.concatenate([dataset.trajectory(i)["action"] for i in range(7)]), arrays["actions"]
+    )
+
+
+def test_without_next_observations(tmp_path: Path, d4rl: Maker) -> None:
+    d4rl(tmp_path / "a.hdf5", next_observations=None)
+    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
+    assert dataset.schema["observation"].rows == "T"
+    assert "next_observation" not in dataset.schema
+    assert "what follows the last step of an episode is not known" in dataset.source["sources"][0]["notes"][0]
+
+
+def test_other_arrays_become_columns(tmp_path: Path, d4rl: Maker) -> None:
+    qpos = np.arange(16, dtype=np.float64).reshape(8, 2)
+    extra = {"infos__qpos": qpos, "infos__goal no": np.arange(8, dtype=np.uint16), "version": np.float64(2)}
+    d4rl(tmp_path / "a.hdf5", metadata__policy__weight=np.zeros(5), **extra)
+    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "all")
+    assert dataset.schema.names[5:] == ("infos.goal_no", "infos.qpos", "return", "length")
+    assert dataset.schema["infos.goal_no"].dtype == "int32"
+    np.testing.assert_array_equal(
+        np.concatenate([dataset.trajectory(i)["infos.qpos"] for i in range(3)]), qpos
+    )
+    assert "version is a single value and not a column: left out" in dataset.source["sources"][0]["notes"]
+    chosen = ingest([tmp_path / "a.hdf5"], tmp_path / "chosen", columns=["infos.q*"])
+    assert chosen.schema.names[5:] == ("infos.qpos", "return", "length")
+    none = ingest([tmp_path / "a.hdf5"], tmp_path / "none", columns=[])
+    assert none.schema.names[5:] == ("return", "length")
+
+
+def test_dtypes_of_a_source(tmp_path: Path, d4rl: Maker) -> None:
+    flags = np.zeros((8, 1))
+    flags[[2, 3, 7]] = 1
+    d4rl(
+        tmp_path / "a.hdf5",
+        observations=np.arange(8, dtype=">f8"),
+        next_observations=None,
+        actions=np.arange(8, dtype=np.int32),
+        rewards=np.arange(8).reshape(8, 1),
+        terminals=flags,
+        timeouts=np.zeros(8, np.uint8),
+    )
+    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
+    assert [c.dtype for c in dataset.schema] == [
+        "float64",
+        "int64",
+        "float64",
+        "bool",
+        "bool",
+        "float64",
+        "int64",
+    ]
+    assert dataset.schema["observation"].shape == ()
+    np.testing.assert_array_equal(dataset.columns["observation"], np.arange(8))
+    assert dataset.columns["return"].tolist() == [3.0, 3.0, 22.0]
+
+
+def test_several_sources_become_one_data_set(tmp_path: Path, d4rl: Maker) -> None:
+    d4rl(tmp_path / "a.hdf5")
+    d4rl(tmp_path / "b.hdf5", (5, 2), ("terminals", ""))
+    dataset = ingest([tmp_path / "a.hdf5", tmp_path / "b.hdf5"], tmp_path / "out", split={"eval": 0.2})
+    assert dataset.columns["source"].tolist() == [0, 0, 0, 1, 1]
+    assert dataset.schema["source"] == Column("source", "int64", rows="1")
+    assert dataset.lengths.tolist() == [3, 1, 4, 5, 2]
+    assert [source["name"] for source in dataset.source["sources"]] == ["a.hdf5", "b.hdf5"]
+    assert dataset.split == {"eval": 0.2}
+
+
+def test_sources_must_agree(tmp_path: Path, d4rl: Maker) -> None:
+    d4rl(tmp_path / "a.hdf5")
+    d4rl(tmp_path / "b.hdf5", actions=np.zeros((8, 4), np.float32))
+    d4rl(tmp_path / "c.hdf5", infos__qpos=np.zeros((8, 4), np.float32))
+    a, b, c = (tmp_path / f"{name}.hdf5" for name in "abc")
+    with pytest.raises(DataError) as caught:
+        ingest([a, b], tmp_path / "out")
+    assert str(caught.value) == (
+        f"{b}: column action must be as in {a}, float32[3] with rows T, got 'float32[4] with rows T'; "
+        "choose the common columns with --columns, or make a data set of each"
+    )
+    with pytest.raises(DataError, match=r"c.hdf5: column infos.qpos must be as in .*a.hdf5, absent"):
+        ingest([a, c], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert len(ingest([a, c], tmp_path / "out", columns=[])) == 6
+
+
+def test_the_same_source_gives_the_same_bytes(tmp_path: Path, d4rl: Maker) -> None:
+    d4rl(tmp_path / "a.hdf5")
+    first = ingest([tmp_path / "a.hdf5"], tmp_path / "one", split={"eval": 0.3})
+    second = ingest([tmp_path / "a.hdf5"], tmp_path / "two", split={"eval": 0.3})
+    assert first.fingerprint == second.fingerprint
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+    other_split = ingest([tmp_path / "a.hdf5"], tmp_path / "three")
+    assert other_split.fingerprint == first.fingerprint
+
+
+def test_nan_is_allowed_by_a_flag_and_left_out_of_statistics(tmp_path: Path, d4rl: Maker) -> None:
+    actions = np.ones((8, 3), np.float32)
+    actions[5, 1], actions[6, 2] = np.nan, -np.inf
+    d4rl(tmp_path / "a.hdf5", actions=actions)
+    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out", allow_nan=True)
+    statistics = dataset.statistics["action"]
+    assert statistics.non_finite == 2
+    assert statistics.mean.tolist() == [1, 1, 1]
+    assert statistics.min.tolist() == [1, 1, 1]
+    assert np.isnan(dataset.trajectory(2)["action"][1, 1])
+
+
+def test_row_reader_serves_any_rising_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_gear.store.ingest.common._BLOCK_BYTES", 40)
+    values = np.arange(33 * 2, dtype=np.int32).reshape(33, 2)
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        file.create_dataset("x", data=values, chunks=(4, 1), compression="gzip")
+        file["y"] = values
+        for key in "xy":
+            reader = RowReader(key, file[key])
+            assert reader.block_rows == (4 if key == "x" else 5)
+            for low, high in ((0, 1), (1, 7), (7, 7), (7, 20), (12, 13), (20, 33)):
+                np.testing.assert_array_equal(reader(low, high), values[low:high])
+
+
+def test_formats_are_found_by_content(tmp_path: Path, d4rl: Maker, minari: Maker) -> None:
+    d4rl(tmp_path / "no_suffix")
+    minari(tmp_path / "set" / "data")
+    minari(tmp_path / "arrow" / "data", "arrow")
+    assert open_source(tmp_path / "no_suffix").format == "d4rl"
+    main_file = tmp_path / "set" / "data" / "main_data.hdf5"
+    for path in (
+        tmp_path / "set",
+        tmp_path / "set" / "data",
+        main_file,
+        tmp_path / "arrow",
+        tmp_path / "arrow" / "data",
+    ):
+        assert open_source(path).format == "minari"
+    assert list(READERS) == ["d4rl", "minari"]
+
+
+def test_command_line(tmp_path: Path, d4rl: Maker, capsys: pytest.CaptureFixture[str]) -> None:
+    d4rl(tmp_path / "a.hdf5", ends=("terminals", "timeouts", ""), infos__x=np.zeros(8))
+    source, dest = str(tmp_path / "a.hdf5"), str(tmp_path / "out")
+    assert command.run(parse(source, source, dest, "--split", "eval=0.1", "--columns", "")) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{dest}: 6 trajectories, 16 steps, ")
+    assert "16.0/16.0" in err
+    assert f"{source}: the last 4 steps have no end flag" in err
+    assert Dataset.open(dest).split == {"eval": 0.1}
+    assert command.run(parse(source, dest, "--columns", "infos.x", "--overwrite", "--quiet")) == 0
+    assert capsys.readouterr().err == ""
+    assert "infos.x" in Dataset.open(dest).schema
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--split", "eval"], "--split must be NAME=SHARE, got 'eval'; for example eval=0.05"),
+        (["--split", "a=0.1", "--split", "a=0.2"], "--split must name every part once, got 'a=0.2'"),
+        (
+            ["--split", "eval=1.5"],
+            "split.eval must name a held-out part (not train) and its share in (0, 1), got 1.5; "
+            'for example {"eval": 0.05}',
+        ),
+        (
+            ["--split", "a=0.5", "--split", "b=0.5"],
+            "split must leave a share for training, got {'a': 0.5, 'b': 0.5}; use smaller shares",
+        ),
+    ],
+)
+def test_wrong_splits_are_refused(tmp_path: Path, d4rl: Maker, options: list[str], text: str) -> None:
+    d4rl(tmp_path / "a.hdf5")
+    with pytest.raises(ConfigError) as caught:
+        command.run(parse(str(tmp_path / "a.hdf5"), str(tmp_path / "out"), *options))
+    assert str(caught.value) == text
+    assert os.listdir(tmp_path) == ["a.hdf5"]
+
+
+KILLED = """
+import os, signal, sys
+from deepspeed_gear.store import dataset_writer
+from deepspeed_gear.store.ingest import ingest
+add = dataset_writer.DatasetWriter.add
+def add_then_die(self, *arguments):
+    if add(self, *arguments) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+dataset_writer.DatasetWriter.add = add_then_die
+ingest([sys.argv[1]], sys.argv[2])
+"""
+
+
+def test_a_killed_ingest_leaves_nothing_that_looks_complete(
+    tmp_path: Path, d4rl: Maker, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    d4rl(tmp_path / "a.hdf5")
+    source, dest = tmp_path / "a.hdf5", tmp_path / "out"
+    run = run_python("-c", KILLED, str(source), str(dest))
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    assert sorted(os.listdir(tmp_path)) == ["a.hdf5", "out.partial"]
+    for path in (dest, tmp_path / "out.partial"):
+        with pytest.raises(DataError):
+            Dataset.open(path)
+    with pytest.raises(DataError, match="its ingest did not finish; run it again"):
+        Dataset.open(dest)
+    ingest([source], dest).verify()
+    assert sorted(os.listdir(tmp_path)) == ["a.hdf5", "out"]
+    assert sorted(os.listdir(dest)) == ["columns", "extents.npy", "schema.json", "stats.json"]
+
+
+def test_the_example_data(tmp_path: Path) -> None:
+    dataset = ingest([EXAMPLES / "hopper_expert.hdf5", EXAMPLES / "hopper_medium.hdf5"], tmp_path / "out")
+    assert (len(dataset), dataset.num_steps) == (67, 40308)
+    assert dataset.schema["observation"] == Column("observation", "float32", (11,), "observation", "T+1")
+    returns = dataset.columns["return"]
+    assert returns[:20].mean() == pytest.approx(3728.19, abs=0.01)
+    assert returns[20:].mean() == pytest.approx(1578.99, abs=0.01)
+    assert dataset.columns["terminated"].sum() == 42
+    assert dataset.columns["truncated"].sum() == 25

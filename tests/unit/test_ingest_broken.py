@@ -1,0 +1,339 @@
+"""Broken sources: each is refused with a text that names file, key and remedy, and DEST is not made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.store.ingest import ingest
+
+Maker = Callable[..., Any]
+NAN = np.zeros((8, 3), np.float32)
+NAN[6, 1] = np.nan
+INF = np.zeros((8, 2))
+INF[3, 0] = np.inf
+TEXT = np.array([b"up", b"down"] * 4)
+LEAVE_OUT = "leave it out with --columns"
+DAMAGED = "the file is damaged or incomplete; copy it again"
+
+# changes of a good D4RL file, and the error behind the file's name
+BROKEN_D4RL: dict[str, tuple[dict[str, Any], str]] = {
+    "no rewards": (
+        {"rewards": None},
+        ": rewards must be in the file, "
+        "got ['actions', 'next_observations', 'observations', 'terminals', 'timeouts']; "
+        "the file is not D4RL data",
+    ),
+    "no timeouts": (
+        {"timeouts": None, "next_observations": None},
+        ": timeouts must be in the file, got ['actions', 'observations', 'rewards', 'terminals']; "
+        "add an array of zeros if no episode ends by a time limit",
+    ),
+    "short actions": (
+        {"actions": np.zeros((7, 3), np.float32)},
+        ": actions must have 8 rows as observations has, got 7",
+    ),
+    "wide rewards": ({"rewards": np.zeros((8, 2))}, ": rewards must be one value per step, got [8, 2]"),
+    "scalar actions": ({"actions": np.float32(1)}, ": actions must be an array with a row per step"),
+    "group observations": (
+        {"observations": None, "observations__x": np.zeros((8, 2))},
+        ": observations must be an array with a row per step",
+    ),
+    "narrow next observations": (
+        {"next_observations": np.zeros((8, 1), np.float32)},
+        ": next_observations must have the shape of observations, [8, 2], got [8, 1]",
+    ),
+    "no steps": (
+        {
+            "observations": np.zeros((0, 2)),
+            "actions": np.zeros((0, 3)),
+            "rewards": np.zeros(0),
+            "terminals": np.zeros(0, bool),
+            "timeouts": np.zeros(0, bool),
+            "next_observations": None,
+        },
+        " must hold at least one step, got 0; the data set is empty",
+    ),
+    "text actions": (
+        {"actions": TEXT},
+        ": actions must be numeric (bool, integer or float up to 64 bits), got '|S4'",
+    ),
+    "text infos": (
+        {"infos__word": TEXT},
+        ": infos/word must be numeric (bool, integer or float up to 64 bits), got '|S4'; "
+        "leave it out with --columns",
+    ),
+    "complex actions": (
+        {"actions": np.zeros((8, 3), np.complex64)},
+        ": actions must be numeric (bool, integer or float up to 64 bits), got 'complex64'",
+    ),
+    "no elements": (
+        {"actions": np.zeros((8, 0), np.float32)},
+        ": actions must have rows with at least one value, got [0]",
+    ),
+    "short infos": (
+        {"infos__qpos": np.zeros((5, 2))},
+        ": infos/qpos must have 8 rows as observations has, got 5; leave it out with --columns",
+    ),
+    "NaN": (
+        {"actions": NAN},
+        ": episode 2, step 2: column action must be finite, got nan; "
+        "clean the data, or allow it (--allow-nan)",
+    ),
+    "infinity": (
+        {"observations": INF, "next_observations": None},
+        ": episode 1, step 0: column observation must be finite, got inf; "
+        "clean the data, or allow it (--allow-nan)",
+    ),
+    "flags of 2": (
+        {"terminals": np.full(8, 2, np.uint8)},
+        ": terminals must hold only 0 and 1, got 2",
+    ),
+    "NaN flags": ({"timeouts": np.full(8, np.nan)}, ": timeouts must hold only 0 and 1, got nan"),
+    "huge integers": (
+        {"infos__id": np.full(8, 2**63, np.uint64)},
+        ": infos/id, episode 0 must fit into int64, got 9223372036854775808; leave it out with --columns",
+    ),
+    "a derived name": (
+        {"length": np.zeros(8)},
+        ": length must not have the name of a derived column; leave it out with --columns",
+    ),
+    "two keys of a name": (
+        {"infos__a b": np.zeros(8), "infos__a_b": np.zeros(8)},
+        ": column infos.a_b must come from one key only; leave it out with --columns",
+    ),
+}
+
+
+def refused(source: Path, dest: Path, **options: Any) -> str:
+    """Return the error of an ingest, which must leave nothing behind."""
+    before = sorted(os.listdir(dest.parent))
+    with pytest.raises(DataError) as caught:
+        ingest([source], dest, **options)
+    assert sorted(os.listdir(dest.parent)) == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("changes", "text"), BROKEN_D4RL.values(), ids=BROKEN_D4RL)
+def test_broken_d4rl_is_refused(tmp_path: Path, d4rl: Maker, changes: dict[str, Any], text: str) -> None:
+    source = tmp_path / "a.hdf5"
+    d4rl(source, **changes)
+    assert refused(source, tmp_path / "out") == f"{source}{text}"
+
+
+def test_a_pattern_must_match(tmp_path: Path, d4rl: Maker) -> None:
+    source = tmp_path / "a.hdf5"
+    d4rl(source, infos__qpos=np.zeros(8), infos__qvel=np.zeros(8))
+    assert refused(source, tmp_path / "out", columns=["infos.qpso"]) == (
+        f"{source}: --columns must match an optional column, got 'infos.qpso'; "
+        "optional columns are infos.qpos, infos.qvel"
+    )
+
+
+def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
+    known = "known are d4rl, minari; see docs/data.md for what each looks like"
+    missing, text, folder, other = (tmp_path / name for name in ("missing", "text", "folder", "other.hdf5"))
+    text.write_text("hello")
+    folder.mkdir()
+    (folder / "episode.npz").touch()
+    with h5py.File(other, "w") as file:
+        file["images"] = np.zeros(3)
+    dest = tmp_path / "out"
+    assert refused(missing, dest) == f"{missing} must exist; check the path of the source"
+    assert refused(text, dest) == f"{text} must have a known layout, got 'a file that is not HDF5'; {known}"
+    assert (
+        refused(folder, dest)
+        == f"{folder} must have a known layout, got 'a folder with episode.npz'; {known}"
+    )
+    assert refused(other, dest) == f"{other} must have a known layout, got 'HDF5 with images'; {known}"
+    assert refused(other, dest, format="rlds") == "format must be one of auto, d4rl, minari, got 'rlds'"
+    assert refused(other, dest, format="minari") == (
+        f"{other} must hold at least one episode, got 0; the data set is empty, or not in Minari's layout"
+    )
+    assert refused(text, dest, format="d4rl").startswith(f"{text} must be a readable HDF5 file, got ")
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path, d4rl: Maker) -> None:
+    source = tmp_path / "a.hdf5"
+    d4rl(source)
+    source.write_bytes(source.read_bytes()[:-100])
+    error = refused(source, tmp_path / "out")
+    assert error.startswith(f"{source} must be a readable HDF5 file, got ")
+    assert "truncated file" in error
+    assert error.endswith(DAMAGED)
+
+
+def test_a_damaged_chunk_is_refused(tmp_path: Path, d4rl: Maker) -> None:
+    source = tmp_path / "a.hdf5"
+    actions = d4rl(source)["actions"]
+    with h5py.File(source, "a") as file:
+        del file["actions"]
+        file.create_dataset("actions", data=actions, chunks=(4, 3), fletcher32=True)
+        at = file["actions"].id.get_chunk_info(1).byte_offset
+    with source.open("r+b") as raw:
+        raw.seek(at)
+        raw.write(b"\xff")
+    error = refused(source, tmp_path / "out")
+    assert error.startswith(f"{source}: actions must be readable in rows 0 to 7, got ")
+    assert error.endswith(DAMAGED)
+
+
+def edit(file: Path, key: str, value: Any) -> None:
+    """Replace an array of an HDF5 file; None drops it."""
+    with h5py.File(file, "a") as opened:
+        if key in opened:
+            del opened[key]
+        if value is not None:
+            opened[key] = value
+
+
+# what is changed in a good Minari file of episodes of 3, 1 and 4 steps, and the error behind the file's name
+BROKEN_MINARI: dict[str, tuple[str, Any, str]] = {
+    "no rewards": (
+        "episode_0/rewards",
+        None,
+        ": episode_0/rewards must be in the episode, "
+        "got ['actions', 'observations', 'terminations', 'truncations']",
+    ),
+    "no rewards later": (
+        "episode_2/rewards",
+        None,
+        ": episode_2/rewards must be in the episode, "
+        "got ['actions', 'observations', 'terminations', 'truncations']",
+    ),
+    "no final observation": (
+        "episode_2/observations",
+        np.zeros((4, 2)),
+        ": episode_2/observations must have 5 rows for 4 rewards, got 4",
+    ),
+    "short actions": (
+        "episode_0/actions",
+        np.zeros(2, np.int64),
+        ": episode_0/actions must have 3 rows for 3 rewards, got 2",
+    ),
+    "another shape": (
+        "episode_1/observations",
+        np.zeros((2, 5)),
+        ": episode 1: column observation must have rows of shape [2], got [2, 5]",
+    ),
+    "another dtype": (
+        "episode_1/observations",
+        np.zeros((2, 2), np.float32),
+        ": episode_1/observations must be float64 as in the first episode, got 'float32'",
+    ),
+    "wide rewards": (
+        "episode_0/rewards",
+        np.zeros((3, 2)),
+        ": episode_0/rewards must be one value per step, got [3, 2]",
+    ),
+    "text": (
+        "episode_0/actions",
+        TEXT[:3],
+        ": episode_0/actions must be numeric (bool, integer or float up to 64 bits), got '|S4'",
+    ),
+    "NaN in the last observation": (
+        "episode_2/observations",
+        np.pad(np.zeros((4, 2)), ((0, 1), (0, 0)), constant_values=np.nan),
+        ": episode 2, step 4: column observation must be finite, got nan; "
+        "clean the data, or allow it (--allow-nan)",
+    ),
+    "a scalar": (
+        "episode_0/infos/x",
+        3.0,
+        f": episode_0/infos/x must have a row per step; {LEAVE_OUT}",
+    ),
+    "ragged infos": (
+        "episode_0/infos/x",
+        np.zeros(9),
+        ": episode_0/infos/x must have 3 or 4 rows for 3 rewards, got 9",
+    ),
+    "infos of one episode": (
+        "episode_0/infos/x",
+        np.zeros(4),
+        f": episode_1/infos/x must be in every episode; {LEAVE_OUT}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("key", "value", "text"), BROKEN_MINARI.values(), ids=BROKEN_MINARI)
+def test_broken_minari_is_refused(tmp_path: Path, minari: Maker, key: str, value: Any, text: str) -> None:
+    minari(tmp_path / "set" / "data")
+    file = tmp_path / "set" / "data" / "main_data.hdf5"
+    edit(file, key, value)
+    assert refused(file, tmp_path / "out") == f"{file}{text}"
+
+
+def test_an_episode_without_steps_is_refused(tmp_path: Path, minari: Maker) -> None:
+    minari(tmp_path / "set" / "data")
+    file = tmp_path / "set" / "data" / "main_data.hdf5"
+    for key, value in (("observations", np.zeros((1, 2))), ("actions", np.zeros(0, np.int64))):
+        edit(file, f"episode_1/{key}", value)
+    for key in ("rewards", "terminations", "truncations"):
+        edit(file, f"episode_1/{key}", np.zeros(0, np.float64 if key == "rewards" else bool))
+    assert refused(file, tmp_path / "out") == f"{file}: episode 1 must have at least one step, got 0"
+
+
+def test_an_incomplete_minari_set_is_refused(tmp_path: Path, minari: Maker) -> None:
+    folder, dest = tmp_path / "set", tmp_path / "out"
+    minari(folder)
+    with h5py.File(folder / "main_data.hdf5", "a") as file:
+        del file["episode_2"]
+    assert refused(folder, dest) == (
+        f"{folder} must hold the 3 episodes that metadata.json counts, got 2; "
+        "the data set is incomplete; download it again"
+    )
+    (folder / "main_data.hdf5").unlink()
+    assert refused(folder, dest) == (
+        f"{folder / 'main_data.hdf5'} must exist; the data set is incomplete; download it again"
+    )
+    minari(tmp_path / "empty", lengths=())
+    assert refused(tmp_path / "empty", dest) == (
+        f"{tmp_path / 'empty'} must hold at least one episode, got 0; the data set is empty"
+    )
+
+
+def test_a_broken_arrow_set_is_refused(tmp_path: Path, minari: Maker) -> None:
+    good, dest = tmp_path / "set", tmp_path / "out"
+    minari(good, "arrow")
+
+    def broken(change: Callable[[Path], object]) -> str:
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        shutil.copytree(good, tmp_path / "bad")
+        change(tmp_path / "bad")
+        return refused(tmp_path / "bad", dest).replace(str(tmp_path), "")
+
+    def relabel(folder: Path, **changes: Any) -> None:
+        metadata = json.loads((folder / "metadata.json").read_text())
+        (folder / "metadata.json").write_text(json.dumps({**metadata, **changes}))
+
+    def truncate(file: Path) -> None:
+        file.write_bytes(file.read_bytes()[:600])
+
+    assert broken(lambda bad: (bad / "1" / "part-0.arrow").unlink()) == (
+        "/bad/1 must hold a .arrow file; download the data set again"
+    )
+    assert broken(lambda bad: (bad / "1" / "metadata.json").write_text('{"id": 1, "total_steps": 5}')) == (
+        "/bad/1 must have 6 rows for 5 steps, got 2"
+    )
+    assert broken(lambda bad: relabel(bad, data_format="lance")) == (
+        "/bad/metadata.json: data_format must be one of hdf5, arrow, parquet, got 'lance'"
+    )
+    assert broken(lambda bad: shutil.rmtree(bad / "0")) == (
+        "/bad must hold the 3 episodes that metadata.json counts, got 2; "
+        "the data set is incomplete; download it again"
+    )
+    error = broken(lambda bad: truncate(bad / "2" / "part-0.arrow"))
+    assert error.startswith("/bad/2/part-0.arrow must be a readable arrow file, got ")
+    space = '{"type": "Box", "dtype": "float64", "shape": [3], "low": [0, 0, 0], "high": [1, 1, 1]}'
+    assert broken(lambda bad: relabel(bad, observation_space=space)) == (
+        "/bad/0: observations must have rows of shape [3] as the space says, got [2]"
+    )

@@ -1,0 +1,125 @@
+"""`gear inspect`: table, JSON, figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepspeed_gear.cli import inspect
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.dataset import Dataset, DatasetWriter
+
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (2,), "observation", "T+1"),
+        Column("image", "uint8", (10, 10), "observation"),
+        Column("action", "int64", (), "action"),
+        Column("reward", "float32", (), "reward"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("return", "float64", (), "return", "1"),
+    ]
+)
+SOURCE = {"sources": [{"name": "a.hdf5", "format": "d4rl", "episodes": 4, "notes": ["no timeouts"]}]}
+
+
+def write(folder: Path, lengths: tuple[int, ...] = (1, 2, 3, 4)) -> Dataset:
+    with DatasetWriter(folder, SCHEMA, split={"eval": 0.4}, source=SOURCE) as writer:
+        for i, length in enumerate(lengths):
+            writer.add(
+                {
+                    "observation": np.tile(np.array([-1, 3], np.float32), (length + 1, 1)),
+                    "image": np.full((length, 10, 10), i, np.uint8),
+                    "action": np.zeros(length, np.int64),
+                    "reward": np.ones(length, np.float32),
+                    "terminated": np.zeros(length, bool),
+                    "return": np.array(float(length)),
+                }
+            )
+    return Dataset.open(folder)
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    inspect.add_arguments(parser)
+    return inspect.run(parser.parse_args(arguments))
+
+
+def lines_of(text: str) -> dict[str, list[str]]:
+    """Return the words of each line by its first word."""
+    return {words[0]: words[1:] for line in text.splitlines() if (words := line.split())}
+
+
+def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = write(tmp_path / "set")
+    assert run(str(tmp_path / "set")) == 0
+    lines = lines_of(capsys.readouterr().out)
+    assert lines["fingerprint"] == [dataset.fingerprint]
+    assert lines["trajectories"] == ["4"]
+    assert lines["steps"] == ["10"]
+    assert lines["bytes"] == [f"{dataset.num_bytes:,}"]
+    assert lines["length"] == ["1", "1.3", "2.5", "3.7", "4", "2.5", "1.118"]
+    assert lines["return"][:4] == ["float64", "[]", "1", "32"]
+    assert lines["observation"] == ["float32", "[2]", "T+1", "112", "1", "2", "-1", "3"]
+    assert lines["image"][:6] == ["uint8", "[10,", "10]", "T", "1,400", lines["image"][5]]
+    assert lines["note:"] == ["no", "timeouts"]
+    train, held_out = int(lines["train"][0]), int(lines["eval"][0])
+    assert train + held_out == 4
+    assert train > 0
+    assert int(lines["train"][2]) + int(lines["eval"][2]) == 10
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = write(tmp_path / "set")
+    assert run(str(tmp_path / "set"), "--json", "--verify") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["fingerprint"] == dataset.fingerprint
+    assert summary["verified"] is True
+    assert summary["return"] == summary["length"]
+    assert summary["return"]["mean"] == 2.5
+    assert summary["columns"]["observation"]["statistics"]["mean"] == [-1, 3]
+    assert summary["columns"]["observation"]["overall"] == {"mean": 1, "std": 2, "min": -1, "max": 3}
+    assert summary["source"] == SOURCE
+    assert set(summary["split"]) == {"train", "eval"}
+
+
+def test_verify_finds_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "set", (3000,))
+    with (tmp_path / "set" / "columns" / "image.npy").open("r+b") as file:
+        file.seek(150_000)
+        file.write(b"\xff")
+    assert run(str(tmp_path / "set")) == 0
+    capsys.readouterr()
+    with pytest.raises(DataError, match=r"image.npy must hold the bytes that were written"):
+        run(str(tmp_path / "set"), "--verify")
+    assert capsys.readouterr().out == ""
+
+
+def test_plot(tmp_path: Path) -> None:
+    matplotlib_image = pytest.importorskip("matplotlib.image")
+    write(tmp_path / "set", (5, 50, 500))
+    assert run(str(tmp_path / "set"), "--plot", str(tmp_path / "a.png")) == 0
+    image = matplotlib_image.imread(tmp_path / "a.png")
+    assert image.shape[0] > 300
+    assert image[..., :3].std() > 0.05, "an empty figure"
+    with pytest.raises(ConfigError, match=r"--plot .*a.txt must be writable, got .*ends in .png"):
+        run(str(tmp_path / "set"), "--plot", str(tmp_path / "a.txt"))
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        run(str(tmp_path / "set"), "--plot", str(tmp_path / "nowhere" / "a.png"))
+
+
+def test_a_data_set_without_returns_or_finite_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    with DatasetWriter(tmp_path / "set", Schema([Column("x", "float32")]), allow_nan=True) as writer:
+        writer.add({"x": np.full(3, np.nan, np.float32)})
+    assert run(str(tmp_path / "set"), "--plot", str(tmp_path / "a.svg")) == 0
+    lines = lines_of(capsys.readouterr().out)
+    assert lines["x"] == ["float32", "[]", "T", "12", "-", "-", "-", "-"]
+    assert "return" not in lines
+    assert json.dumps(inspect.summarize(Dataset.open(tmp_path / "set")), allow_nan=False)

@@ -1,0 +1,93 @@
+"""A layer imports only from layers to its left."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "deepspeed_gear"
+LAYERS = "errors schema config ops store selection collection parallel replay engine cli".split()
+RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
+RANK["writer"] = RANK["replay"]  # the two sides of the same layer
+
+
+def gear_imports(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """Name every module of ours that a module imports, at any depth: in functions and for types only, too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = module.split(".")
+            base = parts[: len(parts) - node.level + is_package] if node.level else []
+            whole = ".".join([*base, *filter(None, [node.module])])
+            # `from .. import errors` names a module; `from ..errors import GearError` names what is in one.
+            names = [f"{whole}.{alias.name}" for alias in node.names] if whole == PACKAGE else [whole]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == PACKAGE)
+
+
+def wrong_arrows(source: str, module: str, is_package: bool = False) -> list[str]:
+    """List the imports of a module that do not go to the left."""
+    own = module.split(".")[1]
+    if own not in RANK:
+        return [f"{module}: {own} is in no layer; add it to the order in this test and in the design"]
+    wrong = []
+    for target in gear_imports(source, module, is_package):
+        parts = target.split(".")
+        rank = RANK.get(parts[1]) if len(parts) > 1 else None
+        if rank is None:
+            # The package's own __init__ imports everything: only the outermost layer may use it.
+            if own != "cli":
+                wrong.append(f"{module} imports {target}, which is the whole package")
+        elif rank > RANK[own]:
+            wrong.append(f"{module} imports {target}, to its right")
+    return wrong
+
+
+def test_every_import_goes_to_the_left(checkout: Path) -> None:
+    root = checkout / PACKAGE
+    files = [file for file in sorted(root.rglob("*.py")) if file != root / "__init__.py"]
+    assert len(files) > 10
+    wrong = []
+    for file in files:
+        parts = [PACKAGE, *file.relative_to(root).with_suffix("").parts]
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        wrong += wrong_arrows(file.read_text(), module, is_package)
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "is_package"),
+    [
+        ("from deepspeed_gear.replay import Replay", "deepspeed_gear.store.table", False),
+        ("from ..replay import Replay", "deepspeed_gear.store.table", False),
+        ("from ..replay import Replay", "deepspeed_gear.store", True),
+        ("from .engine import attach", "deepspeed_gear.errors", False),
+        ("from .. import engine", "deepspeed_gear.ops.load", False),
+        ("def f():\n    import deepspeed_gear.cli.main", "deepspeed_gear.engine", False),
+        ("if TYPE_CHECKING:\n    from ..config import GearConfig", "deepspeed_gear.schema.column", False),
+        ("from deepspeed_gear import Replay", "deepspeed_gear.collection.batch", False),
+        ("x = 1", "deepspeed_gear.utils", False),
+    ],
+)
+def test_a_wrong_arrow_is_found(source: str, module: str, is_package: bool) -> None:
+    assert wrong_arrows(source, module, is_package) != []
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from ..errors import GearError", "deepspeed_gear.store.table"),
+        ("from .layout import size", "deepspeed_gear.store.table"),
+        ("import deepspeed\nimport torch", "deepspeed_gear.errors"),
+        ("from .writer import TrajectoryWriter", "deepspeed_gear.replay"),
+        ("from deepspeed_gear import Replay", "deepspeed_gear.cli.inspect"),
+    ],
+)
+def test_a_right_arrow_passes(source: str, module: str) -> None:
+    assert wrong_arrows(source, module) == []

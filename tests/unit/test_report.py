@@ -1,0 +1,107 @@
+"""`gear`, the command, and `gear report`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepspeed_gear.cli import main as cli
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.ops import toolchain
+from deepspeed_gear.ops.load import load_native
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+GEAR = ("-m", "deepspeed_gear.cli.main")
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """What stands behind the dots, by the name before them; a name may come more than once."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        name, dots, value = line.partition(" .")
+        if dots:
+            found.setdefault(name, []).append(value.lstrip(". "))
+    return found
+
+
+def test_the_report_shows_gear_beside_deepspeeds_ops(capsys: pytest.CaptureFixture[str]) -> None:
+    module = load_native()
+    assert cli.main(["report"]) == 0
+    table = rows(capsys.readouterr().out)
+    assert "cpu_adam" in table
+    in_op_table, in_own_section = table["gear"]
+    assert "OKAY" in in_op_table
+    assert in_own_section.endswith(f"loaded from {module.__file__}")
+    assert len(table["gear_cuda"]) == 2
+    assert table["C++ compiler"] == [toolchain.compiler_version()]
+    assert table["sources"] == [str(toolchain.csrc_root())]
+    assert set(table) >= {"torch version", "CUDA toolkit", "CUDA of torch, device", "accelerator"}
+
+
+def test_the_report_says_why_the_op_cannot_be_built(run_python: Run, tmp_path: Path) -> None:
+    env = {"CXX": "/nowhere/c++", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    shown = run_python(*GEAR, "report", env=env)
+    assert shown.returncode == 0, shown.stderr
+    assert "no C++ compiler (/nowhere/c++): install g++" in rows(shown.stdout)["gear"][1]
+    loading = run_python(*GEAR, "report", "--load", env=env)
+    assert loading.returncode == 1
+    assert 'or set gear.backend to "reference"' in rows(loading.stdout)["gear"][1]
+
+
+def test_the_report_builds_nothing_unless_asked(run_python: Run, tmp_path: Path) -> None:
+    shown = run_python(*GEAR, "report", "--quiet", env={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert shown.returncode == 0, shown.stderr
+    assert "is built on first use" in rows(shown.stdout)["gear"][1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_: object) -> int:
+        raise DataError("data/x", "must be a folder", remedy="run gear ingest")
+
+    monkeypatch.setattr("deepspeed_gear.cli.report.run", run)
+    assert cli.main(["report"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "gear: error: data/x must be a folder; run gear ingest\n"
+    assert captured.out == ""
+
+
+def test_help_lists_every_command_and_imports_none(run_python: Run) -> None:
+    code = (
+        "import sys\nfrom deepspeed_gear.cli import main\n"
+        "try:\n    main.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "loaded = [c for c in main.COMMANDS if f'deepspeed_gear.cli.{c}' in sys.modules]\n"
+        "assert loaded == [], loaded"
+    )
+    shown = run_python("-c", code)
+    assert shown.returncode == 0, shown.stderr
+    assert all(f"  {command} " in shown.stdout for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: gear {command}")
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["report", "--no-such-option"]])
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert "usage: gear" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error(checkout: Path) -> None:
+    command = f"{sys.executable} -u -m deepspeed_gear.cli.main report | head -n 1; echo ${{PIPESTATUS[0]}}"
+    run = subprocess.run(["bash", "-c", command], cwd=checkout, capture_output=True, text=True, timeout=120)
+    assert run.stdout.splitlines()[-1] in ("0", "141")
+    assert "BrokenPipe" not in run.stderr

@@ -1,0 +1,161 @@
+"""A wheel installs into another environment and works there, outside the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_gear.ops import toolchain
+
+SHOW = (
+    "import deepspeed_gear, torch\nfrom deepspeed_gear.ops.load import load_native\n"
+    "print(deepspeed_gear.__file__)\nprint(load_native().__file__)\n"
+    "print(len([n for n in torch._C._dispatch_get_all_op_names() if n.startswith('gear::')]))"
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
+    """Copy what a wheel is made from, so that nothing of its build is left in the checkout."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"):
+        shutil.copy(checkout / name, copy)
+    leave_out = shutil.ignore_patterns("__pycache__", "*.so", "gear_op.json")
+    for name in ("deepspeed_gear", "ops"):
+        shutil.copytree(checkout / name, copy / name, ignore=leave_out)
+    return copy
+
+
+def build_wheel(source: Path, target: Path, **env: str) -> Path:
+    """Build without a network: in this environment, with what it has."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    command += ["-w", str(target), str(source)]
+    run = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def native_wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with the prebuilt op."""
+    if toolchain.missing_tools():
+        pytest.skip(", ".join(toolchain.missing_tools()))
+    return build_wheel(source, tmp_path_factory.mktemp("native"), DS_BUILD_GEAR="1")
+
+
+@pytest.fixture(scope="module")
+def plain_wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with the sources only."""
+    return build_wheel(source, tmp_path_factory.mktemp("plain"), DS_BUILD_GEAR="0")
+
+
+class Environment:
+    """An environment of its own that sees this one's packages, but not the editable checkout."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        self.python = folder / "bin" / "python"
+        site = Path(self.output("import sysconfig; print(sysconfig.get_path('purelib'))"))
+        # A path named in a .pth file is searched, but its own .pth files, the editable ones, are not read.
+        (site / "outer.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+        assert self.output("import importlib.util as u; print(u.find_spec('deepspeed_gear'))") == "None"
+
+    def install(self, wheel: Path) -> None:
+        """Install a wheel, in place of the one before."""
+        options = ["-q", "--no-deps", "--no-index", "--force-reinstall"]
+        command = [sys.executable, "-m", "pip", "--python", str(self.python), "install", *options, str(wheel)]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+    def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a program of this environment, from a folder where nothing of ours lies."""
+        merged = {k: v for k, v in {**os.environ, **env}.items() if k != "PYTHONPATH"}
+        return subprocess.run(
+            [str(self.folder / "bin" / command[0]), *command[1:]],
+            env=merged,
+            cwd="/",
+            capture_output=True,
+            text=True,
+        )
+
+    def output(self, code: str, **env: str) -> str:
+        """Run Python code; give what it printed."""
+        run = self.run("python", "-c", code, **env)
+        assert run.returncode == 0, run.stderr
+        return run.stdout.strip()
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "venv")
+
+
+def test_the_prebuilt_op_is_loaded_without_a_compiler(
+    environment: Environment, native_wheel: Path, tmp_path: Path
+) -> None:
+    environment.install(native_wheel)
+    (tmp_path / "ext").mkdir()
+    env = {"CXX": "/nowhere/c++", "TORCH_EXTENSIONS_DIR": str(tmp_path / "ext")}
+    package, op, num_ops = environment.output(SHOW, **env).splitlines()
+    assert package.startswith(str(environment.folder))
+    assert Path(op).parent == Path(package).parent / "ops"
+    assert int(num_ops) > 0
+    assert list((tmp_path / "ext").iterdir()) == []
+    report = environment.run("gear", "report", "--load", "--quiet", **env)
+    assert report.returncode == 0, report.stderr
+    in_op_table, in_own_section = (line for line in report.stdout.splitlines() if line.startswith("gear ."))
+    assert "YES" in in_op_table
+    assert op in in_own_section
+
+
+def test_a_prebuilt_op_of_another_torch_gives_way_to_the_jit_build(
+    environment: Environment, native_wheel: Path
+) -> None:
+    environment.install(native_wheel)
+    record = next(environment.folder.rglob("gear_op.json"))
+    assert torch.__version__ in record.read_text()
+    record.write_text(record.read_text().replace(torch.__version__, "2.4.99"))
+    package, op, _ = environment.output(SHOW).splitlines()
+    assert not op.startswith(str(Path(package).parent))
+
+
+def test_the_plain_wheel_builds_from_its_own_sources(environment: Environment, plain_wheel: Path) -> None:
+    if toolchain.missing_tools():
+        pytest.skip(", ".join(toolchain.missing_tools()))
+    environment.install(plain_wheel)
+    package, _, num_ops = environment.output(SHOW).splitlines()
+    assert package.startswith(str(environment.folder))
+    assert int(num_ops) > 0
+    where = environment.output("from deepspeed_gear.ops import toolchain; print(toolchain.csrc_root())")
+    assert Path(where) == Path(package).parent / "ops" / "csrc"
+
+
+def test_the_plain_wheel_holds_sources_types_and_license(plain_wheel: Path, checkout: Path) -> None:
+    assert plain_wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(plain_wheel).namelist()
+    csrc = checkout / "ops" / "csrc"
+    for file in csrc.rglob("*"):
+        if file.suffix in (".h", ".cpp", ".cu"):
+            assert f"deepspeed_gear/ops/csrc/{file.relative_to(csrc)}" in names
+    assert "deepspeed_gear/py.typed" in names
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert not [name for name in names if name.endswith(".so")]
+    outside = {name.split("/")[0] for name in names}
+    assert {name.split("-")[0] for name in outside} == {"deepspeed_gear"}
+
+
+def test_a_prebuilt_wheel_is_for_this_python_only(native_wheel: Path) -> None:
+    assert not native_wheel.name.endswith("-any.whl")
+    names = zipfile.ZipFile(native_wheel).namelist()
+    assert f"deepspeed_gear/ops/gear_op{sysconfig.get_config_var('EXT_SUFFIX')}" in names
+    assert "deepspeed_gear/ops/gear_op.json" in names
