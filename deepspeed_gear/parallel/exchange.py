@@ -34,11 +34,8 @@ class Exchange:
             return
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if self.world_size > 1:
-            ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-            timeout = timedelta(seconds=max(timeout_s, SETUP_TIMEOUT_S))
-            self._group = dist.new_group(
-                ranks=ranks, backend="gloo", timeout=timeout, use_local_synchronization=True
-            )
+            ranks = tuple(dist.get_process_group_ranks(process_group))
+            self._group = _control_group(ranks, max(timeout_s, SETUP_TIMEOUT_S))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks."""
@@ -88,10 +85,26 @@ class Exchange:
         return result  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        """Leave the group; the next Exchange over the same ranks uses it again."""
         self._group = None
+
+
+# A group that is made again over the same ranks can meet the addresses of the one before it in the
+# rendezvous store. So there is one per set of ranks, until the default group is destroyed.
+_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _control_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
+    """Return the gloo group over some ranks. Collective over them the first time."""
+    world, group = _groups.get(ranks, (None, None))
+    if group is None or world is not dist.group.WORLD:
+        # Only the members of a part of the world call this, so they must not wait for the others. Otherwise
+        # the usual way: its names are never used twice and do not depend on what groups a rank is in.
+        local = len(ranks) < dist.get_world_size()
+        timeout = timedelta(seconds=timeout_s)
+        group = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=local)
+        _groups[ranks] = dist.group.WORLD, group
+    return group
 
 
 def _text(error: Exception) -> str:

@@ -147,7 +147,7 @@ class Table:
         return int(self.control[STEPS_COMMITTED])
 
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each id, -1 where it is not stored. Wants the lock. Cost: one pass over slots."""
+        """Return the slot of each id, -1 where it is not stored. Wants the lock; one pass over the slots."""
         if self.spec.dataset is not None:
             committed = self.slots[np.clip(ids, 0, len(self.slots) - 1), STATE] == COMMITTED
             return np.where((ids >= 0) & (ids < len(self.slots)) & committed, ids, -1)

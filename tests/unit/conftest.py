@@ -19,8 +19,8 @@ def write_d4rl(
 ) -> dict[str, np.ndarray]:
     """Write a D4RL file and return its arrays.
 
-    `ends` says what marks each episode's last step: "terminals", "timeouts", "both" or "". A change replaces an
-    array (None drops it) or adds one; `__` in its name stands for `/`.
+    `ends` says what marks each episode's last step: "terminals", "timeouts", "both" or "". A change replaces
+    an array (None drops it) or adds one; `__` in its name stands for `/`.
     """
     random, total = np.random.default_rng(0), sum(lengths)
     last = np.cumsum(lengths) - 1

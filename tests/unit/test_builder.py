@@ -201,13 +201,28 @@ def test_the_op_is_loaded_through_deepspeed_and_once() -> None:
     assert any(name.startswith("gear::") for name in torch._C._dispatch_get_all_op_names())
 
 
-def test_a_second_copy_is_refused_where_torch_would_abort(run_python: Callable[..., object]) -> None:
-    code = (
-        "from deepspeed_gear.ops import jit, load\nfrom deepspeed_gear.errors import BuildError\n"
-        "load.load_native()\njit._loaded.clear()\n"
-        "try:\n    load.load_native()\nexcept BuildError as error:\n    print(error)"
-    )
-    run = run_python("-c", code)
+SECOND_COPY = """
+import os, shutil, sys
+from deepspeed_gear.errors import BuildError
+from deepspeed_gear.ops import builder, jit, load
+load.load_native()
+name = builder.GearBuilder().jit_name()
+shutil.copytree(jit.build_folder(name), os.path.join(sys.argv[1], name))
+os.environ["TORCH_EXTENSIONS_DIR"] = sys.argv[1]
+jit._loaded.clear()
+try:
+    load.load_native()
+except BuildError as error:
+    print(error)
+"""
+
+
+def test_a_second_copy_is_refused_where_torch_would_abort(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    if GearBuilder().prebuilt()[0] is not None:
+        pytest.skip("the op is prebuilt in this checkout")
+    run = run_python("-c", SECOND_COPY, str(tmp_path))
     assert run.returncode == 0, run.stderr
     assert "registered already by another copy" in run.stdout
 
