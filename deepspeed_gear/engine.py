@@ -21,6 +21,7 @@ from deepspeed_gear.replay import BatchInfo, Replay
 from deepspeed_gear.schema import Schema
 
 CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state
+TABLES = "gear"  # our folder in a tag's folder
 _plain_initialize = deepspeed.initialize
 
 
@@ -160,7 +161,9 @@ def _carry_state(engine: Any, replay: Replay) -> None:
         def save_checkpoint(
             save_dir: Any, tag: Any = None, client_state: Any = None, *rest: Any, **options: Any
         ) -> Any:
-            state = {**(client_state or {}), CLIENT_STATE: replay.state_dict()}
+            tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+            # Complete on every rank before DeepSpeed moves `latest`.
+            state = {**(client_state or {}), CLIENT_STATE: replay.save(Path(save_dir) / tag / TABLES)}
             return original(save_dir, tag, state, *rest, **options)
 
         return save_checkpoint
@@ -174,7 +177,7 @@ def _carry_state(engine: Any, replay: Replay) -> None:
             if state is None:
                 logger.warning("gear: %s holds no replay state; sampling starts at the first batch", path)
             else:
-                replay.load_state_dict(state)
+                replay.load(Path(path).parent / TABLES, state)
             return path, client_state
 
         return load_checkpoint

@@ -20,7 +20,7 @@ from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import R_NUMBER
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
-from deepspeed_gear.replay import content, position, setup
+from deepspeed_gear.replay import content, position, setup, snapshot
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.setup import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
@@ -243,7 +243,7 @@ class Replay:
             last: Whether this rank needs nothing more of the cut.
         """
         stream, micro = self.streams[name], self.batch_info.micro
-        records = cut.resolutions.view(micro, num_parts, -1)[:, part].contiguous()
+        records = cut.resolutions[part::num_parts].clone(memory_format=torch.contiguous_format)
         epoch = self._no_epoch
         if stream.spec.kind != "random":
             epoch = cut.epochs.view(micro, num_parts)[:, part].clone()
@@ -359,8 +359,47 @@ class Replay:
         self._check_open()
         return position.state_of(self.config, self.fingerprint, self._passes, self._position)
 
+    def save(self, folder: str | Path) -> dict[str, Any]:
+        """Write what was added to tables with a capacity, and return the position. Collective.
+
+        Args:
+            folder: Gets a folder per table with a capacity; none if there is no such table.
+        Returns:
+            `state_dict()`.
+        """
+        self._check_open()
+
+        def write() -> None:
+            for name, table in self._changing_tables().items():
+                with table.lock:
+                    streams = self._streams_of(table)
+                    snapshot.save_table(table, streams, Path(folder) / name, self._position["batches"])
+
+        self._exchange.agree("saving the tables", write if self.topology.leads_node else lambda: None)
+        return self.state_dict()
+
+    def load(self, folder: str | Path, state: Mapping[str, Any]) -> None:
+        """Continue where `save` was called: replace the content of tables with a capacity. Collective.
+
+        Raises:
+            CheckpointError: A file is missing or changed, or the state does not fit.
+            StoreFullError: A table is too small.
+        """
+        self.load_state_dict(state)
+
+        def read() -> None:
+            for name, table in self._changing_tables().items():
+                with table.lock:
+                    streams = self._streams_of(table)
+                    snapshot.load_table(table, streams, Path(folder) / name, self._position["batches"])
+
+        self._exchange.agree("loading the tables", read if self.topology.leads_node else lambda: None)
+
+    def _changing_tables(self) -> dict[str, Table]:
+        return {name: table for name, table in self.tables.items() if table.spec.dataset is None}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a state was taken, on any number of ranks. Collective.
+        """Continue where a state was taken, on any number of ranks; tables keep their content. Collective.
 
         Raises:
             CheckpointError: It is of another format, of other data or of options that select other samples.
@@ -372,12 +411,13 @@ class Replay:
         self._stop_prefetch()
         self._exchange.barrier()
         self._position = {name: int(state["train"][name]) for name in position.WORDS}
-        stream = self.streams[TRAIN]
-        if self.topology.leads_node:
-            with stream.table.lock:
-                stream.seek(*self._position.values())
-        self._exchange.barrier()
         self._passes = {name: int(count) for name, count in state["passes"].items()}
+        if self.topology.leads_node:
+            for name, stream in self.streams.items():
+                start = (self._passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
+                with stream.table.lock:
+                    stream.seek(*(self._position.values() if name == TRAIN else start))
+        self._exchange.barrier()
         self._start, self._used = self._position["batches"], 0
 
     def take_metrics(self) -> dict[str, float]:

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT
 from deepspeed_gear.selection.rules import UNIT_CODES, MassRule
 from deepspeed_gear.store.layout import RESOLUTION_WORDS, Region
-from deepspeed_gear.store.table import COMMITTED, ID, NUM_STEPS, PEER_PID, STATE, Table
+from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, PEER_PID, STATE, Table
 
 NOTHING = -1
 FAN_OUT = 32  # kFanOut of ops/csrc/common/tree.h
@@ -189,7 +190,7 @@ class Stream:
     @property
     def total(self) -> int:
         """Sum of all masses in the tree."""
-        return int(self._top.sum())
+        return sum(self._top.tolist())  # plain integers: with cold caches a NumPy reduction costs 30 us
 
     def take(self, key: int) -> Cut:
         """Return the cut of a global batch; make it if nobody has.
@@ -202,21 +203,21 @@ class Stream:
         entry = key % self.spec.depth
         while True:
             with self.table.lock:
-                head = self.heads[entry]
-                if head[KEY] == key:
-                    return Cut(key, head, self._ring[entry], self._epochs[entry])
-                skips = key > self.position[KEY] and self.spec.kind != "pass"
-                if head[KEY] > key or key < self.position[KEY] or skips:
+                held, at = int(self.heads[entry, KEY]), int(self.position[KEY])
+                if held == key:
+                    return self._seen(key, entry)
+                skips = key > at and self.spec.kind != "pass"
+                if held > key or key < at or skips:
                     raise StoreError(
                         f"stream {self.spec.name}: global batch {key}",
                         "must be the next one or in the ring of cuts",
-                        f"the stream is at {int(self.position[KEY])}",
+                        f"the stream is at {at}",
                         "ranks of a node must ask for the same batches in the same order",
                     )
-                late = self._late(int(head[KEY]))
+                late = self._late(held)
                 if not late:
                     self._cut(key, entry)
-                    return Cut(key, self.heads[entry], self._ring[entry], self._epochs[entry])
+                    return self._seen(key, entry)
             if self.stopped:
                 raise StoreError(
                     f"stream {self.spec.name}", "must be open", None, "it was closed while it waited"
@@ -226,6 +227,9 @@ class Stream:
                 self._raise_late(key, late)
             time.sleep(_POLL_S)
 
+    def _seen(self, key: int, entry: int) -> Cut:
+        return Cut(key, self.heads[entry], self._ring[entry], self._epochs[entry])
+
     def consume(self, key: int) -> None:
         """Say that this process has copied what it needs of all cuts up to `key`."""
         self.consumed[self._peer] = key + 1
@@ -234,8 +238,9 @@ class Stream:
         """Return the living peers that still need an entry of the ring."""
         if old_key == NOTHING:
             return []
-        behind = np.nonzero((self.consumed <= old_key) & (self.table.peers[:, PEER_PID] != 0))[0]
-        return [int(peer) for peer in behind if self.table.memory.is_alive(int(peer))]
+        behind = [peer for peer, consumed in enumerate(self.consumed.tolist()) if consumed <= old_key]
+        attached = [peer for peer in behind if self.table.peers[peer, PEER_PID] != 0]
+        return [peer for peer in attached if self.table.memory.is_alive(peer)]
 
     def _raise_late(self, key: int, late: list[int]) -> None:
         peers = ", ".join(f"local rank {p} (process {int(self.table.peers[p, PEER_PID])})" for p in late)
@@ -249,15 +254,15 @@ class Stream:
     def _cut(self, key: int, entry: int) -> None:
         head, rows = self.heads[entry], self._ring[entry]
         head[KEY] = NOTHING
-        after = self.position.copy()
+        after: list[int] = self.position.tolist()
         self._begin(key, after)
         count = self.spec.batch
         coordinates = torch.empty(count, dtype=torch.int64)
         if self.spec.kind == "random":
             self._apply()
             after[TOTAL] = self._checked_total()
-            self.ops.draw_(coordinates, self.spec.seed, self.spec.key, int(after[SAMPLES]), int(after[TOTAL]))
-            self._resolve(rows, coordinates, int(after[SAMPLES]))
+            self.ops.draw_(coordinates, self.spec.seed, self.spec.key, after[SAMPLES], after[TOTAL])
+            self._resolve(rows, coordinates, after[SAMPLES])
         else:
             self._walk(rows, self._epochs[entry], coordinates, after)
         after[KEY], after[COUNT] = key + 1, count
@@ -266,7 +271,7 @@ class Stream:
         head[KEY] = key  # the commit point
         self._advance(head)
 
-    def _begin(self, key: int, after: np.ndarray) -> None:
+    def _begin(self, key: int, after: list[int]) -> None:
         """Reset what belongs to one pass when a new pass begins."""
         after[FILLERS] = 0
         if self.spec.kind == "pass" and key >> PASS_SHIFT != int(self.position[KEY]) >> PASS_SHIFT:
@@ -275,34 +280,34 @@ class Stream:
             after[EPOCH] = key >> PASS_SHIFT
 
     def _walk(
-        self, rows: torch.Tensor, epochs: torch.Tensor, coordinates: torch.Tensor, after: np.ndarray
+        self, rows: torch.Tensor, epochs: torch.Tensor, coordinates: torch.Tensor, after: list[int]
     ) -> None:
         """Visit items in an order; at the end of an epoch the queue is applied and the next one begins."""
         done, count = 0, self.spec.batch
         while done < count:
-            at = int(after[SAMPLES]) + done - int(after[EPOCH_FIRST])
+            at = after[SAMPLES] + done - after[EPOCH_FIRST]
             if at >= after[EPOCH_SIZE]:
                 if self.spec.kind == "pass" and after[EPOCH_SIZE] > 0:
-                    after[FILLERS] = max(int(after[FILLERS]), count - done)
+                    after[FILLERS] = max(after[FILLERS], count - done)
                     at = 0  # fillers repeat the first items and are marked as such
                 else:
                     if after[EPOCH_SIZE] > 0:
                         after[EPOCH] += 1
-                    after[EPOCH_FIRST] = int(after[SAMPLES]) + done
+                    after[EPOCH_FIRST] = after[SAMPLES] + done
                     self._apply()
                     after[EPOCH_SIZE] = after[TOTAL] = self._checked_total()
                     at = 0
-            n = min(count - done, int(after[EPOCH_SIZE]) - at)
+            n = min(count - done, after[EPOCH_SIZE] - at)
             part = coordinates[done : done + n]
-            epochs[done : done + n] = int(after[EPOCH])
+            epochs[done : done + n] = after[EPOCH]
             if self.spec.kind == "epoch":
-                size, epoch = int(after[EPOCH_SIZE]), int(after[EPOCH])
+                size, epoch = after[EPOCH_SIZE], after[EPOCH]
                 self.ops.permute_(part, self.spec.seed, self.spec.key, epoch, at, size)
             else:
                 torch.arange(at, at + n, out=part)
-            self._resolve(rows[done : done + n], part, int(after[SAMPLES]) + done)
+            self._resolve(rows[done : done + n], part, after[SAMPLES] + done)
             if self.spec.kind == "pass" and after[FILLERS]:
-                after[EPOCH_FIRST] = int(after[SAMPLES]) + done + n - int(after[EPOCH_SIZE])
+                after[EPOCH_FIRST] = after[SAMPLES] + done + n - after[EPOCH_SIZE]
             done += n
 
     def _resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
@@ -357,13 +362,48 @@ class Stream:
         """Continue at a global batch. Wants the lock."""
         self.heads[:, KEY] = NOTHING
         self.consumed[:] = key
-        self.position[[KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE]] = (
-            key,
-            samples,
-            epoch,
-            epoch_first,
-            epoch_size,
-        )
+        words = [KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL]
+        self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)
+
+    def export(self, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:
+        """Return what continues this stream elsewhere. Wants the lock.
+
+        Args:
+            slots: Those that are saved, ascending. [n], int64.
+            since: Cuts from this global batch on have not been used.
+        """
+        unused = np.nonzero(self.heads[:, KEY] >= since)[0]
+        ring = self._ring.numpy()[unused].copy()
+        ring[..., R_SLOT] = np.searchsorted(slots, ring[..., R_SLOT])
+        return {
+            "leaves": self._leaves[slots],
+            "queued": self._queued[slots],
+            "position": self.position[:NUM_DIRTY].copy(),
+            "heads": self.heads[unused],
+            "ring": ring,
+            "epochs": self._epochs.numpy()[unused],
+        }
+
+    def restore(self, slots: np.ndarray, content: dict[str, np.ndarray], since: int) -> None:
+        """Continue what `export` has saved; the table's slots are in place. Wants the lock.
+
+        Cuts that were not used are kept if the global batch has still the same size and the ring the room.
+        """
+        self._leaves[:], self._queued[:] = 0, NOTHING
+        self._leaves[slots], self._queued[slots] = content["leaves"], content["queued"]
+        waiting = np.nonzero(self._queued != NOTHING)[0]
+        self._dirty[: len(waiting)] = waiting
+        self.position[NUM_DIRTY], self.position[APPLYING] = len(waiting), 0
+        self.ops.tree_build_(self._sums, len(self.table.slots))
+        heads, ring = content["heads"], content["ring"]
+        if ring.shape[1] != self.spec.batch or len(heads) > self.spec.depth or len(heads) == 0:
+            return
+        ring[..., R_SLOT] = slots[ring[..., R_SLOT]]
+        ring[..., R_FIRST_ROW] = self.table.slots[ring[..., R_SLOT], FIRST_ROW]
+        entries = heads[:, KEY] % self.spec.depth
+        self.heads[entries] = heads
+        self._ring.numpy()[entries], self._epochs.numpy()[entries] = ring, content["epochs"]
+        self.position[:NUM_DIRTY] = content["position"]
 
 
 def reclaim(table: Table, streams: list[Stream]) -> None:

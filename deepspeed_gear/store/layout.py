@@ -134,8 +134,10 @@ def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, str]:
         )
     if int(header["total_bytes"]) != num_bytes:
         raise StoreError(path, f"must have {int(header['total_bytes'])} bytes", num_bytes, "it is truncated")
-    text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + int(header["description_bytes"])]).decode()
-    layout = Layout.parse(text)
-    if layout.digest != bytes(header["layout_digest"]).decode() or layout.total_bytes != num_bytes:
+    text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + int(header["description_bytes"])])
+    if hashlib.sha256(text).hexdigest().encode() != bytes(header["layout_digest"]):
         raise StoreError(path, "must have an undamaged layout", None, "remove it with `gear clean`")
-    return layout, bytes(header["nonce"]).decode()
+    layout = Layout.parse(text.decode())
+    if layout.total_bytes != num_bytes:
+        raise StoreError(path, f"must have the {layout.total_bytes} bytes of its layout", num_bytes)
+    return layout, bytes(header["nonce"]).decode(errors="replace")

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.errors import StoreError
+from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.memory import SharedMemory
 
 _LOCKED, _OWNER_DIED, _TIMED_OUT = 0, 1, 2
 _POLL_S = 50e-6
+_REFUSALS = (StoreError, DataError)  # raised before anything has changed
 
 
 class StoreLock:
@@ -25,6 +26,9 @@ class StoreLock:
 
     With the native module it is a robust process-shared mutex; without it (the reference backend) a
     `flock`, which the kernel also releases when its owner dies. All processes of a store use the same kind.
+
+    A word in the store holds the owner's process id until its work is whole. An owner that died, or left by
+    anything but a refusal (Ctrl-C, a bug), does not clear it; whoever locks next finds it and recovers.
 
     Args:
         memory: The store's memory.
@@ -50,50 +54,62 @@ class StoreLock:
     def __enter__(self) -> StoreLock:
         if self._native is None:
             self._flock()
-            died = int(self._holder) != 0
         else:
-            result = self._native.mutex_lock(self._address, self.timeout_s)
-            if result > _OWNER_DIED:
-                self._raise(result)
-            died = result == _OWNER_DIED
-        self._holder[()] = self._pid
-        if died:
-            self._recover_state()
-        return self
-
-    def _recover_state(self) -> None:
-        """Rebuild, then declare the mutex consistent: dying in between hands the duty to the next owner."""
+            self._mutex(self._native)
         try:
-            self._recover()
+            left_unfinished = int(self._holder) != 0
+            self._holder[()] = self._pid
+            if left_unfinished:
+                self._recover()
         except BaseException:
-            self.__exit__(None, None, None)
+            self._release()  # the next owner has the same duty
             raise
-        if self._native is not None:
-            self._native.mutex_consistent(self._address)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._holder[()] = 0
+        if error is None or isinstance(error, _REFUSALS):
+            self._holder[()] = 0
+        self._release()
+
+    def _release(self) -> None:
         if self._native is not None:
             self._native.mutex_unlock(self._address)
         else:
             fcntl.flock(self._memory.fd, fcntl.LOCK_UN)
             self._threads.release()
 
+    def _mutex(self, native: ModuleType) -> None:
+        try:
+            result = native.mutex_lock(self._address, self.timeout_s)
+            if result == _OWNER_DIED:
+                native.mutex_consistent(self._address)
+        except BaseException:
+            native.mutex_unlock(self._address)  # Ctrl-C after a wait; refused by the mutex if it is not ours
+            raise
+        if result > _OWNER_DIED:
+            self._raise(result)
+
     def _flock(self) -> None:
         until = time.monotonic() + self.timeout_s
         if not self._threads.acquire(timeout=self.timeout_s):
             self._raise(_TIMED_OUT)
-        while True:
-            try:
-                fcntl.flock(self._memory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
+        try:
+            while not self._try_flock():
                 if time.monotonic() > until:
-                    self._threads.release()
                     self._raise(_TIMED_OUT)
                 time.sleep(_POLL_S)
+        except BaseException:
+            self._threads.release()
+            raise
+
+    def _try_flock(self) -> bool:
+        try:
+            fcntl.flock(self._memory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _raise(self, result: int) -> Any:
         if result == _TIMED_OUT:

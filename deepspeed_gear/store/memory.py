@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import mmap
 import os
 import re
@@ -18,6 +19,7 @@ import struct
 from pathlib import Path
 
 from deepspeed_gear.errors import StoreError, StoreFullError
+from deepspeed_gear.store.layout import MAGIC
 
 SHM = Path("/dev/shm")
 MADV_POPULATE_WRITE = 23  # Linux 5.14: allocate now, as a write would; an error instead of a SIGBUS
@@ -53,6 +55,7 @@ class SharedMemory:
         self.path, self.fd, self.num_bytes, self.peer = path, fd, num_bytes, peer
         self.buffer = mmap.mmap(fd, num_bytes)
         self._closed = False
+        self._pid = os.getpid()
 
     @classmethod
     def create(cls, num_bytes: int, peer: int = 0, huge_pages: bool = True) -> SharedMemory:
@@ -71,9 +74,15 @@ class SharedMemory:
         except OSError as error:
             raise StoreError(str(SHM), "must be a writable tmpfs", error.strerror) from error
         try:
+            free = os.fstatvfs(fd)
+            if num_bytes > free.f_bavail * free.f_frsize:  # trying would take what others still need
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(fd, num_bytes)
             memory = cls(SHM, fd, num_bytes, peer)
             memory._allocate(huge_pages)
+        except OSError as error:
+            os.close(fd)
+            raise _full(num_bytes, error) from error
         except BaseException:
             os.close(fd)
             raise
@@ -90,20 +99,8 @@ class SharedMemory:
             return
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):
-                self._raise_full(error)
-        try:
-            os.posix_fallocate(self.fd, 0, self.num_bytes)
-        except OSError as error:
-            self._raise_full(error)
-
-    def _raise_full(self, error: OSError) -> None:
-        free = os.statvfs(SHM)
-        raise StoreFullError(
-            str(SHM),
-            f"must have {self.num_bytes} bytes free",
-            f"{free.f_bavail * free.f_frsize} bytes ({error.strerror})",
-            "lower the table's capacity, use load: map, enlarge /dev/shm, or run `gear clean`",
-        ) from error
+                raise
+        os.posix_fallocate(self.fd, 0, self.num_bytes)
 
     def link(self, name: str) -> None:
         """Give the memory its name, after it was initialised."""
@@ -140,6 +137,8 @@ class SharedMemory:
                 raise StoreError(f"{path}: peer {peer}", "must be attached by one process only")
             if os.fstat(fd).st_nlink == 0:
                 raise StoreError(str(path), "must belong to a living run", None, "its run has ended")
+            if status.st_size == 0:
+                raise StoreError(str(path), "must be a gear store", "an empty file")
             return cls(path, fd, status.st_size, peer)
         except BaseException:
             os.close(fd)
@@ -166,11 +165,22 @@ class SharedMemory:
         if self._closed:
             return
         self._closed = True
-        _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
-        _unlink_if_garbage(self.fd, self.path)
+        if self._pid == os.getpid():  # a forked child shares the lock with its parent and must leave it alone
+            _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
+            _unlink_if_garbage(self.fd, self.path)
         os.close(self.fd)
         with contextlib.suppress(BufferError):  # a view still lives; the map goes with the last of them
             self.buffer.close()
+
+
+def _full(num_bytes: int, error: OSError) -> StoreFullError:
+    free = os.statvfs(SHM)
+    return StoreFullError(
+        str(SHM),
+        f"must have {num_bytes} bytes free",
+        f"{free.f_bavail * free.f_frsize} bytes ({error.strerror})",
+        "lower the table's capacity, use load: map, enlarge /dev/shm, or run `gear clean`",
+    )
 
 
 def _mapped_huge_bytes(path: Path, inode: int) -> int:
@@ -184,8 +194,8 @@ def _mapped_huge_bytes(path: Path, inode: int) -> int:
 
 
 def _unlink_if_garbage(fd: int, path: Path) -> bool:
-    """Remove the file if no process holds a byte of it. Of racing callers exactly one succeeds."""
-    if path == SHM or not _try_lock(fd, fcntl.F_WRLCK, 0, _WHOLE):
+    """Remove a store that no process holds a byte of. Of racing callers exactly one succeeds."""
+    if path == SHM or os.pread(fd, len(MAGIC), 0) != MAGIC or not _try_lock(fd, fcntl.F_WRLCK, 0, _WHOLE):
         return False
     try:
         if os.stat(path, follow_symlinks=False).st_ino == os.fstat(fd).st_ino:
@@ -197,16 +207,19 @@ def _unlink_if_garbage(fd: int, path: Path) -> bool:
 
 
 def stores(prefix: str) -> list[Path]:
-    """Return this user's store files of a prefix, living or not."""
-    found = []
-    for path in sorted(SHM.glob(f"{prefix}-*")):
-        try:
-            status = os.lstat(path)
-        except FileNotFoundError:
-            continue
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-            found.append(path)
-    return found
+    """Return this user's store files of a prefix, living or not; files of other programs are none."""
+    return [path for path in sorted(SHM.glob(f"{glob.escape(prefix)}-*")) if _is_store(path)]
+
+
+def _is_store(path: Path) -> bool:
+    try:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False  # it is gone, or cannot be read
 
 
 def remove_garbage(prefix: str) -> list[Path]:

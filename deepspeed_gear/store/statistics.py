@@ -33,7 +33,7 @@ class ColumnStatistics:
 
     Args:
         count: Rows looked at.
-        mean: [*shape], float64; NaN where an element has no finite value. The same for the others.
+        mean: [*shape], float64; NaN where an element has no finite value or float64 overflows; so all.
         std: Population standard deviation (divided by count). [*shape], float64.
         min: [*shape], float64.
         max: [*shape], float64.
@@ -111,6 +111,7 @@ class Moments:
         self.max: Float64 = np.full(num_elements, -np.inf)
         self.non_finite = 0
 
+    @np.errstate(over="ignore", invalid="ignore")
     def add(self, rows: Float64) -> None:
         """Merge a block of rows. [r, elements], float64."""
         finite = np.isfinite(rows)
@@ -138,6 +139,7 @@ class Moments:
         return np.asarray(np.sqrt(np.maximum(self.squares, 0.0) / np.maximum(self.count, 1)))
 
 
+@np.errstate(invalid="ignore")  # signalling NaNs
 def as_float64(array: NDArray[Any], dtype: str) -> Float64:
     """Return values as float64; bool as 0 and 1, bfloat16 from its stored uint16 bits."""
     if dtype == "bfloat16":
@@ -157,6 +159,7 @@ def sample_positions(num_rows: int, num_sampled: int) -> Int64:
     return np.asarray(bounds[:-1] + (jitter * np.diff(bounds)).astype(np.int64))
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _quantiles(sample: NDArray[Any], dtype: str) -> dict[str, Float64]:
     """Return the quantiles of each element over the sampled rows. sample: [m, elements]."""
     num_elements = sample.shape[1]
@@ -246,7 +249,7 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     missing = moments.count == 0
 
     def shaped(array: Float64) -> Float64:
-        return np.where(missing, np.nan, array).reshape(column.shape)
+        return np.where(missing | ~np.isfinite(array), np.nan, array).reshape(column.shape)
 
     return ColumnStatistics(
         count=count,

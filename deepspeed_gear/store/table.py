@@ -245,11 +245,19 @@ class Table:
         """Give retired or reserved slots and their rows back. Wants the lock."""
         if len(slots):
             self.slots[slots, STATE] = FREE
+            self._free_rows = None  # so that the next `reserve` finds them
             self._changed()
 
     def retired(self) -> np.ndarray:
         """Return the slots that wait to be freed. Wants the lock."""
         return np.nonzero(self.slots[:, STATE] == RETIRED)[0]
+
+    def abandoned(self) -> np.ndarray:
+        """Return the slots that a process had reserved when it died. Wants the lock."""
+        reserved = np.nonzero(self.slots[:, STATE] == RESERVED)[0]
+        owners = self.slots[reserved, OWNER]
+        dead = [owner for owner in np.unique(owners).tolist() if not self.memory.is_alive(owner)]
+        return reserved[np.isin(owners, dead)]
 
     # ---- derived state ---------------------------------------------------------------------------
 
@@ -257,14 +265,20 @@ class Table:
         """Register what rebuilds derived state after a lock's owner has died."""
         self._recoveries.append(recover)
 
+    def restored(self, next_id: int) -> None:
+        """Derive everything anew after slots and rows were replaced. Wants the lock."""
+        self.control[NEXT_ID] = next_id
+        self._count()
+        self.control[VERSION] += 1
+        used = self.slots[self.slots[:, STATE] != FREE]
+        self._derive(np.ascontiguousarray(used[:, [FIRST_ROW, NUM_STEPS]]))
+
     def _run_recoveries(self) -> None:
         for recover in self._recoveries:
             recover()
 
     def _recover(self) -> None:
-        reserved = np.nonzero(self.slots[:, STATE] == RESERVED)[0]
-        dead = [s for s in reserved if not self.memory.is_alive(int(self.slots[s, OWNER]))]
-        self.slots[dead, STATE] = FREE
+        self.free(self.abandoned())
         used = self.slots[self.slots[:, STATE] == COMMITTED, ID]
         self.control[NEXT_ID] = max(int(self.control[NEXT_ID]), int(used.max(initial=-1)) + 1)
         self._count()

@@ -31,7 +31,7 @@ def schemas(draw: st.DrawFn) -> Schema:
 
 
 @given(schema=schemas(), lengths=LENGTHS, seed=st.integers(0, 2**32))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_any_schema_round_trips(schema: Schema, lengths: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
 
@@ -40,7 +40,7 @@ def test_any_schema_round_trips(schema: Schema, lengths: list[int], seed: int) -
         raw = np.frombuffer(random.bytes(int(np.prod(rows, dtype=int)) * column.row_bytes), np.uint8)
         if column.dtype == "bool":
             raw = raw & 1
-        return raw.view(column.numpy_dtype).reshape(*rows, *column.shape)
+        return raw.view(column.numpy_dtype).reshape((*rows, *column.shape))
 
     written = [{column.name: make(column, length) for column in schema} for length in lengths]
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def test_any_schema_round_trips(schema: Schema, lengths: list[int], seed: int) -
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 2**32), data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_any_d4rl_file_round_trips(lengths: list[int], seed: int, data: st.DataObject) -> None:
     random, total = np.random.default_rng(seed), sum(lengths)
     last = np.cumsum(lengths) - 1

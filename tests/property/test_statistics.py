@@ -159,3 +159,14 @@ def test_statistics_of_a_split_leave_its_trajectories_out(tmp_path: Path) -> Non
     assert {n: s.to_json() for n, s in same.items()} == {
         n: s.to_json() for n, s in dataset.statistics.items()
     }
+
+
+def test_what_overflows_is_null(tmp_path: Path) -> None:
+    values = np.array([1e200, -1e200, 1.7e308, 1.7e308])[:, None] * np.array([1, 1e-200])
+    with DatasetWriter(tmp_path / "set", Schema([Column("x", "float64", (2,))])) as writer:
+        writer.add({"x": values})
+    found = Dataset.open(tmp_path / "set").statistics["x"]
+    assert found.count == 4
+    assert np.isnan(found.std[0])
+    assert (found.min[0], found.max[0]) == (-1e200, 1.7e308)
+    assert found.std[1] == pytest.approx(values[:, 1].std())

@@ -88,7 +88,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_finds_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "set", (3000,))
+    write(tmp_path / "set", (800,) * 4)
     with (tmp_path / "set" / "columns" / "image.npy").open("r+b") as file:
         file.seek(150_000)
         file.write(b"\xff")

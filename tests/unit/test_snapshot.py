@@ -1,0 +1,132 @@
+"""Tables that were added to continue from a checkpoint with the batches that would have come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.errors import CheckpointError, StoreFullError
+
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (2,), "observation", "T+1"),
+        Column("reward", "float32", (), "reward"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("half", "bfloat16", (3,)),
+        Column("task", "int64", (), "other", "1"),
+    ]
+)
+
+
+def make(kind: str, unit: str, prefetch: int, capacity: int = 2000, seed: int = 0) -> Replay:
+    config = {
+        "seed": seed,
+        "tables": {"main": {"capacity_steps": capacity, "capacity_trajectories": 60}},
+        "sampler": {"kind": kind, "unit": unit},
+        "batch_size": 8,
+        "prefetch": prefetch,
+    }
+    return Replay(config, schemas={"main": SCHEMA})
+
+
+class Filler:
+    """Adds trajectories of random lengths; the task is the id."""
+
+    def __init__(self) -> None:
+        self.random, self.count = np.random.default_rng(0), 0
+
+    def add(self, replay: Replay, count: int) -> None:
+        for _ in range(count):
+            steps = int(self.random.integers(1, 30))
+            replay.add(
+                {
+                    "observation": self.random.normal(size=(steps + 1, 2)).astype(np.float32),
+                    "reward": np.ones(steps, np.float32),
+                    "terminated": np.zeros(steps, bool),
+                    "half": torch.full((steps, 3), self.count, dtype=torch.bfloat16),
+                    "task": self.count,
+                }
+            )
+            self.count += 1
+
+
+def take(replay: Replay, count: int) -> list[Batch]:
+    return [replay.sample().clone() for _ in range(count)]
+
+
+def assert_equal(one: list[Batch], other: list[Batch]) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a.id, b.id) and torch.equal(a.anchor, b.anchor) and torch.equal(a.epoch, b.epoch)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "prefetch"),
+    [("uniform", "step", 3), ("uniform", "trajectory", 0), ("epoch", "trajectory", 0), ("epoch", "step", 2)],
+)
+def test_the_next_batches_are_those_that_would_have_come(
+    kind: str, unit: str, prefetch: int, tmp_path: Path
+) -> None:
+    filler = Filler()
+    with make(kind, unit, prefetch) as replay:
+        filler.add(replay, 20)
+        take(replay, 7)
+        filler.add(replay, 5)
+        assert replay.remove([3, 4]) == 2
+        take(replay, 2)
+        state = replay.save(tmp_path)
+        expected, held = take(replay, 12), len(replay)
+        with make(kind, unit, prefetch) as other:
+            other.load(tmp_path, state)
+            assert len(other) == held
+            assert_equal(expected, take(other, 12))
+            filler.add(other, 1)
+            assert int(other.read([25])[0]["task"]) == 25, "ids go on where they were"
+        replay.load(tmp_path, state)
+        assert_equal(expected, take(replay, 12))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[tuple[Path, dict]]:
+    with make("uniform", "step", 0) as replay:
+        Filler().add(replay, 20)
+        take(replay, 1)
+        yield tmp_path, replay.save(tmp_path)
+
+
+def test_a_changed_file_is_refused_by_name_and_nothing_changes(saved: tuple[Path, dict]) -> None:
+    folder, state = saved
+    path = folder / "main" / "column.reward.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with make("uniform", "step", 0) as replay:
+        with pytest.raises(CheckpointError, match=r"column\.reward\.npy must be as it was saved"):
+            replay.load(folder, state)
+        assert len(replay) == 0
+
+
+def test_a_missing_folder_and_a_small_table_are_refused(saved: tuple[Path, dict], tmp_path: Path) -> None:
+    folder, state = saved
+    with (
+        make("uniform", "step", 0) as replay,
+        pytest.raises(CheckpointError, match=r"manifest\.json must be readable"),
+    ):
+        replay.load(tmp_path / "nowhere", state)
+    with (
+        make("uniform", "step", 0, capacity=100) as replay,
+        pytest.raises(StoreFullError, match="must hold the 20"),
+    ):
+        replay.load(folder, state)
+
+
+def test_a_state_of_another_seed_is_refused(saved: tuple[Path, dict]) -> None:
+    folder, state = saved
+    with make("uniform", "step", 0, seed=1) as replay, pytest.raises(CheckpointError, match="same seed"):
+        replay.load(folder, state)
