@@ -14,6 +14,8 @@ _OF_THE_NODE = ("backend", "data", "threads", "timeout_s", "metrics")
 # How a global batch is cut into pieces and when it is made; the samples in it stay the same.
 _OF_THE_RUN = ("prefetch", "batch_size", "micro_batch_size", "gradient_accumulation_steps", "shared_memory")
 
+_ROOM = ("capacity_steps", "capacity_trajectories", "max_length")
+
 
 def shared_options(config: GearConfig) -> dict[str, Any]:
     """Return the options that all ranks must agree on.
@@ -35,7 +37,11 @@ def shared_options(config: GearConfig) -> dict[str, Any]:
 
 def batch_options(config: GearConfig) -> dict[str, Any]:
     """Return the options that decide the samples of global batches of a given size."""
-    return {name: value for name, value in shared_options(config).items() if name not in _OF_THE_RUN}
+    section = {name: value for name, value in shared_options(config).items() if name not in _OF_THE_RUN}
+    for table in section["tables"].values():
+        for option in _ROOM:
+            del table[option]
+    return section
 
 
 def sha256(options: dict[str, Any]) -> str:

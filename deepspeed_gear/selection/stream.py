@@ -29,7 +29,7 @@ FAN_OUT = 32  # kFanOut of ops/csrc/common/tree.h
 # words of a position, and of the head of a ring entry
 KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL, COUNT, FILLERS = range(8)
 HEAD_WORDS = 16
-NUM_DIRTY, APPLYING = 8, 9  # words of the position only
+NUM_DIRTY, APPLYING, DONE = 8, 9, 10  # words of the position only
 PASS_SHIFT = 32  # a pass over an evaluation split: key = pass << 32 | batch
 _POLL_S = 100e-6
 
@@ -133,7 +133,7 @@ class Stream:
         """Return the masses that the rule gives to committed slots. [n] -> [n], int64."""
         records = self.table.slots[slots]
         return self.spec.rule.masses(
-            records[:, ID], records[:, NUM_STEPS], lambda name: self.table.columns[name][slots]
+            records[:, ID], records[:, NUM_STEPS], lambda name: self.table.values(name, slots)
         )
 
     def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
@@ -282,8 +282,12 @@ class Stream:
     def _walk(
         self, rows: torch.Tensor, epochs: torch.Tensor, coordinates: torch.Tensor, after: list[int]
     ) -> None:
-        """Visit items in an order; at the end of an epoch the queue is applied and the next one begins."""
-        done, count = 0, self.spec.batch
+        """Visit items in an order; at the end of an epoch the queue is applied and the next one begins.
+
+        A cut that fails or dies after that point cannot resolve the old epoch's last items again, since the
+        tree has changed: it is taken up behind them (DONE), where their resolutions lie in the ring already.
+        """
+        done, count = after[DONE], self.spec.batch
         while done < count:
             at = after[SAMPLES] + done - after[EPOCH_FIRST]
             if at >= after[EPOCH_SIZE]:
@@ -294,6 +298,8 @@ class Stream:
                     if after[EPOCH_SIZE] > 0:
                         after[EPOCH] += 1
                     after[EPOCH_FIRST] = after[SAMPLES] + done
+                    if self.position[NUM_DIRTY]:
+                        self.position[DONE] = done
                     self._apply()
                     after[EPOCH_SIZE] = after[TOTAL] = self._checked_total()
                     at = 0
@@ -336,6 +342,7 @@ class Stream:
 
     def _advance(self, head: np.ndarray) -> None:
         self.position[1:NUM_DIRTY] = head[1:NUM_DIRTY]
+        self.position[DONE] = 0
         self.position[KEY] = head[KEY] + 1
 
     def restart(self) -> None:

@@ -53,18 +53,24 @@ def test_any_part_is_the_same_as_the_whole(native: Ops, size: int, first: int, c
     assert len(set(part.tolist())) == count
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 9, 16, 17, 33])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 33])
 def test_every_index_goes_everywhere(native: Ops, size: int) -> None:
-    """Chi-square of the table index -> place over epochs; its margins are fixed, so (size - 1)^2 degrees."""
-    epochs = 4000
-    table = torch.zeros(size, size, dtype=torch.int64)
-    for epoch in range(epochs):
-        table[torch.arange(size), order(native, size, seed=11, epoch=epoch)] += 1
+    """Chi-square of the tables index -> place, and place -> place of the next index, over many epochs."""
+    epochs = 20_000
+    orders = torch.empty(epochs, size, dtype=torch.int64)
+    for epoch, row in enumerate(orders):
+        native.permute_(row, 11, 0, epoch, 0, size)
+    places = torch.bincount((torch.arange(size) * size + orders).view(-1), minlength=size**2).double()
     expected = epochs / size
-    statistic = float(((table - expected) ** 2 / expected).sum())
-    degrees = (size - 1) ** 2
-    # Rows and columns sum to `epochs`: the statistic of a uniform permutation is size / (size - 1) x chi-square's.
-    assert chi2.sf(statistic * (size - 1) / size, degrees) > 1e-3
+    # Rows and columns sum to `epochs`, so (size - 1)^2 degrees, and each cell varies by 1 - 1 / size less.
+    statistic = float(((places - expected) ** 2 / expected).sum()) * (size - 1) / size
+    assert chi2.sf(statistic, (size - 1) ** 2) > 1e-3
+    pairs = torch.bincount((orders[:, :-1] * size + orders[:, 1:]).view(-1), minlength=size**2).double()
+    pairs = pairs.view(size, size)[~torch.eye(size, dtype=torch.bool)]  # no place is taken twice
+    statistic = (
+        float(((pairs - expected) ** 2 / expected).sum()) * expected / (epochs * (size - 1) / len(pairs))
+    )
+    assert chi2.sf(statistic, len(pairs) - 1) > 1e-3
 
 
 def test_every_order_of_four_items(native: Ops) -> None:

@@ -1,4 +1,4 @@
-"""Windows, n-step returns and returns-to-go against an oracle that walks them step by step in plain Python."""
+"""Windows, n-step returns and returns-to-go against an oracle that walks step by step in plain Python."""
 
 from __future__ import annotations
 

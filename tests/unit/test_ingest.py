@@ -214,6 +214,13 @@ def test_nan_is_allowed_by_a_flag_and_left_out_of_statistics(tmp_path: Path, d4r
 def test_row_reader_serves_any_rising_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed_gear.store.ingest.common._BLOCK_BYTES", 40)
     values = np.arange(33 * 2, dtype=np.int32).reshape(33, 2)
+    reads: list[tuple[int, int]] = []
+
+    def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> np.ndarray:
+        reads.append((low, high))
+        return np.asarray(dataset[low:high])
+
+    monkeypatch.setattr("deepspeed_gear.store.ingest.common.read_rows", read_rows)
     with h5py.File(tmp_path / "a.hdf5", "w") as file:
         file.create_dataset("x", data=values, chunks=(4, 1), compression="gzip")
         file["y"] = values
@@ -222,6 +229,9 @@ def test_row_reader_serves_any_rising_ranges(tmp_path: Path, monkeypatch: pytest
             assert reader.block_rows == (4 if key == "x" else 5)
             for low, high in ((0, 1), (1, 7), (7, 7), (7, 20), (12, 13), (20, 33)):
                 np.testing.assert_array_equal(reader(low, high), values[low:high])
+            assert all(low % reader.block_rows == 0 for low, _ in reads), "a chunk is decompressed in parts"
+            assert reads.count((0, reader.block_rows)) == 1
+            reads.clear()
 
 
 def test_formats_are_found_by_content(tmp_path: Path, d4rl: Maker, minari: Maker) -> None:

@@ -62,7 +62,9 @@ def take(replay: Replay, count: int) -> list[Batch]:
 
 def assert_equal(one: list[Batch], other: list[Batch]) -> None:
     for a, b in zip(one, other, strict=True):
-        assert torch.equal(a.id, b.id) and torch.equal(a.anchor, b.anchor) and torch.equal(a.epoch, b.epoch)
+        assert torch.equal(a.id, b.id)
+        assert torch.equal(a.anchor, b.anchor)
+        assert torch.equal(a.epoch, b.epoch)
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 

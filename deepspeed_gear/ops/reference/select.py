@@ -24,7 +24,7 @@ from ..constants import (
 )
 from .integers import LOW_32, as_tensor, less, multiply_high, shift_right, signed
 
-_PHILOX_ROUNDS, _FEISTEL_ROUNDS = 10, 8
+_PHILOX_ROUNDS, _FEISTEL_ROUNDS, _LEAST_BITS = 10, 8, 8
 
 
 def philox(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple[Tensor, Tensor]:
@@ -71,13 +71,14 @@ def draw_(coordinates: Tensor, seed: int, stream: int, first: int, total: int) -
 def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int, size: int) -> None:
     """Set coordinates[i] to the place of index first + i in the epoch's permutation of [0, size).
 
-    A Feistel network over the next power of two, walked along its cycles until it lands inside.
+    A Feistel network over the next power of two (at least 2^8: fewer bits mix badly), walked along its cycles
+    until it lands inside.
 
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
     """
     if not 0 <= first <= size - len(coordinates):
         raise ShapeError("first", f"must keep {len(coordinates)} indices in [0, {size})", first)
-    bits = max(2, (size - 1).bit_length())
+    bits = max(_LEAST_BITS, (size - 1).bit_length())
     right_bits = bits - bits // 2
     keys = _permutation_keys(seed, stream, epoch)
     index = torch.arange(len(coordinates)) + first

@@ -32,16 +32,13 @@ struct Hit {
   uint64_t remainder;  // in [0, mass of item)
 };
 
-// Where `coordinate` in [0, total) falls. Cost: levels * kFanOut additions at most.
-GEAR_HOST_DEVICE Hit Descend(const uint64_t* sums, const TreeShape& shape, uint64_t coordinate) {
-  int64_t node = 0;
-  for (int level = shape.levels - 1; level >= 0; --level) {
-    const uint64_t* children = sums + shape.offset[level] + node * kFanOut;
-    int child = 0;
-    while (child < kFanOut - 1 && coordinate >= children[child]) coordinate -= children[child++];
-    node = node * kFanOut + child;
-  }
-  return {node, coordinate};
+// One step from a node of level + 1 down to the child that holds the remainder. From the root {0, coordinate}, with
+// coordinate in [0, total), down to level 0 it ends at the item that the coordinate hits. Cost: kFanOut additions at most.
+GEAR_HOST_DEVICE Hit Descend(const uint64_t* sums, const TreeShape& shape, int level, Hit hit) {
+  const uint64_t* children = sums + shape.offset[level] + hit.item * kFanOut;
+  int child = 0;
+  while (child < kFanOut - 1 && hit.remainder >= children[child]) hit.remainder -= children[child++];
+  return {hit.item * kFanOut + child, hit.remainder};
 }
 
 }  // namespace gear

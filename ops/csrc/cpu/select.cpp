@@ -4,6 +4,17 @@
 #include "cpu/ops.h"
 
 namespace gear::cpu {
+namespace {
+
+// Draws that go down the tree together, one level after another, so that their cache misses overlap.
+constexpr int64_t kBlock = 64;
+constexpr int kLineWords = 8;
+
+void PrefetchNode(const uint64_t* children) {
+  for (int i = 0; i < kFanOut; i += kLineWords) __builtin_prefetch(children + i);
+}
+
+}  // namespace
 
 void Draw(uint64_t seed, uint32_t stream, int64_t first, uint64_t total, int64_t count, int64_t* coordinates) {
   for (int64_t i = 0; i < count; ++i)
@@ -50,13 +61,26 @@ void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const i
              const AnchorRule& rule, int64_t unit, uint64_t seed, uint32_t stream, int64_t first,
              Resolution* resolutions) {
   const TreeShape shape = ShapeOfTree(num_slots);
-  for (int64_t i = 0; i < count; ++i) {
-    const Hit hit = Descend(sums, shape, static_cast<uint64_t>(coordinates[i]));
-    const Slot& slot = slots[hit.item];
-    const int64_t anchor =
-        ChooseAnchor(rule, unit, slot.num_steps, hit.remainder, seed, static_cast<uint64_t>(first + i), stream);
-    resolutions[i] = {slot.id, hit.item, slot.generation, slot.first_row, slot.num_steps, anchor,
-                      static_cast<int64_t>(sums[hit.item]), first + i};
+  Hit hits[kBlock];
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t n = Min(kBlock, count - begin);
+    for (int64_t i = 0; i < n; ++i) hits[i] = {0, static_cast<uint64_t>(coordinates[begin + i])};
+    for (int level = shape.levels - 1; level >= 0; --level) {
+      for (int64_t i = 0; i < n; ++i) {
+        hits[i] = Descend(sums, shape, level, hits[i]);
+        if (level > 0) PrefetchNode(sums + shape.offset[level - 1] + hits[i].item * kFanOut);
+        else __builtin_prefetch(slots + hits[i].item);
+      }
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const Hit& hit = hits[i];
+      const Slot& slot = slots[hit.item];
+      const int64_t number = first + begin + i;
+      const int64_t anchor =
+          ChooseAnchor(rule, unit, slot.num_steps, hit.remainder, seed, static_cast<uint64_t>(number), stream);
+      resolutions[begin + i] = {slot.id, hit.item, slot.generation, slot.first_row, slot.num_steps, anchor,
+                                static_cast<int64_t>(sums[hit.item]), number};
+    }
   }
 }
 
