@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from deepspeed_gear import Column, Replay, Schema
 
@@ -68,6 +69,8 @@ class Workload:
         if replay.topology.rank == 0:
             for trajectory in self.trajectories():
                 replay.add(trajectory)
+        if dist.is_initialized():
+            dist.barrier()
         return replay
 
 

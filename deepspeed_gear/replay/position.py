@@ -60,7 +60,7 @@ def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, s
     if state["options"] != config.resume_digest:
         raise CheckpointError(
             "the gear state",
-            "must be of the same seed, sampler and split",
+            "must be of the same seed, tables, sampler, fields and n_step",
             None,
             "use the gear section that is stored in the checkpoint's config",
         )

@@ -14,7 +14,7 @@ import torch
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.collection.prefetch import Prefetcher
-from deepspeed_gear.config import GearConfig
+from deepspeed_gear.config import GearConfig, refuse_batch_sizes
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import R_NUMBER
@@ -81,6 +81,8 @@ class Replay:
         self.batch_info = info or exchange.agree(
             "the batch sizes", lambda: setup.batch_info(self.config, data_world)
         )
+        if info is not None:
+            exchange.agree("the batch sizes", lambda: refuse_batch_sizes(self.config))
         self.datasets = setup.open_data(exchange, self.config)
         self.schemas = exchange.agree(
             "the schemas", lambda: setup.schemas_of(self.config, self.datasets, schemas)
@@ -91,7 +93,11 @@ class Replay:
         self.device = torch.device(device)
         self._engine_dtype = engine_dtype
         self._attach(ops)
-        self._collectors = {TRAIN: exchange.agree("the fields", lambda: self._collector(TRAIN))}
+        try:
+            self._collectors = {TRAIN: exchange.agree("the fields", lambda: self._collector(TRAIN))}
+        except BaseException:
+            _release([], self.streams, self.tables, exchange)
+            raise
         self.transform: Transform | None = None
         self.metrics = Metrics()
         self._passes: dict[str, int] = {}
@@ -169,7 +175,11 @@ class Replay:
             if self._prefetcher is None:
                 self._start_prefetch()
             assert self._prefetcher is not None
-            batch, head = self._prefetcher.get()
+            try:
+                batch, head = self._prefetcher.get()
+            except Exception:
+                self._stop_prefetch()  # its thread has ended; the next call begins again with this batch
+                raise
         else:
             batch, head = self._produce(self._used)
         self._used += 1
@@ -203,7 +213,6 @@ class Replay:
             yield self.sample()
 
     def _pass(self, name: str) -> Iterator[Batch]:
-        self._check_open()
         stream = self.streams[name]
         if name not in self._collectors:
             self._collectors[name] = self._collector(name)
@@ -211,6 +220,7 @@ class Replay:
         self._passes[name] = number + 1
         index, num_batches = 0, 1
         while index < num_batches:
+            self._check_open()
             cut = stream.take(number << PASS_SHIFT | index)
             size = int(cut.head[EPOCH_SIZE])
             num_batches = -(-size // stream.spec.batch)
@@ -426,6 +436,7 @@ class Replay:
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes and times: of the store, and of the batches since the last call."""
+        self._check_open()
         table = self._table(None)
         return {
             "trajectories": len(self),

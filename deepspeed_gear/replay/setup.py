@@ -165,14 +165,15 @@ def stream_specs(
             column,
             bounds.min,
             bounds.max,
-            None if bounds.in_ is None else tuple(float(v) for v in bounds.in_),
+            None if bounds.in_ is None else tuple(bounds.in_),
         )
         for column, bounds in sampler.where.items()
     )
     anchors = anchor_rule(config, fields)
 
     def rule(index: int) -> MassRule:
-        return MassRule(sampler.unit, sampler.kind == "length", anchors, where, dict(split), index)
+        by_length = sampler.kind == "length" and index == 0  # a pass over a split visits each item once
+        return MassRule(sampler.unit, by_length, anchors, where, dict(split), index)
 
     kind = "epoch" if sampler.kind == "epoch" else "random"
     depth = config.prefetch + SPARE_CUTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,8 +33,16 @@ class Condition:
         if self.maximum is not None:
             result &= values <= self.maximum
         if self.among is not None:
-            result &= np.isin(values, np.asarray(self.among))
+            result &= np.isin(values, _as_dtype(self.among, values.dtype))
         return result
+
+
+def _as_dtype(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Return those numbers that a dtype can hold, in it: through float64, large integers would be rounded."""
+    if dtype.kind not in "iu":
+        return np.asarray(numbers, dtype)
+    limits = np.iinfo(dtype)
+    return np.asarray([int(n) for n in numbers if limits.min <= n <= limits.max], dtype)
 
 
 @dataclass(frozen=True)

@@ -349,19 +349,23 @@ class Stream:
         """Let changes that wait for the end of an epoch take effect at the next cut. Wants the lock."""
         if self.spec.kind == "epoch" and self.position[EPOCH_SIZE]:
             self.position[EPOCH] += 1
+            self.position[DONE] = 0
             self.position[EPOCH_FIRST], self.position[EPOCH_SIZE] = self.position[SAMPLES], 0
 
     # ---- freeing ---------------------------------------------------------------------------------
 
     def needs(self, slots: np.ndarray) -> np.ndarray:
         """Return which retired slots this stream may still read. Wants the lock. [n] -> [n], bool."""
-        if self.spec.kind == "random" or self.position[EPOCH_SIZE] == 0:
+        position, ring = self.position, self._ring[:, :, R_SLOT].numpy()
+        num_walked = position[SAMPLES] + position[DONE] - position[EPOCH_FIRST]
+        if self.spec.kind == "random" or num_walked >= position[EPOCH_SIZE]:
             self._apply()  # nothing is drawn between now and the next cut, so it sees the same tree
         waiting = self._leaves[slots] != 0
         for entry, head in enumerate(self.heads):
             if head[KEY] != NOTHING and self._late(int(head[KEY])):
-                waiting |= np.isin(slots, self._ring[entry, :, 1].numpy())
-        return np.asarray(waiting)
+                waiting |= np.isin(slots, ring[entry])
+        entry, done = int(position[KEY]) % self.spec.depth, int(position[DONE])
+        return np.asarray(waiting | np.isin(slots, ring[entry, :done]))
 
     # ---- position --------------------------------------------------------------------------------
 
@@ -369,6 +373,7 @@ class Stream:
         """Continue at a global batch. Wants the lock."""
         self.heads[:, KEY] = NOTHING
         self.consumed[:] = key
+        self.position[DONE] = 0
         words = [KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL]
         self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)
 
@@ -414,7 +419,8 @@ class Stream:
 
 
 def reclaim(table: Table, streams: list[Stream]) -> None:
-    """Free the retired slots that no stream needs any more. Wants the lock."""
+    """Free the slots of dead writers, and the retired ones that no stream needs any more. Wants the lock."""
+    table.free(table.abandoned())
     slots = table.retired()
     if len(slots) == 0:
         return

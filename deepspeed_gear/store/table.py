@@ -86,13 +86,17 @@ class Table:
         """
         layout = table_layout(spec, extra, meaning)
         memory = SharedMemory.create(layout.total_bytes, 0, huge_pages)
-        table = cls(spec, memory, layout, ops, timeout_s)
-        table.lock.initialise()
-        if spec.dataset is not None:
-            table._load(spec.dataset)
-        write_header(memory.buffer, layout, nonce)
-        table.claim_peer(0)
-        return table
+        try:
+            table = cls(spec, memory, layout, ops, timeout_s)
+            table.lock.initialise()
+            if spec.dataset is not None:
+                table._load(spec.dataset)
+            write_header(memory.buffer, layout, nonce)
+            table.claim_peer(0)
+            return table
+        except BaseException:
+            memory.close()
+            raise
 
     @classmethod
     def attach(
@@ -137,6 +141,13 @@ class Table:
         column = self.spec.schema[name]
         tensor = as_tensor(self.columns[name])
         return tensor.view(torch.bfloat16) if column.dtype == "bfloat16" else tensor
+
+    def values(self, name: str, slots: np.ndarray) -> np.ndarray:
+        """Return a per-trajectory column's values as numbers, bfloat16 as float32. [n, *shape]."""
+        values = np.asarray(self.columns[name][slots])
+        if self.spec.schema[name].dtype == "bfloat16":
+            return torch.from_numpy(values).view(torch.bfloat16).float().numpy()
+        return values
 
     @property
     def num_trajectories(self) -> int:

@@ -81,4 +81,16 @@ def _as_stored(value: Any, column: Column, table: str) -> np.ndarray:
     if array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape:
         shape = list(column.shape) if column.rows == "1" else [column.rows, *column.shape]
         raise DataError(name, f"must have shape {shape}", list(array.shape))
-    return np.asarray(array)
+    return _cast(np.asarray(array), column, name)
+
+
+def _cast(array: np.ndarray, column: Column, name: str) -> np.ndarray:
+    """Convert to the stored dtype; a value that it cannot hold is refused, a fraction may be rounded."""
+    if array.dtype == column.numpy_dtype:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = array.astype(column.numpy_dtype)
+    held = np.isfinite(stored) | ~np.isfinite(array) if column.is_floating else stored == array
+    if not held.all():
+        raise DataError(name, f"must hold values that {column.dtype} can hold", array[~held].flat[0].item())
+    return stored

@@ -50,7 +50,7 @@ class Table(NamedTuple):
             [i, i, 0, self.first_rows[i], self.lengths[i], anchor, 0, j]
             for j, (i, anchor) in enumerate(self.anchors)
         ]
-        return torch.tensor(rows).view(-1, 8)
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 8)
 
 
 @st.composite

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed.ops.op_builder as op_builder
@@ -20,131 +15,10 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
 from deepspeed_gear.errors import BuildError
-from deepspeed_gear.ops import jit, toolchain
+from deepspeed_gear.ops import toolchain
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
 from deepspeed_gear.ops.load import load_native, load_native_cuda
 from deepspeed_gear.ops.register import register
-
-BINDING = """
-#include <Python.h>
-#include "common/answer.h"
-int Compute();
-static PyObject* Answer(PyObject*, PyObject*) { return PyLong_FromLong(Compute()); }
-static PyMethodDef methods[] = {{"answer", Answer, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "small", nullptr, -1, methods};
-#define JOIN(a, b) a##b
-#define INIT(name) JOIN(PyInit_, name)
-PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() { return PyModule_Create(&definition); }
-"""
-# Loads the op of the sources in argv[1], waits argv[2] seconds at most, and prints what its function returns.
-DRIVER = """
-import pathlib, sys
-from deepspeed_gear.errors import BuildError
-from deepspeed_gear.ops.builder import GearBuilder
-builder = GearBuilder()
-builder.csrc = pathlib.Path(sys.argv[1])
-try:
-    print("answer", builder.load(timeout_s=float(sys.argv[2])).answer())
-except BuildError as error:
-    print("error", error)
-"""
-# A compiler that notes each compilation with its process id, and waits for the file $GATE before it.
-COMPILER = """#!/bin/sh
-case " $* " in *" -c "*)
-  echo "$$ $*" >>"$LOG"
-  while [ -n "$GATE" ] && [ ! -e "$GATE" ]; do sleep 0.02; done ;;
-esac
-exec c++ "$@"
-"""
-
-
-class Workshop:
-    """A small op's sources, an empty extensions folder, and processes that load the op."""
-
-    def __init__(self, folder: Path, checkout: Path) -> None:
-        self.csrc, self.extensions, self.log, self.gate = (folder / n for n in ("csrc", "ext", "log", "gate"))
-        for name in ("bindings", "common", "cpu"):
-            (self.csrc / name).mkdir(parents=True)
-        (self.csrc / "bindings" / "library.cpp").write_text(BINDING)
-        (self.csrc / "cpu" / "compute.cpp").write_text(
-            '#include "common/answer.h"\nint Compute() { return kAnswer; }\n'
-        )
-        self.answer(1)
-        compiler = folder / "cxx"
-        compiler.write_text(COMPILER)
-        compiler.chmod(0o755)
-        self.log.touch()
-        self.checkout = checkout
-        self.env = {
-            "TORCH_EXTENSIONS_DIR": str(self.extensions),
-            "CXX": str(compiler),
-            "LOG": str(self.log),
-            "GATE": "",
-        }
-        self.processes: list[subprocess.Popen[str]] = []
-
-    def answer(self, value: object) -> None:
-        """Change the header, and with it what the op returns."""
-        (self.csrc / "common" / "answer.h").write_text(f"constexpr int kAnswer = {value};\n")
-
-    def start(self, timeout_s: float = 60, **env: str) -> subprocess.Popen[str]:
-        """Load the op in a new process."""
-        command = [sys.executable, "-c", DRIVER, str(self.csrc), str(timeout_s)]
-        merged = {**os.environ, **self.env, "PYTHONPATH": str(self.checkout), **env}
-        pipe = subprocess.PIPE
-        self.processes.append(subprocess.Popen(command, env=merged, stdout=pipe, stderr=pipe, text=True))
-        return self.processes[-1]
-
-    def load(self, timeout_s: float = 60, **env: str) -> str:
-        """Load the op in a new process, and give what that printed."""
-        return finish(self.start(timeout_s, **env))
-
-    def compilations(self) -> list[str]:
-        """The commands that compiled something."""
-        return [line for line in self.log.read_text().splitlines() if line]
-
-    def files(self) -> dict[str, tuple[int, int]]:
-        """Inode and time of change of every file of the build."""
-        return {f.name: (f.stat().st_ino, f.stat().st_mtime_ns) for f in self.built().iterdir()}
-
-    def built(self) -> Path:
-        """The folder of the one build there is."""
-        (folder,) = (path for path in self.extensions.iterdir() if path.is_dir())
-        return folder
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """Wait for a process of the workshop; it must not crash."""
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out.strip()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that other processes bring about."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited for a minute"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """Tell whether a process runs; one that ended and was not collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.fixture
-def workshop(tmp_path: Path, checkout: Path) -> Iterator[Workshop]:
-    shop = Workshop(tmp_path, checkout)
-    yield shop
-    shop.gate.touch()
-    for process in shop.processes:
-        process.kill()
-        process.wait()
-
 
 # What DeepSpeed sees
 
@@ -244,34 +118,7 @@ def test_cuda_flags_keep_the_arithmetic_exact(monkeypatch: pytest.MonkeyPatch) -
     assert "-gencode=arch=compute_100,code=compute_100" in flags
 
 
-# The key
-
-
-def test_the_name_changes_with_everything_that_changes_the_build(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    builder = GearBuilder()
-    builder.csrc = workshop.csrc
-    names = [builder.jit_name()]
-    workshop.answer(2)
-    names.append(builder.jit_name())
-    (workshop.csrc / "cpu" / "second.cpp").write_text("int Second() { return 2; }\n")
-    names.append(builder.jit_name())
-    (workshop.csrc / "cpu" / "second.cpp").rename(workshop.csrc / "cpu" / "third.cpp")
-    names.append(builder.jit_name())
-    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
-    names.append(builder.jit_name())
-    monkeypatch.setattr(builder, "jit_flags", lambda: ["-O1"])
-    names.append(builder.jit_name())
-    monkeypatch.setattr(toolchain, "cpu_features", lambda: "x86_64 sse2")
-    names.append(builder.jit_name())
-    monkeypatch.setattr(toolchain, "compiler_version", lambda: "c++ 99")
-    names.append(builder.jit_name())
-    assert len(set(names)) == len(names)
-    # A change of the kernels must not rebuild the CPU op.
-    (workshop.csrc / "cuda").mkdir()
-    (workshop.csrc / "cuda" / "kernel.cu").write_text("\n")
-    assert builder.jit_name() == names[-1]
+# The flags and the sources
 
 
 def test_the_wheel_is_portable_and_the_jit_build_exact() -> None:
@@ -287,125 +134,6 @@ def test_sources_have_unlike_stems() -> None:
     for builder in (GearBuilder(),):
         stems = [Path(source).stem for source in builder.sources()]
         assert len(stems) == len(set(stems))
-
-
-# The build
-
-
-def test_a_build_is_reused_and_a_changed_source_is_built_again(workshop: Workshop) -> None:
-    assert workshop.load() == "answer 1"
-    assert len(workshop.compilations()) == 2
-    assert workshop.load() == "answer 1"
-    assert len(workshop.compilations()) == 2
-    workshop.answer(2)
-    assert workshop.load() == "answer 2"
-
-
-def test_processes_that_start_together_build_once(workshop: Workshop) -> None:
-    processes = [workshop.start(GATE=str(workshop.gate)) for _ in range(3)]
-    until(lambda: len(workshop.compilations()) >= 1)
-    workshop.gate.touch()
-    assert [finish(process) for process in processes] == ["answer 1"] * 3
-    assert len(workshop.compilations()) == 2
-
-
-def test_a_killed_build_does_not_block_the_next(workshop: Workshop) -> None:
-    killed = workshop.start(GATE=str(workshop.gate))
-    until(lambda: len(workshop.compilations()) >= 1)
-    assert (workshop.built() / "lock").exists(), "torch's own lock, on which it would wait for ever"
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    orphans = [int(line.split()[0]) for line in workshop.compilations()]
-    assert any(map(alive, orphans)), "the compiler outlives its parent"
-    assert workshop.load() == "answer 1"
-    # What the orphans write when they go on must not reach the finished build.
-    before = workshop.files()
-    workshop.gate.touch()
-    until(lambda: not any(map(alive, orphans)))
-    assert workshop.files() == before
-    assert workshop.load() == "answer 1"
-    assert [path.name for path in workshop.extensions.iterdir() if ".dead" in path.name] == []
-
-
-def test_a_truncated_library_is_built_again(workshop: Workshop) -> None:
-    assert workshop.load() == "answer 1"
-    library = workshop.built() / f"{workshop.built().name}.so"
-    library.write_bytes(library.read_bytes()[:1000])
-    assert workshop.load() == "answer 1"
-    assert len(workshop.compilations()) == 4
-
-
-def test_the_wait_for_another_build_is_bounded(workshop: Workshop) -> None:
-    builder = workshop.start(GATE=str(workshop.gate))
-    until(lambda: len(workshop.compilations()) >= 1)
-    printed = workshop.load(timeout_s=0.3)
-    assert printed.startswith("error ")
-    assert f"{workshop.built()}.lock is still held by pid {builder.pid} on " in printed
-    assert "after 0.3 s" in printed
-    workshop.gate.touch()
-    assert finish(builder) == "answer 1"
-
-
-def test_a_compile_error_shows_the_compilers_words(workshop: Workshop) -> None:
-    workshop.answer("no_such_name")
-    printed = workshop.load()
-    assert printed.startswith("error the native op gear failed to compile in ")
-    assert "no_such_name" in printed
-    assert "answer.h:1:" in printed
-    assert str(workshop.built()) in printed
-    assert 'set gear.backend to "reference"' in printed
-    workshop.answer(3)
-    assert workshop.load() == "answer 3"
-
-
-def test_who_waits_for_a_failing_build_gets_its_error(workshop: Workshop) -> None:
-    workshop.answer("no_such_name")
-    first = workshop.start(GATE=str(workshop.gate))
-    until(lambda: len(workshop.compilations()) >= 1)
-    second = workshop.start(GATE=str(workshop.gate))
-    # The second has opened the lock file, so it waits.
-    lock = Path(f"{workshop.built()}.lock")
-    until(
-        lambda: any(
-            os.path.realpath(fd) == str(lock.resolve()) for fd in Path(f"/proc/{second.pid}/fd").glob("*")
-        )
-    )
-    workshop.gate.touch()
-    assert "no_such_name" in finish(first)
-    compilations = len(workshop.compilations())
-    printed = finish(second)
-    assert "failed to build in another process" in printed
-    assert "no_such_name" in printed
-    assert len(workshop.compilations()) == compilations
-
-
-def test_without_a_compiler_the_remedy_is_named(workshop: Workshop) -> None:
-    printed = workshop.load(CXX="/nowhere/c++")
-    assert printed == (
-        "error the native op gear cannot be built: no C++ compiler (/nowhere/c++); "
-        'install g++, or set gear.backend to "reference"'
-    )
-
-
-def test_ninja_is_found_beside_the_interpreter(workshop: Workshop, tmp_path: Path) -> None:
-    """A venv that is used by its path, without being activated, has its scripts not on the PATH."""
-    if shutil.which("ninja", path=str(Path(sys.executable).parent)) is None:
-        pytest.skip("this environment has no ninja of its own")
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in "sh c++ g++ as ld which sleep".split():
-        found = shutil.which(name)
-        if found is not None:
-            (tools / name).symlink_to(found)
-    assert shutil.which("ninja", path=str(tools)) is None
-    assert workshop.load(PATH=str(tools)) == "answer 1"
-
-
-def test_an_extensions_folder_that_cannot_be_made_is_named(workshop: Workshop, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    printed = workshop.load(TORCH_EXTENSIONS_DIR=str(tmp_path / "file" / "below"))
-    assert printed.startswith("error ")
-    assert "set TORCH_EXTENSIONS_DIR to a folder" in printed
 
 
 # The prebuilt op
@@ -429,11 +157,3 @@ def test_a_prebuilt_op_of_another_torch_is_left_alone(
         path, why = builder.prebuilt()
         assert path is None
         assert f"{key} other instead of" in why
-
-
-def test_the_lock_serves_one_process_after_the_other(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    with jit.BuildLock(path, 1.0):
-        assert f"pid {os.getpid()}" in path.read_text()
-    with jit.BuildLock(path, 0.0):
-        assert path.exists()

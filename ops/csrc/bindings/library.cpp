@@ -2,13 +2,14 @@
 // deepspeed_gear/ops/reference.py, its shapes in deepspeed_gear/ops/functional.py.
 #include <Python.h>
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <thread>
+#include <vector>
 #include <numeric>
 
 #include "common/convert.h"
@@ -208,6 +209,17 @@ cpu::Field FieldOf(const int64_t* spec, double pad_value, const at::Tensor& colu
   return field;
 }
 
+// Splits [0, count) over threads of its own: torch's pool would need OpenMP's runtime of the same torch build.
+template <typename Work>
+void InThreads(int64_t count, int64_t threads, const Work& work) {
+  const int64_t part = (count + threads - 1) / threads;
+  std::vector<std::thread> others;
+  for (int64_t begin = part; begin < count; begin += part)
+    others.emplace_back(work, begin, std::min(begin + part, count));
+  work(0, std::min(part, count));
+  for (std::thread& other : others) other.join();
+}
+
 void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec, at::ArrayRef<double> pad_values,
@@ -257,7 +269,7 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
       real_rows.fetch_add(mine, std::memory_order_relaxed);
     };
     if (threads <= 1) work(0, count);
-    else at::parallel_for(0, count, (count + threads - 1) / threads, work);
+    else InThreads(count, threads, work);
     real = real_rows.load(std::memory_order_relaxed);
     for (const cpu::Field& field : fields) {
       all += count * field.window.length;

@@ -1,0 +1,134 @@
+"""What every benchmark writes beside its numbers, and how it prints them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from support import ROOT
+
+_PACKAGES = ("torch", "numpy", "deepspeed")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine as far as it decides the numbers."""
+    text = Path("/proc/cpuinfo").read_text()
+    model = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line), "")
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {
+        "cpu": model or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "kernel": platform.release(),
+        "huge_pages": pages.read_text().strip() if pages.exists() else "unknown",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Name the versions of what runs."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Name the commit of the checkout; "+" behind it says that files differ from it."""
+    try:
+        name = _git("rev-parse", "HEAD")
+        return name + ("+" if _git("status", "--porcelain", "--", "deepspeed_gear", "ops", "benchmarks") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+class Disturbance:
+    """How much other work the machine did during a measurement: the first thing to look at before believing it.
+
+    The CPU time of this process and of its ended children counts as its own.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.monotonic(), *self._read()
+
+    def _read(self) -> tuple[float, float, float]:
+        fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        busy = sum(fields[:3]) + sum(fields[5:7])
+        times = os.times()
+        own = times.user + times.system + times.children_user + times.children_system
+        return busy / _TICKS, fields[7] / _TICKS, own
+
+    def taken(self) -> dict[str, float]:
+        """Return the cores that others used, and that the hypervisor withheld, on average since the start."""
+        now = time.monotonic(), *self._read()
+        seconds, busy, steal, own = (a - b for a, b in zip(now, self._start, strict=True))
+        seconds = max(seconds, 1e-3)
+        return {
+            "seconds": round(seconds, 1),
+            "other_cores": round(max(0.0, busy - own) / seconds, 2),
+            "stolen_cores": round(steal / seconds, 2),
+        }
+
+
+def document(disturbance: Disturbance, rows: Sequence[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+    """Return rows with everything that is needed to judge and to repeat them."""
+    arguments = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return {
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": f"python benchmarks/{arguments}",
+        "machine": machine(),
+        "versions": versions(),
+        "disturbance": disturbance.taken(),
+        **extra,
+        "rows": list(rows),
+    }
+
+
+def write_json(path: str | Path, content: dict[str, Any]) -> None:
+    """Write a result, one row per line, so that two of them can be compared."""
+    head = {key: value for key, value in content.items() if key != "rows"}
+    lines = ",\n".join("  " + json.dumps(row) for row in content["rows"])
+    text = json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + lines + "\n ]\n}\n"
+    json.loads(text)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print rows under their columns, numbers to the right."""
+    cells = [list(columns), *([_text(value) for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    numeric = [all(isinstance(row[i], (int, float)) or row[i] is None for row in rows) for i in range(len(columns))]
+    for number, row in enumerate(cells):
+        parts = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)]
+        print("  ".join(parts).rstrip())
+        if number == 0:
+            print("  ".join("-" * width for width in widths))
+    sys.stdout.flush()
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 10 else f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,108 @@
+"""What is timed: the memcpy limit, the op, a whole sample() and torch's own gather, over the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter_ns, thread_time_ns
+
+import numpy as np
+import torch
+
+from support.limit import CopyLimit
+from support.workloads import Workload
+
+FIRST_ROW, ANCHOR = 3, 5  # words of a resolution, ops/csrc/common/slot.h
+_POOL_BYTES = 240e6  # batches that are rotated over: more than any cache holds, as in training
+_MOST_BATCHES = 4096
+Times = tuple[np.ndarray, np.ndarray]  # CPU and wall time of each batch, in ns
+
+
+class Subject:
+    """A Replay over a workload, and the same batches for everything that is compared with it. Collective.
+
+    All kinds write into the same buffers, the ring of the Replay, and read the same store.
+
+    Args:
+        workload: What is stored.
+        window: Which window of it.
+        batch_size: Samples of a batch, all ranks together.
+        seed: Of the order in which batches are taken.
+    """
+
+    def __init__(self, workload: Workload, window: str, batch_size: int, seed: int = 0) -> None:
+        self.replay = workload.replay(window, batch_size)
+        offset, self.length = workload.window(window)
+        size = batch_size * self.length * workload.schema.row_bytes
+        self.batch_bytes = size
+        count = int(min(_MOST_BATCHES, max(8, _POOL_BYTES / size)))
+        self._pool = torch.stack([self._records(self.replay.sample()) for _ in range(count)])
+        first = self._pool[:, :, FIRST_ROW] + (self._pool[:, :, ANCHOR] + offset).clamp(min=0)
+        self._first_rows = first.numpy()
+        collector = self.replay._collectors["train"]
+        columns = [self.replay.tables["main"].tensor(column.name) for column in workload.schema]
+        self._ring = collector._ring
+        self._collector = collector
+        self._columns = columns
+        self._limit = CopyLimit(columns, [buffers.outs for buffers in self._ring], self.length)
+        self._random = np.random.default_rng(seed)
+
+    @staticmethod
+    def _records(batch: object) -> torch.Tensor:
+        return batch._records.clone()  # type: ignore[attr-defined, no-any-return]
+
+    def close(self) -> None:
+        self.replay.close()
+
+    def _choose(self, count: int) -> list[int]:
+        return [int(i) for i in self._random.integers(0, len(self._pool), count)]
+
+    def limit(self, count: int) -> Times:
+        """Copy batches by memcpy."""
+        return self._limit.run(np.ascontiguousarray(self._first_rows[self._choose(count)]))
+
+    def op(self, count: int) -> Times:
+        """Collect batches by the op alone: fields and masks."""
+        collector, records = self._collector, self._pool[0].clone()
+        gather = collector._ops.gather_
+
+        def run(turn: int) -> None:
+            buffers = self._ring[turn % len(self._ring)]
+            gather(
+                buffers.outs, buffers.masks, collector.counters, collector._columns, collector._shifts,
+                collector._gains, records, None, collector._spec, collector._pads, 1,
+            )
+
+        chosen = self._choose(count)
+        # A cut has just written its resolutions when they are collected: they are in the cache.
+        return timed(run, count, lambda turn: records.copy_(self._pool[chosen[turn]]))
+
+    def sample(self, count: int) -> Times:
+        """Sample batches: selection, the op, and everything around them."""
+        return timed(lambda _: self.replay.sample(), count)
+
+    def index_select(self, count: int) -> Times:
+        """Collect the same rows by torch.index_select(out=), a call per column; without masks."""
+        steps = torch.arange(self.length)
+        rows = [(torch.from_numpy(self._first_rows[i])[:, None] + steps).reshape(-1) for i in self._choose(count)]
+        outs = [[out.view(-1, *out.shape[2:]) for out in buffers.outs] for buffers in self._ring]
+
+        def run(turn: int) -> None:
+            for column, out in zip(self._columns, outs[turn % len(outs)], strict=True):
+                torch.index_select(column, 0, rows[turn], out=out)
+
+        return timed(run, count)
+
+
+def timed(
+    run: Callable[[int], object], count: int, prepare: Callable[[int], object] | None = None
+) -> Times:
+    """Call `run(0)`, `run(1)`, ... and time each call; `prepare` is not in the time."""
+    times = np.empty((2, count), np.int64)
+    for turn in range(count):
+        if prepare is not None:
+            prepare(turn)
+        wall, cpu = perf_counter_ns(), thread_time_ns()
+        run(turn)
+        times[0, turn] = thread_time_ns() - cpu
+        times[1, turn] = perf_counter_ns() - wall
+    return times[0], times[1]

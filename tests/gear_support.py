@@ -1,0 +1,224 @@
+"""What the tests of stores, replays and launches share: encoded trajectories, data sets, ranks as processes.
+
+Every stored row says which trajectory and step it is, so a test sees from a batch alone whether it holds the
+rows that it should.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.schema import Column, Schema
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = Path(__file__).resolve().parent / "distributed" / "programs"
+SHM = Path("/dev/shm")
+STEP = 1000  # a row's code is trajectory * STEP + step
+
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (3,), "observation", "T+1"),
+        Column("action", "float32", (2,), "action"),
+        Column("reward", "float32", (), "reward"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("truncated", "bool", (), "truncated"),
+        Column("code", "int64"),
+        Column("task", "int64", (), "other", "1"),
+    ]
+)
+
+
+def trajectory(number: int, num_steps: int, terminated: bool = False, truncated: bool = False) -> dict[str, Any]:
+    """Make the trajectory of a number; its rows hold their codes."""
+    codes = number * STEP + np.arange(num_steps + 1)
+    ends = np.arange(num_steps) == num_steps - 1
+    return {
+        "observation": np.stack([codes, codes + 0.25, -codes], axis=1).astype(np.float32),
+        "action": np.stack([codes[:-1], -codes[:-1]], axis=1).astype(np.float32),
+        "reward": (np.arange(num_steps) % 7 + 1).astype(np.float32),
+        "terminated": ends & terminated,
+        "truncated": ends & truncated,
+        "code": codes[:-1],
+        "task": np.array(number, np.int64),
+    }
+
+
+def write_dataset(path: Path, lengths: Sequence[int], split: Mapping[str, float] | None = None) -> Path:
+    """Write a data set whose i-th trajectory is `trajectory(i, lengths[i])`."""
+    from deepspeed_gear import DatasetWriter
+
+    with DatasetWriter(path, SCHEMA, split=split or {}) as writer:
+        for number, steps in enumerate(lengths):
+            writer.add(trajectory(number, steps, terminated=number % 2 == 0, truncated=number % 2 == 1))
+    return path
+
+
+def lengths_of(count: int, seed: int = 0, most: int = 30) -> list[int]:
+    """Return some lengths, the first of them 1."""
+    return [1, *np.random.default_rng(seed).integers(1, most, count - 1).tolist()]
+
+
+def config_of(data: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Return a gear section: of a data set, or of a table with a capacity."""
+    section: dict[str, Any] = {"timeout_s": 20.0, "shared_memory": {"prefix": prefix()}}
+    if data is not None:
+        section["data"] = str(data)
+    else:
+        section["tables"] = {"main": {"capacity_steps": 2000, "capacity_trajectories": 60}}
+    return {**section, **options}
+
+
+def prefix() -> str:
+    """Return a prefix of names in /dev/shm that no other test process uses."""
+    return os.environ.get("GEAR_TEST_PREFIX", f"gtest{os.getpid()}")
+
+
+def shared_files(prefix: str) -> list[str]:
+    """List what lies in /dev/shm under a prefix."""
+    return sorted(path.name for path in SHM.glob(f"{prefix}-*"))
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:
+    """Wait for something that another process does."""
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.01)
+
+
+def in_child(action: Callable[[], Any]) -> int:
+    """Run an action in a forked child; return its process id. `exit_status` collects it."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        action()
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+def exit_status(child: int) -> int:
+    """Wait for a child: its exit status, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill(child: int) -> None:
+    """Kill a child with SIGKILL and wait for its end."""
+    os.kill(child, signal.SIGKILL)
+    assert exit_status(child) == -signal.SIGKILL
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return the environment of ranks: CPU, one thread, the checkout and this module importable."""
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **fixed, "GEAR_TEST_PREFIX": prefix(), **extra}
+
+
+class Ranks:
+    """Python programs that form one process group, without DeepSpeed's launcher.
+
+    Args:
+        program: Path of the program, or its name in `programs/`.
+        count: Number of ranks.
+        arguments: Of the program.
+        env: Extra environment.
+    """
+
+    def __init__(self, program: Path | str, count: int, *arguments: str, **env: str) -> None:
+        port, path = str(free_port()), PROGRAMS / program
+        self.processes: list[subprocess.Popen[str]] = []
+        for rank in range(count):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+            rank_env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **place, **env)
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-u", str(path), *arguments],
+                    env=rank_env,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+
+    def wait(self, timeout_s: float = 120.0) -> list[tuple[int, str]]:
+        """Return exit status and output of every rank; kill what is left after the timeout."""
+        until = time.monotonic() + timeout_s
+        results = []
+        for process in self.processes:
+            try:
+                output, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output = process.communicate()[0] + "\n[killed: timed out]"
+            results.append((process.returncode, output))
+        return results
+
+    def kill(self) -> None:
+        """Kill all ranks with SIGKILL."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.communicate()
+
+
+def run_ranks(program: Path | str, count: int, *arguments: str, **env: str) -> list[str]:
+    """Run ranks to their end; return their outputs. All must succeed."""
+    results = Ranks(program, count, *arguments, **env).wait()
+    assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)
+    return [output for _, output in results]
+
+
+def launcher(program: Path | str, count: int, *arguments: str) -> list[str]:
+    """Return the command of DeepSpeed's launcher for a program."""
+    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(count)]
+    return [*command, "--master_port", str(free_port()), str(PROGRAMS / program), *arguments]
+
+
+def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 180.0, **env: str) -> str:
+    """Run a program under the real launcher; return its output. It must succeed."""
+    status, output = try_launch(program, count, *arguments, timeout_s=timeout_s, **env)
+    assert status == 0, output
+    return output
+
+
+def try_launch(
+    program: Path | str, count: int, *arguments: str, timeout_s: float = 180.0, **env: str
+) -> tuple[int, str]:
+    """Run a program under the real launcher; return exit status and output."""
+    process = subprocess.Popen(
+        launcher(program, count, *arguments),
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return process.returncode, output

@@ -1,0 +1,74 @@
+// Prints what the shared headers compute for numbers read from the standard input;
+// test_host_arithmetic.py compares it with Python's big integers. The same headers are compiled
+// into the kernels.
+#include <cinttypes>
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+
+#include "common/convert.h"
+#include "common/permutation.h"
+#include "common/slot.h"
+#include "common/tree.h"
+#include "common/window.h"
+
+namespace {
+
+using namespace gear;
+
+// One line of input: the name of a function and its arguments.
+bool Answer() {
+  char name[32];
+  if (std::scanf("%31s", name) != 1) return false;
+  const auto next = [] {
+    uint64_t x = 0;
+    if (std::scanf("%" SCNu64, &x) != 1) std::puts("malformed input");
+    return x;
+  };
+  const auto is = [&](const char* other) { return std::strcmp(name, other) == 0; };
+  if (is("mulhi")) {
+    const uint64_t a = next(), b = next();
+    std::printf("%" PRIu64 "\n", MulHi(a, b));
+  } else if (is("philox")) {
+    const uint64_t seed = next(), number = next(), stream = next(), purpose = next();
+    const Word128 word =
+        Philox(seed, number, static_cast<uint32_t>(stream), static_cast<uint32_t>(purpose));
+    std::printf("%" PRIu64 " %" PRIu64 "\n", word.high, word.low);
+  } else if (is("coordinate")) {
+    const uint64_t high = next(), low = next(), total = next();
+    std::printf("%" PRIu64 "\n", Coordinate({high, low}, total));
+  } else if (is("tree")) {
+    const TreeShape shape = ShapeOfTree(static_cast<int64_t>(next()));
+    std::printf("%" PRId64, shape.words);
+    for (int i = 0; i < shape.levels; ++i)
+      std::printf(" %" PRId64 " %" PRId64, shape.offset[i], shape.width[i]);
+    std::puts("");
+  } else if (is("half")) {  // every half as a float, and back
+    for (uint32_t i = 0; i < 65536; ++i) {
+      const float x = ToFloat(Half{static_cast<uint16_t>(i)});
+      std::printf("%" PRIu32 " %u ", BitCast<uint32_t>(x), ToHalf(x).bits);
+    }
+    std::puts("");
+  } else if (is("narrow")) {  // a float to both 16-bit types
+    const float x = BitCast<float>(static_cast<uint32_t>(next()));
+    std::printf("%u %u\n", ToHalf(x).bits, ToBfloat(x).bits);
+  } else {
+    std::printf("unknown function %s\n", name);
+  }
+  return true;
+}
+
+}  // namespace
+
+// What Python repeats as numbers in deepspeed_gear/ops/constants.py.
+static_assert(sizeof(Slot) == 64 && offsetof(Slot, generation) == 8 &&
+                  offsetof(Slot, first_row) == 24,
+              "");
+static_assert(offsetof(Resolution, first_row) == 24 && offsetof(Resolution, anchor) == 40, "");
+static_assert(std::numeric_limits<float>::is_iec559 && std::numeric_limits<double>::is_iec559, "");
+
+int main() {
+  while (Answer()) {
+  }
+}

@@ -1,0 +1,220 @@
+"""The arithmetic that CPU and kernels share, compiled alone, against big integers and known answers."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_gear.ops import constants, reference
+from deepspeed_gear.ops.reference.integers import multiply_high, signed
+from deepspeed_gear.schema import DTYPE_CODES
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "ops" / "csrc"
+MASK = (1 << 64) - 1
+EDGES = [0, 1, 2, 3, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, (1 << 62) - 1, 1 << 63, MASK - 1, MASK]
+
+# Counter and key -> word of philox4x32-10, from kat_vectors of Random123 (c0 c1 c2 c3, k0 k1 -> r0 r1 r2 r3).
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+Ask = Callable[[Iterable[str]], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
+    """Build the host program; it answers a line of numbers for each question."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("host") / "arithmetic"
+    flags = [
+        "-std=c++17",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-fsanitize=undefined",
+        "-fno-sanitize-recover",
+    ]
+    source = ROOT / "tests" / "host" / "arithmetic.cpp"
+    built = subprocess.run(
+        [compiler, *flags, f"-I{CSRC}", str(source), "-o", str(program)], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+
+    def run(questions: Iterable[str]) -> list[list[int]]:
+        lines = "\n".join(questions)
+        answers = subprocess.run(
+            [str(program)], input=lines, capture_output=True, text=True, check=True
+        ).stdout
+        return [[int(word) for word in line.split()] for line in answers.splitlines()]
+
+    return run
+
+
+def words(seed: int, count: int) -> list[int]:
+    """Edges, and random words of any magnitude."""
+    generator = random.Random(seed)
+    return [*EDGES, *(generator.getrandbits(64) >> generator.randrange(64) for _ in range(count))]
+
+
+def test_upper_half_of_a_product(ask: Ask) -> None:
+    pairs = [(a, b) for a in words(0, 30) for b in words(1, 30)]
+    expected = [a * b >> 64 for a, b in pairs]
+    assert ask(f"mulhi {a} {b}" for a, b in pairs) == [[x] for x in expected]
+    a, b = torch.tensor([[signed(a), signed(b)] for a, b in pairs]).unbind(1)
+    assert [x & MASK for x in multiply_high(a, b).tolist()] == expected
+
+
+@pytest.mark.parametrize(("counter", "key", "word"), KNOWN)
+def test_philox_known_answers(
+    ask: Ask, counter: tuple[int, ...], key: tuple[int, int], word: tuple[int, ...]
+) -> None:
+    seed, number = key[1] << 32 | key[0], counter[1] << 32 | counter[0]
+    expected = [word[1] << 32 | word[0], word[3] << 32 | word[2]]
+    assert ask([f"philox {seed} {number} {counter[2]} {counter[3]}"]) == [expected]
+    high, low = reference.philox(seed, torch.tensor([signed(number)]), counter[2], counter[3])
+    assert [int(high) & MASK, int(low) & MASK] == expected
+
+
+def test_philox_is_the_same_in_both(ask: Ask) -> None:
+    numbers = words(2, 50)
+    high, low = reference.philox(12345678901234567890, torch.tensor([signed(n) for n in numbers]), 77, 3)
+    both = [[h & MASK, w & MASK] for h, w in zip(high.tolist(), low.tolist(), strict=True)]
+    assert ask(f"philox 12345678901234567890 {n} 77 3" for n in numbers) == both
+
+
+def test_coordinate_is_the_floor_of_the_exact_product(ask: Ask) -> None:
+    generator = random.Random(3)
+    cases = [(h, w, t) for h in words(4, 12) for w in words(5, 12) for t in words(6, 12)]
+    # Words beside the boundary of a coordinate: one less in the last bit must give one less.
+    for _ in range(300):
+        total = generator.randrange(1, 1 << 63)
+        word = -(-(generator.randrange(total) << 128) // total)
+        cases += [(w >> 64, w & MASK, total) for w in (word - 1, word, word + 1) if 0 <= w < 1 << 128]
+    expected = [((h << 64 | w) * t) >> 128 for h, w, t in cases]
+    assert ask(f"coordinate {h} {w} {t}" for h, w, t in cases) == [[x] for x in expected]
+    h, w, t = torch.tensor([[signed(x) for x in case] for case in cases]).unbind(1)
+    assert [x & MASK for x in reference.coordinate(h, w, t).tolist()] == expected
+
+
+def test_every_coordinate_is_equally_likely() -> None:
+    """The words that give a coordinate differ in number by one at most: 2^-64 relative, exactly as stated."""
+    for total in (3, 1000, (1 << 62) - 1):
+        counts = [
+            -(-((c + 1) << 128) // total) - -(-(c << 128) // total) for c in (0, 1, total // 2, total - 1)
+        ]
+        assert max(counts) - min(counts) <= 1
+        assert Fraction(max(counts), min(counts)) - 1 < Fraction(1, 1 << 64)
+
+
+def test_layout_of_a_tree(ask: Ask) -> None:
+    sizes = [0, 1, 31, 32, 33, 1023, 1024, 1025, 32768, 32769, 10**6, 1 << 25, (1 << 40) + 1, 1 << 50]
+    flat = [
+        [constants.tree_size(n), *(x for level in constants.tree_levels(n) for x in level)] for n in sizes
+    ]
+    assert ask(f"tree {n}" for n in sizes) == flat
+
+
+def test_every_half(ask: Ask) -> None:
+    answers = ask(["half"])[0]
+    for bits in range(1 << 16):
+        wide, back = answers[2 * bits : 2 * bits + 2]
+        (value,) = struct.unpack("<e", struct.pack("<H", bits))
+        if value != value:
+            assert wide & 0x7F800000 == 0x7F800000
+            assert wide & 0x7FFFFF
+            assert back == 0x7E00
+        else:
+            assert wide == struct.unpack("<I", struct.pack("<f", value))[0]
+            assert back == bits
+
+
+def test_rounding_to_16_bits(ask: Ask) -> None:
+    generator = random.Random(7)
+    floats = [generator.getrandbits(32) for _ in range(3000)]
+    # Beside every kind of tie: of normal and subnormal halves, of bfloats, of both ends of their ranges.
+    ties = [
+        0x3F801000,
+        0x38801000,
+        0x33000000,
+        0x33800000,
+        0x477FF000,
+        0x477FE000,
+        0x7F7F8000,
+        0x3F808000,
+        0x00008000,
+    ]
+    floats += [tie + d | sign for tie in ties for d in (-1, 0, 1) for sign in (0, 1 << 31)]
+    for bits, (half, bfloat) in zip(floats, ask(f"narrow {f}" for f in floats), strict=True):
+        (value,) = struct.unpack("<f", struct.pack("<I", bits))
+        if value != value:
+            assert (half, bfloat) == (0x7E00, 0x7FC0)
+            continue
+        assert half == half_by_python(value)
+        low = bits & 0xFFFF
+        up = low > 0x8000 or (low == 0x8000 and bits >> 16 & 1)
+        assert bfloat == (bits >> 16) + up
+
+
+def half_by_python(value: float) -> int:
+    try:
+        return int(struct.unpack("<H", struct.pack("<e", value))[0])
+    except OverflowError:
+        return 0xFC00 if value < 0 else 0x7C00
+
+
+def test_python_repeats_the_headers_numbers() -> None:
+    """Enumerators of the headers against `constants` and `schema`."""
+    text = "".join(
+        (CSRC / name).read_text() for name in ("common/slot.h", "common/philox.h", "common/window.h")
+    )
+    text += (CSRC / "cpu" / "ops.h").read_text() + (CSRC / "common" / "convert.h").read_text()
+    named = {k: int(v) for k, v in re.findall(r"\b(k\w+) = (\d+)", text)}
+    expected = {
+        "kForCoordinate": constants.FOR_COORDINATE,
+        "kForAnchor": constants.FOR_ANCHOR,
+        "kForPermutation": constants.FOR_PERMUTATION,
+        "kForSplit": constants.FOR_SPLIT,
+        "kTrajectory": constants.UNIT_TRAJECTORY,
+        "kStep": constants.UNIT_STEP,
+        "kInPlace": constants.ALIGN_IN_PLACE,
+        "kLeft": constants.ALIGN_LEFT,
+        "kRight": constants.ALIGN_RIGHT,
+        "kPadValue": constants.PAD_VALUE,
+        "kPadEdge": constants.PAD_EDGE,
+        "kStepRows": constants.SOURCE_STEPS,
+        "kStepRowsPlusOne": constants.SOURCE_STEPS_PLUS_ONE,
+        "kTrajectoryRow": constants.SOURCE_TRAJECTORY,
+        "kTimestep": constants.SOURCE_TIMESTEP,
+    }
+    assert {name: named.get(name) for name in expected} == expected
+    codes = re.search(r"enum Dtype : int64_t \{([^}]*)\}", text)
+    assert codes is not None
+    names = [name.split("=")[0].strip()[1:].lower() for name in codes[1].split(",")]
+    assert {name: code for code, name in enumerate(names)} == DTYPE_CODES
+    for struct_name, first, prefix in (("Slot", "SLOT_STATE", "SLOT_"), ("Resolution", "R_ID", "R_")):
+        body = re.search(rf"struct {struct_name} \{{([^}}]*)\}}", text)
+        assert body is not None
+        assert hasattr(constants, first)
+        members = re.findall(r"\b(\w+)(?=[,;])", body[1])
+        numbers = {m: getattr(constants, prefix + m.upper(), None) for m in members}
+        assert all(n == i for i, n in enumerate(numbers.values()) if n is not None)
+        assert sum(n is not None for n in numbers.values()) >= 7

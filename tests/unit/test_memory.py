@@ -1,0 +1,273 @@
+"""Shared memory: creation, attachment and its refusals, liveness, removal."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from gear_support import exit_status, in_child, kill, prefix, shared_files, wait_until
+
+from deepspeed_gear.errors import StoreError, StoreFullError
+from deepspeed_gear.store.layout import MAGIC
+from deepspeed_gear.store.memory import SHM, SharedMemory, remove_garbage, stores
+
+SIZE = 3 * 4096
+
+
+def make(name: str, peer: int = 0) -> SharedMemory:
+    memory = SharedMemory.create(SIZE, peer)
+    memory.buffer[: len(MAGIC)] = MAGIC
+    memory.link(name)
+    return memory
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"{prefix()}-memory"
+    yield name
+    (SHM / name).unlink(missing_ok=True)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_content_is_shared(name: str) -> None:
+    with_name = make(name)
+    other = SharedMemory.attach(name, 1)
+    with_name.buffer[100:105] = b"hello"
+    assert other.buffer[100:105] == b"hello"
+    assert other.num_bytes == SIZE
+    with_name.close()
+    assert (SHM / name).exists()
+    other.close()
+    assert not (SHM / name).exists()
+
+
+def test_nothing_is_visible_before_link(name: str) -> None:
+    memory = SharedMemory.create(SIZE)
+    assert shared_files(prefix()) == []
+    memory.close()
+
+
+def test_mode_is_private(name: str) -> None:
+    memory = make(name)
+    assert oct((SHM / name).stat().st_mode & 0o777) == "0o600"
+    memory.close()
+
+
+def test_unlinked_memory_cannot_be_attached_and_works_on(name: str) -> None:
+    memory = make(name)
+    other = SharedMemory.attach(name, 1)
+    memory.unlink()
+    with pytest.raises(StoreError, match=r"must be an existing store"):
+        SharedMemory.attach(name, 2)
+    memory.buffer[200] = 7
+    assert other.buffer[200] == 7
+    memory.close()
+    other.close()
+
+
+def refused_mode(path: Path) -> None:
+    path.chmod(0o644)
+
+
+def refused_link(path: Path) -> None:
+    target = path.with_name(path.name + "-target")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def refused_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def refused_missing(path: Path) -> None:
+    path.unlink()
+
+
+def refused_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def refused_empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def refused_owner(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    os.chown(path, 12345, -1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (refused_mode, r"must have mode 0600, got '0o644'"),
+        (refused_link, r"must be an existing store, got 'Too many levels of symbolic links'"),
+        (refused_directory, r"must be an existing store, got 'Is a directory'"),
+        (refused_missing, r"must be an existing store, got 'No such file or directory'"),
+        (refused_fifo, r"must be a regular file"),
+        (refused_empty, r"must be a gear store, got 'an empty file'"),
+        (refused_owner, r"must belong to user 0, got 12345"),
+    ],
+)
+def test_attach_refuses(name: str, spoil: Callable[[Path], None], text: str) -> None:
+    memory, path = make(name), SHM / name
+    spoil(path)
+    before = open_files()
+    try:
+        with pytest.raises(StoreError, match=text) as caught:
+            SharedMemory.attach(name, 1)
+        assert str(path) in str(caught.value)
+        assert open_files() == before
+    finally:
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        path.unlink(missing_ok=True)
+        path.with_name(path.name + "-target").unlink(missing_ok=True)
+        memory.close()
+
+
+def test_a_place_is_taken_once(name: str) -> None:
+    memory = make(name)
+    other = SharedMemory.attach(name, 1)
+    for peer in (0, 1):
+        with pytest.raises(StoreError, match=rf"peer {peer} must be attached by one process only"):
+            SharedMemory.attach(name, peer)
+    other.close()
+    SharedMemory.attach(name, 1).close()
+    memory.close()
+
+
+@pytest.mark.parametrize("excess", [1, 1 << 40, 1 << 62, 1 << 80])
+def test_full_memory_is_an_error_that_takes_nothing(excess: int) -> None:
+    status = os.statvfs(SHM)
+    size = status.f_bavail * status.f_frsize + excess
+    files = open_files()
+    with pytest.raises(StoreFullError, match=r"/dev/shm must have \d+ bytes free, got '\d+ bytes \(No space"):
+        SharedMemory.create(size)
+    assert open_files() == files
+    after = os.statvfs(SHM)
+    assert abs(after.f_bavail - status.f_bavail) * status.f_frsize < 1 << 30  # others use it as well
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_huge_pages_change_nothing_but_speed(name: str, huge_pages: bool) -> None:
+    memory = SharedMemory.create(5 << 20, 0, huge_pages)
+    memory.buffer[(5 << 20) - 1] = 9
+    assert memory.buffer[(5 << 20) - 1] == 9
+    assert 0 <= memory.huge_bytes <= 6 << 20
+    assert os.fstat(memory.fd).st_blocks * 512 >= 5 << 20  # every page exists already
+    memory.close()
+
+
+def test_liveness_ends_with_the_process(name: str) -> None:
+    memory = make(name)
+    assert memory.is_alive(0)
+    assert not memory.is_alive(1)
+
+    def attached() -> None:
+        SharedMemory.attach(name, 1)
+        signal.pause()
+
+    child = in_child(attached)
+    wait_until(lambda: memory.is_alive(1), "attaching")
+    kill(child)
+    assert not memory.is_alive(1)
+    memory.close()
+
+
+def test_a_forked_child_leaves_the_parents_place_alone(name: str) -> None:
+    memory = make(name)
+    other = SharedMemory.attach(name, 1)
+    assert exit_status(in_child(memory.close)) == 0
+    assert other.is_alive(0)
+    assert (SHM / name).exists()
+    other.close()
+    memory.close()
+
+
+def test_close_twice(name: str) -> None:
+    memory = make(name)
+    view = memoryview(memory.buffer)
+    memory.close()
+    memory.close()
+    assert view[0] == MAGIC[0]  # views outlive it
+    assert shared_files(prefix()) == []
+
+
+def test_garbage_of_a_killed_process_is_removed(name: str) -> None:
+    path = SHM / name
+
+    def run() -> None:
+        make(name)
+        signal.pause()
+
+    child = in_child(run)
+    wait_until(path.exists, "linking")
+    assert remove_garbage(prefix()) == []
+    assert path.exists(), "a living store was removed"
+    assert stores(prefix()) == [path]
+    kill(child)
+    assert path.exists()
+    assert remove_garbage(prefix() + "x") == []
+    assert remove_garbage(prefix()) == [path]
+    assert not path.exists()
+
+
+def test_garbage_is_kept_while_any_process_is_attached(name: str) -> None:
+    def run() -> None:
+        make(name)
+        signal.pause()
+
+    child = in_child(run)
+    wait_until((SHM / name).exists, "linking")
+    other = SharedMemory.attach(name, 3)
+    kill(child)
+    assert remove_garbage(prefix()) == []
+    assert (SHM / name).exists()
+    other.close()
+    assert not (SHM / name).exists()
+
+
+def test_files_of_other_programs_are_not_ours(name: str) -> None:
+    path = SHM / name
+    path.write_bytes(b"somebody's data" * 500)
+    path.chmod(0o600)
+    assert stores(prefix()) == []
+    assert remove_garbage(prefix()) == []
+    foreign = SharedMemory.attach(name, 0)
+    foreign.close()
+    assert path.exists()
+    assert remove_garbage("*") == []
+
+
+def test_racing_removals_remove_once() -> None:
+    ours = prefix()
+    names = [f"{ours}-race{i}" for i in range(40)]
+
+    def run() -> None:
+        for name in names:
+            make(name)
+        signal.pause()
+
+    child = in_child(run)
+    wait_until(lambda: len(shared_files(ours)) == len(names), "linking")
+    kill(child)
+    read, write = os.pipe()
+
+    def remove() -> None:
+        os.write(write, bytes([len(remove_garbage(ours))]))
+
+    children = [in_child(remove) for _ in range(3)]
+    assert [exit_status(child) for child in children] == [0, 0, 0]
+    assert sum(os.read(read, 3)) == len(names)
+    assert shared_files(ours) == []
+    os.close(read)
+    os.close(write)
