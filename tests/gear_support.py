@@ -222,3 +222,127 @@ def try_launch(
         process.communicate()
         raise
     return process.returncode, output
+
+
+class StoreScene:
+    """A table with streams, made without a Replay: this process is peer 0; others attach by `attach`.
+
+    Args:
+        backend: Of the ops.
+        specs: Streams, see `stream_spec`.
+        lengths: Of the trajectories that it holds at the beginning.
+        num_slots, num_rows, num_peers: Its sizes.
+        timeout_s: Of its lock and streams.
+    """
+
+    def __init__(
+        self,
+        backend: str = "cpu",
+        specs: Sequence[Any] = (),
+        lengths: Sequence[int] = (),
+        num_slots: int = 40,
+        num_rows: int = 1000,
+        num_peers: int = 4,
+        timeout_s: float = 20.0,
+    ) -> None:
+        from deepspeed_gear.ops import load_backend
+        from deepspeed_gear.ops.functional import tree_size
+        from deepspeed_gear.selection.stream import Stream
+        from deepspeed_gear.store.spec import TableSpec, table_layout
+        from deepspeed_gear.store.table import Table
+
+        self.ops, self.specs, self.timeout_s = load_backend(backend), list(specs), timeout_s
+        self.name, self.nonce = f"{prefix()}-{os.urandom(4).hex()}", "0" * 32
+        self.spec = TableSpec("main", SCHEMA, num_slots, num_rows, None, True, True, num_peers)
+        words = tree_size(num_slots)
+        extra = [region for spec in self.specs for region in spec.regions(num_slots, num_peers, words)]
+        self.layout = table_layout(self.spec, extra, {})
+        self.table = Table.create(self.spec, extra, {}, self.nonce, self.ops, timeout_s)
+        self.streams = [Stream(spec, self.table) for spec in self.specs]
+        for stream in self.streams:
+            stream.initialise()
+        self.count = 0
+        for steps in lengths:
+            self.add(steps)
+        self.table.memory.link(self.name)
+
+    def attach(self, peer: int, **changes: Any) -> tuple[Any, list[Any]]:
+        """Attach to the store once more; return table and streams."""
+        from deepspeed_gear.selection.stream import Stream
+        from deepspeed_gear.store.table import Table
+
+        given = {"expected": self.layout, "nonce": self.nonce, "ops": self.ops, "timeout_s": self.timeout_s}
+        table = Table.attach(self.spec, self.name, peer=peer, **{**given, **changes})
+        return table, [Stream(spec, table) for spec in self.specs]
+
+    def add(self, num_steps: int) -> int:
+        """Add the next trajectory; its number is its id while nothing else adds."""
+        from deepspeed_gear.replay import content
+
+        self.count += 1
+        return content.add(self.table, self.streams, trajectory(self.count - 1, num_steps), None)
+
+    def close(self) -> None:
+        """Remove the store."""
+        (SHM / self.name).unlink(missing_ok=True)
+        self.table.close()
+
+
+def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any) -> Any:
+    """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, `seed`, `depth` given."""
+    from deepspeed_gear.selection.anchors import AnchorRule
+    from deepspeed_gear.selection.rules import MassRule
+    from deepspeed_gear.selection.stream import StreamSpec
+
+    rule = MassRule(
+        unit,  # type: ignore[arg-type]
+        options.get("by_length", False),
+        options.get("anchors", AnchorRule.all()),
+        options.get("where", ()),
+        options.get("split", {}),
+        options.get("split_index", 0),
+    )
+    name = options.get("name", "train")
+    return StreamSpec(name, kind, rule, options.get("seed", 0), 7, batch, options.get("depth", 4))
+
+
+def check_whole(table: Any, streams: Sequence[Any]) -> None:
+    """Check that everything derived in a store agrees with its slot table; takes the lock."""
+    from deepspeed_gear.selection.stream import NOTHING, NUM_DIRTY
+    from deepspeed_gear.store.table import (
+        COMMITTED,
+        FIRST_ROW,
+        FREE,
+        ID,
+        NEXT_ID,
+        NUM_COMMITTED,
+        NUM_ROWS,
+        NUM_STEPS,
+        STATE,
+        STEPS_COMMITTED,
+    )
+
+    with table.lock:
+        slots, control = table.slots, table.control
+        committed = np.nonzero(slots[:, STATE] == COMMITTED)[0]
+        assert control[NUM_COMMITTED] == len(committed)
+        assert control[STEPS_COMMITTED] == slots[committed, NUM_STEPS].sum()
+        ids = slots[committed, ID]
+        assert len(np.unique(ids)) == len(ids)
+        assert control[NEXT_ID] > ids.max(initial=-1)
+        used = slots[slots[:, STATE] != FREE]
+        extents = sorted(used[:, [FIRST_ROW, NUM_ROWS]].tolist())
+        ends = [0, *(first + count for first, count in extents)]
+        assert all(first >= end for (first, _), end in zip(extents, ends, strict=False))
+        assert ends[-1] <= table.spec.num_rows
+        for stream in streams:
+            sums = stream._sums.clone()
+            stream.ops.tree_build_(sums, len(slots))
+            assert sums.equal(stream._sums), "an inner node is not the sum of its children"
+            waiting = np.nonzero(stream._queued != NOTHING)[0]
+            dirty = stream._dirty[: int(stream.position[NUM_DIRTY])]
+            assert sorted(dirty.tolist()) == waiting.tolist()
+            effective = np.where(stream._queued != NOTHING, stream._queued, stream._leaves)
+            wanted = np.zeros(len(slots), np.int64)
+            wanted[committed] = stream.masses(committed)
+            assert (effective == wanted).all()

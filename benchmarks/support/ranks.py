@@ -34,15 +34,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     Raises:
         RuntimeError: A rank failed; the text is that rank's.
     """
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    port = free_port()
-    processes = [
-        context.Process(target=_rank, args=(rank, world_size, port, results, function, arguments))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
+    results: Any = multiprocessing.get_context("spawn").Queue()
+    processes = start_ranks(world_size, function, *arguments, results=results)
     found: dict[int, Any] = {}
     try:
         until = time.monotonic() + _START_S
@@ -67,6 +60,20 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     return [found[rank] for rank in range(world_size)]
 
 
+def start_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, results: Any = None
+) -> list[multiprocessing.process.BaseProcess]:
+    """Start the processes of `run_ranks` and return them; their end is the caller's business."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    processes = [
+        context.Process(target=_rank, args=(rank, world_size, port, results, function, arguments))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    return list(processes)
+
+
 def _rank(
     rank: int, world_size: int, port: int, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
@@ -79,9 +86,11 @@ def _rank(
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
-        results.put((rank, f"{type(error).__name__}: {error}", None))
+        if results is not None:
+            results.put((rank, f"{type(error).__name__}: {error}", None))
         raise
-    results.put((rank, None, value))
+    if results is not None:
+        results.put((rank, None, value))
 
 
 _SPIN = "import os; p = os.getppid()\nwhile os.getppid() == p: sum(range(1000000))"  # ends when its parent dies

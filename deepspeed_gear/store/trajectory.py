@@ -66,17 +66,17 @@ def _as_stored(value: Any, column: Column, table: str) -> np.ndarray:
             value = value.float()
         array = value.numpy()
     else:
-        array = np.asarray(value)
-        if column.dtype == "bfloat16" and array.dtype != np.uint16:
-            array = (
-                torch.from_numpy(np.ascontiguousarray(array, np.float32))
-                .to(torch.bfloat16)
-                .view(torch.uint16)
-                .numpy()
-            )
-    lossless = np.can_cast(array.dtype, column.numpy_dtype, "same_kind")
-    if not lossless and not (isinstance(value, (list, tuple, int, float, bool)) and array.dtype != object):
+        try:
+            array = np.asarray(value)
+        except ValueError as error:
+            raise DataError(name, "must be an array", None, str(error)) from error
+    # Lists have no dtype of their own; of them, and of what "same_kind" admits, `_cast` checks the values.
+    suits = np.can_cast(array.dtype, column.numpy_dtype, "same_kind") or column.dtype == "bfloat16"
+    if array.dtype.kind not in "biuf" or not (suits or isinstance(value, (list, tuple, int, float, bool))):
         raise DataError(name, f"must be convertible to {column.dtype}", str(array.dtype))
+    if column.dtype == "bfloat16" and array.dtype != np.uint16:
+        rounded = torch.from_numpy(array.astype(np.float32, order="C")).to(torch.bfloat16)
+        array = rounded.view(torch.uint16).numpy()
     rank = len(column.shape) + (0 if column.rows == "1" else 1)
     if array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape:
         shape = list(column.shape) if column.rows == "1" else [column.rows, *column.shape]

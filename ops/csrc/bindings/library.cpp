@@ -8,61 +8,16 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <numeric>
 #include <thread>
 #include <vector>
-#include <numeric>
 
-#include "common/convert.h"
-#include "common/tree.h"
+#include "bindings/checks.h"
 #include "cpu/mutex.h"
 #include "cpu/ops.h"
 
 namespace gear {
 namespace {
-
-constexpr int64_t kSlotWords = sizeof(Slot) / sizeof(int64_t);
-constexpr int64_t kResolutionWords = sizeof(Resolution) / sizeof(int64_t);
-constexpr int64_t kFieldInts = 8;  // source, offset, length, align, after_n_step, pad, elements, index of the mask
-
-int64_t CodeOf(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kBool: return kBool;
-    case at::kByte: return kUint8;
-    case at::kChar: return kInt8;
-    case at::kShort: return kInt16;
-    case at::kInt: return kInt32;
-    case at::kLong: return kInt64;
-    case at::kHalf: return kFloat16;
-    case at::kBFloat16: return kBfloat16;
-    case at::kFloat: return kFloat32;
-    case at::kDouble: return kFloat64;
-    default: TORCH_CHECK(false, "gear: dtype ", tensor.scalar_type(), " is not supported");
-  }
-}
-
-void CheckTensor(const at::Tensor& tensor, const char* name, at::ScalarType type) {
-  TORCH_CHECK(tensor.scalar_type() == type, "gear: ", name, " must be ", type, ", got ", tensor.scalar_type());
-  TORCH_CHECK(tensor.is_contiguous(), "gear: ", name, " must be contiguous");
-}
-
-void CheckRecords(const at::Tensor& tensor, const char* name, int64_t words) {
-  CheckTensor(tensor, name, at::kLong);
-  TORCH_CHECK(tensor.dim() == 2 && tensor.size(1) == words, "gear: ", name, " must be [n, ", words, "], got ",
-              tensor.sizes());
-}
-
-void CheckTree(const at::Tensor& sums, int64_t num_items) {
-  CheckTensor(sums, "sums", at::kLong);
-  TORCH_CHECK(num_items >= 0 && sums.numel() == ShapeOfTree(num_items).words, "gear: sums of ", num_items,
-              " items must have ", ShapeOfTree(num_items).words, " words, got ", sums.numel());
-}
-
-uint64_t* Unsigned(at::Tensor& tensor) { return reinterpret_cast<uint64_t*>(tensor.mutable_data_ptr<int64_t>()); }
-
-const Resolution* Resolutions(const at::Tensor& tensor) {
-  CheckRecords(tensor, "resolutions", kResolutionWords);
-  return reinterpret_cast<const Resolution*>(tensor.const_data_ptr<int64_t>());
-}
 
 void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
   CheckTensor(coordinates, "coordinates", at::kLong);
@@ -73,8 +28,7 @@ void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, i
 
 void Permute(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first, int64_t size) {
   CheckTensor(coordinates, "coordinates", at::kLong);
-  TORCH_CHECK(first >= 0 && size >= 0 && first <= size - coordinates.numel(), "gear: ", coordinates.numel(),
-              " indices from ", first, " must lie in [0, ", size, ")");
+  CheckIndices(coordinates, first, size);
   cpu::Permute(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), epoch, first, static_cast<uint64_t>(size),
                coordinates.numel(), coordinates.mutable_data_ptr<int64_t>());
 }
@@ -107,12 +61,7 @@ void CheckCoordinates(const at::Tensor& sums, int64_t num_items, const at::Tenso
 
 void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots, const at::Tensor& coordinates,
              at::IntArrayRef rule, int64_t unit, int64_t seed, int64_t stream, int64_t first) {
-  CheckRecords(slots, "slots", kSlotWords);
-  CheckTree(sums, slots.size(0));
-  CheckTensor(coordinates, "coordinates", at::kLong);
-  CheckRecords(resolutions, "resolutions", kResolutionWords);
-  TORCH_CHECK(resolutions.size(0) == coordinates.numel(), "gear: resolutions must have a row per coordinate");
-  TORCH_CHECK(rule.size() == 5 && rule[2] > 0, "gear: rule must be first, trim, stride, most, from_end");
+  CheckResolve(resolutions, sums, slots, coordinates, rule);
   CheckCoordinates(sums, slots.size(0), coordinates);
   cpu::Resolve(reinterpret_cast<const uint64_t*>(sums.const_data_ptr<int64_t>()),
                reinterpret_cast<const Slot*>(slots.const_data_ptr<int64_t>()), slots.size(0),
@@ -125,8 +74,7 @@ void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& s
 void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& extents) {
   CheckTensor(out, "out", at::kFloat);
   CheckRecords(extents, "extents", 2);
-  TORCH_CHECK(reward.is_contiguous() && reward.dim() == 1 && reward.numel() == out.numel(),
-              "gear: reward must be contiguous and have as many rows as out");
+  CheckReward(reward, out.numel());
   const int64_t* data = extents.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < extents.size(0); ++i)
     TORCH_CHECK(data[2 * i] >= 0 && data[2 * i + 1] >= 0 && data[2 * i + 1] <= out.numel() - data[2 * i],
@@ -151,62 +99,10 @@ void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps, cons
                  const at::Tensor& resolutions, int64_t n) {
   const Resolution* records = Resolutions(resolutions);
   const int64_t count = resolutions.size(0);
-  CheckTensor(returns, "returns", at::kFloat);
-  CheckTensor(discount, "discount", at::kFloat);
-  CheckTensor(steps, "steps", at::kLong);
-  CheckTensor(terminated, "terminated", at::kBool);
-  CheckTensor(powers, "powers", at::kDouble);
-  if (truncated) CheckTensor(*truncated, "truncated", at::kBool);
-  TORCH_CHECK(n >= 1 && powers.numel() == n + 1, "gear: powers must hold gamma^0 .. gamma^n");
-  TORCH_CHECK(returns.numel() == count && discount.numel() == count && steps.numel() == count,
-              "gear: returns, discount and steps must have a value per resolution");
-  const int64_t rows = std::min({reward.numel(), terminated.numel(), truncated ? truncated->numel() : reward.numel()});
-  CheckRows(records, count, rows, std::numeric_limits<int64_t>::max(), 0);
-  const cpu::NStep n_step{reward.const_data_ptr(), CodeOf(reward), terminated.const_data_ptr<bool>(),
-                          truncated ? truncated->const_data_ptr<bool>() : nullptr, powers.const_data_ptr<double>(), n};
+  const cpu::NStep n_step = NStepOf(returns, discount, steps, reward, terminated, truncated, powers, resolutions, n);
+  CheckRows(records, count, NumRows(reward, terminated, truncated), std::numeric_limits<int64_t>::max(), 0);
   cpu::NStepReturn(n_step, records, count, returns.mutable_data_ptr<float>(), discount.mutable_data_ptr<float>(),
                    steps.mutable_data_ptr<int64_t>());
-}
-
-cpu::Field FieldOf(const int64_t* spec, double pad_value, const at::Tensor& column, const at::Tensor& shift,
-                   const at::Tensor& gain, const at::Tensor& out, const at::Tensor* mask, int64_t count) {
-  cpu::Field field{};
-  field.source = spec[0];
-  field.window = {spec[1], spec[2], spec[3]};
-  field.after_n_step = spec[4];
-  field.pad = spec[5];
-  field.elements = spec[6];
-  field.to = CodeOf(out);
-  field.from = field.source == cpu::kTimestep ? field.to : CodeOf(column);
-  field.to_bytes = out.element_size();
-  field.pad_value = pad_value;
-  TORCH_CHECK(out.is_contiguous() && column.is_contiguous(), "gear: out and columns must be contiguous");
-  TORCH_CHECK(out.numel() == count * field.window.length * field.elements, "gear: out must hold ", count, " x ",
-              field.window.length, " x ", field.elements, " elements, got ", out.sizes());
-  TORCH_CHECK(field.source != cpu::kTimestep || field.to == kInt64, "gear: time steps must be int64");
-  TORCH_CHECK(field.source == cpu::kTimestep || column.numel() % field.elements == 0,
-              "gear: column must hold whole rows of ", field.elements, " elements");
-  const auto needs_double = [](int64_t dtype) { return dtype == kFloat64 || dtype == kInt64 || dtype == kInt32; };
-  const bool wide = needs_double(field.from) || needs_double(field.to);
-  if (gain.numel() > 0) {
-    for (const at::Tensor* t : {&shift, &gain}) CheckTensor(*t, "shift and gain", wide ? at::kDouble : at::kFloat);
-    field.period = gain.numel();
-    TORCH_CHECK(shift.numel() == gain.numel() && (field.period == 1 || field.period % field.elements == 0),
-                "gear: shift and gain must have equal sizes, 1 or a multiple of ", field.elements);
-    field.shift = shift.const_data_ptr();
-    field.gain = gain.const_data_ptr();
-  }
-  if (field.source != cpu::kTimestep) field.column = column.const_data_ptr();
-  field.out = out.mutable_data_ptr();
-  if (mask != nullptr) {
-    CheckTensor(*mask, "mask", at::kBool);
-    TORCH_CHECK(mask->numel() == count * field.window.length, "gear: mask must be [", count, ", ", field.window.length,
-                "], got ", mask->sizes());
-    field.mask = mask->mutable_data_ptr<bool>();
-  }
-  const char* wrong = cpu::CheckField(field);
-  TORCH_CHECK(wrong == nullptr, "gear: ", wrong);
-  return field;
 }
 
 // Splits [0, count) over threads of its own: torch's pool would need OpenMP's runtime of the same torch build.
@@ -225,34 +121,13 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec, at::ArrayRef<double> pad_values,
             int64_t threads) {
   const Resolution* records = Resolutions(resolutions);
-  const int64_t count = resolutions.size(0), num_fields = static_cast<int64_t>(outs.size());
-  TORCH_CHECK(static_cast<int64_t>(columns.size()) == num_fields && static_cast<int64_t>(shifts.size()) == num_fields &&
-                  static_cast<int64_t>(gains.size()) == num_fields &&
-                  static_cast<int64_t>(pad_values.size()) == num_fields &&
-                  static_cast<int64_t>(spec.size()) == num_fields * kFieldInts,
-              "gear: out, columns, shifts, gains, pad values and spec must describe the same fields");
-  CheckTensor(counters, "counters", at::kLong);
-  TORCH_CHECK(counters.numel() >= 3, "gear: counters must have 3 elements");
-  const int64_t* offsets = nullptr;
-  if (n_steps) {
-    CheckTensor(*n_steps, "n_steps", at::kLong);
-    TORCH_CHECK(n_steps->numel() == count, "gear: n_steps must have a value per resolution");
-    offsets = n_steps->const_data_ptr<int64_t>();
-  }
-  c10::SmallVector<cpu::Field, 16> fields;
+  const int64_t count = resolutions.size(0);
+  const FieldList fields =
+      FieldsOf(outs, masks, counters, columns, shifts, gains, resolutions, n_steps, spec, pad_values);
+  const int64_t* offsets = n_steps ? n_steps->const_data_ptr<int64_t>() : nullptr;
   int64_t rows = std::numeric_limits<int64_t>::max(), slots = rows, final_row = 0;
-  for (int64_t f = 0; f < num_fields; ++f) {
-    const int64_t* ints = spec.data() + f * kFieldInts;
-    const int64_t mask = ints[7];
-    TORCH_CHECK(mask < static_cast<int64_t>(masks.size()), "gear: the index of a mask must lie in masks");
-    TORCH_CHECK(!ints[4] || n_steps.has_value(), "gear: n_steps must be given for a field that follows it");
-    TORCH_CHECK(ints[6] > 0, "gear: a row must have elements");
-    fields.push_back(FieldOf(ints, pad_values[f], columns[f], shifts[f], gains[f], outs[f],
-                             mask < 0 ? nullptr : &masks[mask], count));
-    cpu::Field& field = fields.back();
-    // Fields with equal windows share a mask; the first one writes it.
-    if (std::any_of(fields.begin(), fields.end() - 1, [&](const cpu::Field& f) { return f.mask == field.mask; }))
-      field.mask = nullptr;
+  for (size_t f = 0; f < fields.size(); ++f) {
+    const cpu::Field& field = fields[f];
     if (field.source == cpu::kTimestep) continue;
     const int64_t held = columns[f].numel() / field.elements;
     if (field.source == cpu::kTrajectoryRow) slots = std::min(slots, held);

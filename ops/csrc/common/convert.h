@@ -11,6 +11,26 @@ enum Dtype : int64_t {
   kBool = 0, kUint8, kInt8, kInt16, kInt32, kInt64, kFloat16, kBfloat16, kFloat32, kFloat64
 };
 
+// Bytes of one element.
+GEAR_HOST_DEVICE int64_t SizeOf(int64_t dtype) {
+  switch (dtype) {
+    case kBool:
+    case kUint8:
+    case kInt8: return 1;
+    case kInt16:
+    case kFloat16:
+    case kBfloat16: return 2;
+    case kInt32:
+    case kFloat32: return 4;
+    default: return 8;
+  }
+}
+
+// To any floating type, or to a wider integer.
+GEAR_HOST_DEVICE bool IsConversion(int64_t from, int64_t to) {
+  return to >= kFloat16 || (to == kInt64 && from <= kInt32) || (to == kInt32 && from <= kInt16);
+}
+
 struct Half { uint16_t bits; };
 struct Bfloat { uint16_t bits; };
 

@@ -1,5 +1,4 @@
 // Collection: windows of columns into the tensors of a batch.
-#include <cmath>
 #include <cstring>
 #include <type_traits>
 
@@ -12,12 +11,6 @@ namespace {
 constexpr int64_t kLookAhead = 4;    // samples whose rows are requested before their turn
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kMostPrefetch = 1024;  // bytes; beyond it the hardware's own prefetcher has started
-constexpr int64_t kMostSteps = int64_t{1} << 40;  // of offsets and lengths, so that no sum of them overflows
-
-int64_t SizeOf(int64_t dtype) {
-  constexpr int64_t sizes[] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8};
-  return sizes[dtype];
-}
 
 // (x - shift) * gain over whole rows; shift and gain repeat every `period` elements.
 template <typename From, typename To>
@@ -199,28 +192,7 @@ GatherFunction FunctionFor(const Field& field) {
   return same ? CopyFunction(field.from) : ConvertFunction(field.from, field.to);
 }
 
-// Whether an integer dtype holds `value` exactly.
-bool IsInteger(double value, int64_t dtype) {
-  const int64_t bits = 8 * SizeOf(dtype) - (dtype == kBool || dtype == kUint8 ? 0 : 1);
-  const double end = dtype == kBool ? 2.0 : std::ldexp(1.0, static_cast<int>(bits));
-  const double low = dtype == kBool || dtype == kUint8 ? 0.0 : -end;
-  return value >= low && value < end && value == std::floor(value);
-}
-
 }  // namespace
-
-const char* CheckField(const Field& field) {
-  if (field.source < kStepRows || field.source > kTimestep) return "unknown source";
-  if (field.from < 0 || field.from > kFloat64 || field.to < 0 || field.to > kFloat64) return "unknown dtype code";
-  if (field.window.length < 1 || field.window.length > kMostSteps) return "length must be in [1, 2^40]";
-  if (field.window.offset < -kMostSteps || field.window.offset > kMostSteps) return "offset must be in [-2^40, 2^40]";
-  if (field.source == kTrajectoryRow && field.window.length != 1) return "a column of one row per trajectory has no window";
-  if ((field.shift == nullptr) != (field.gain == nullptr)) return "shift and gain go together";
-  if (field.to < kFloat16 && field.gain != nullptr) return "shift and gain need a floating dtype";
-  if (field.to < kFloat16 && field.pad == kPadValue && !IsInteger(field.pad_value, field.to))
-    return "the pad value must be a whole number that its dtype can hold";
-  return FunctionFor(field) == nullptr ? "no conversion between these dtypes" : nullptr;
-}
 
 int64_t Gather(const Field& field, const Resolution* resolutions, const int64_t* n_steps, int64_t begin, int64_t end) {
   return FunctionFor(field)(field, resolutions, n_steps, begin, end);

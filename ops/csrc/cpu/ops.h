@@ -63,7 +63,4 @@ struct Field {
 // Collects the samples [begin, end) of one field. Returns the number of real rows.
 int64_t Gather(const Field& field, const Resolution* resolutions, const int64_t* n_steps, int64_t begin, int64_t end);
 
-// Bytes that are wrong in `field` (for example an unsupported pair of dtypes), or null.
-const char* CheckField(const Field& field);
-
 }  // namespace gear::cpu

@@ -1,0 +1,47 @@
+// What every kernel shares: the shape of a launch, the check behind it, and how a thread finds its work.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "common/host_device.h"
+
+namespace gear::cuda {
+
+inline constexpr int kThreads = 256, kWarp = 32;
+inline constexpr int64_t kMostBlocks = 4096;  // kernels loop over what is left
+
+inline unsigned Blocks(int64_t threads) {
+  return static_cast<unsigned>(Min((threads + kThreads - 1) / kThreads, kMostBlocks));
+}
+
+inline void Check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("gear: ") + what + " failed: " + cudaGetErrorString(error));
+}
+
+inline void CheckLaunch(const char* kernel) { Check(cudaGetLastError(), kernel); }
+
+inline cudaStream_t AsStream(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+__device__ inline int64_t GlobalThread() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+__device__ inline int64_t GlobalThreads() { return int64_t{gridDim.x} * blockDim.x; }
+
+// Ends the kernel with an error where memory holds an index that leads outside.
+__device__ inline void Require(bool condition) {
+  if (!condition) __trap();
+}
+
+__device__ inline void AtomicAdd(uint64_t* to, uint64_t amount) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(amount));
+}
+
+// Whether a resolution lies in the rows of a column.
+template <typename R>
+__device__ bool IsInside(const R& r, int64_t num_rows, int64_t final_row) {
+  return r.first_row >= 0 && r.num_steps >= 1 && r.num_steps <= num_rows - final_row &&
+         r.first_row <= num_rows - final_row - r.num_steps && r.anchor >= 0 && r.anchor < r.num_steps;
+}
+
+}  // namespace gear::cuda

@@ -1,0 +1,104 @@
+// Draws, the epoch's order, and what a draw resolves to.
+#include "common/permutation.h"
+#include "common/tree.h"
+#include "cuda/launch.h"
+#include "cuda/ops.h"
+
+namespace gear::cuda {
+namespace {
+
+__global__ void DrawKernel(uint64_t seed, uint32_t stream_number, int64_t first, uint64_t total,
+                           int64_t count, int64_t* __restrict__ coordinates) {
+  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
+    const Word128 word = Philox(seed, static_cast<uint64_t>(first + i), stream_number, kForCoordinate);
+    coordinates[i] = static_cast<int64_t>(Coordinate(word, total));
+  }
+}
+
+__global__ void PermuteKernel(const Permutation permutation, int64_t first, int64_t count,
+                              int64_t* __restrict__ coordinates) {
+  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads())
+    coordinates[i] = static_cast<int64_t>(gear::Permute(permutation, static_cast<uint64_t>(first + i)));
+}
+
+// Descend by a warp: a lane for each child, so that a level is one read of 256 bytes and a scan.
+__device__ Hit DescendWarp(const uint64_t* __restrict__ sums, const TreeShape& shape,
+                           uint64_t coordinate, int lane) {
+  constexpr unsigned kAll = 0xFFFFFFFFu;
+  int64_t node = 0;
+  for (int level = shape.levels - 1; level >= 0; --level) {
+    const uint64_t own = sums[shape.offset[level] + node * kFanOut + lane];
+    uint64_t up_to = own;
+#pragma unroll
+    for (int step = 1; step < kFanOut; step *= 2) {
+      const uint64_t below = __shfl_up_sync(kAll, up_to, step);
+      if (lane >= step) up_to += below;
+    }
+    // The last child takes what no other holds, as in Descend.
+    const unsigned holds = __ballot_sync(kAll, coordinate < up_to) | (1u << (kFanOut - 1));
+    const int child = __ffs(static_cast<int>(holds)) - 1;
+    coordinate -= __shfl_sync(kAll, up_to - own, child);
+    node = node * kFanOut + child;
+  }
+  return {node, coordinate};
+}
+
+struct Second {  // the draw of the anchor
+  AnchorRule rule;
+  int64_t unit;
+  uint64_t seed;
+  uint32_t stream_number;
+};
+
+__global__ void ResolveKernel(const uint64_t* __restrict__ sums, const Slot* __restrict__ slots,
+                              int64_t num_slots, const TreeShape shape,
+                              const int64_t* __restrict__ coordinates, int64_t count,
+                              const Second second, int64_t first,
+                              Resolution* __restrict__ resolutions) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
+    const Hit hit = DescendWarp(sums, shape, static_cast<uint64_t>(coordinates[i]), lane);
+    if (lane != 0) continue;
+    Require(hit.item < num_slots);
+    const uint64_t mass = sums[hit.item];
+    Require(hit.remainder < mass);  // else the coordinate was beyond the total
+    const Slot& slot = slots[hit.item];
+    const int64_t anchor =
+        ChooseAnchor(second.rule, second.unit, slot.num_steps, hit.remainder, second.seed,
+                     static_cast<uint64_t>(first + i), second.stream_number);
+    resolutions[i] = {slot.id,        hit.item, slot.generation,            slot.first_row,
+                      slot.num_steps, anchor,   static_cast<int64_t>(mass), first + i};
+  }
+}
+
+}  // namespace
+
+void Draw(uint64_t seed, uint32_t stream_number, int64_t first, uint64_t total, int64_t count,
+          int64_t* coordinates, void* stream) {
+  if (count == 0) return;
+  DrawKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(seed, stream_number, first, total,
+                                                               count, coordinates);
+  CheckLaunch("Draw");
+}
+
+void Permute(uint64_t seed, uint32_t stream_number, int64_t epoch, int64_t first, uint64_t size,
+             int64_t count, int64_t* coordinates, void* stream) {
+  if (count == 0) return;
+  const Permutation permutation =
+      MakePermutation(seed, stream_number, static_cast<uint64_t>(epoch), size);
+  PermuteKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(permutation, first, count,
+                                                                  coordinates);
+  CheckLaunch("Permute");
+}
+
+void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates,
+             int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed,
+             uint32_t stream_number, int64_t first, Resolution* resolutions, void* stream) {
+  if (count == 0) return;
+  ResolveKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
+      sums, slots, num_slots, ShapeOfTree(num_slots), coordinates, count,
+      Second{rule, unit, seed, stream_number}, first, resolutions);
+  CheckLaunch("Resolve");
+}
+
+}  // namespace gear::cuda

@@ -1,0 +1,234 @@
+"""A process may die at any instruction: the others go on with a whole store and the batches that come next.
+
+Deaths are placed twice: by tracing a child and killing it before its k-th line, for every n-th k (n is
+GEAR_TEST_STRIDE, 4 unless given); and at random times of processes that run freely.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import (
+    ROOT,
+    STEP,
+    StoreScene,
+    check_whole,
+    exit_status,
+    in_child,
+    kill,
+    stream_spec,
+    trajectory,
+    wait_until,
+)
+
+from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.ops.constants import tree_levels
+from deepspeed_gear.replay import content
+from deepspeed_gear.store.table import COMMITTED, ID, STATE
+
+TRACED = tuple(str(ROOT / "deepspeed_gear" / part) for part in ("store", "selection", "replay"))
+LENGTHS = [3, 1, 4, 2, 5]
+STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "4"))
+
+
+def killed_at(line: int, action: Callable[[], None]) -> bool:
+    """Run an action in a child that is killed before its line-th line; return whether it came so far."""
+
+    def run() -> None:
+        left = line
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            if not frame.f_code.co_filename.startswith(TRACED):
+                return None
+            if event == "line":
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        action()
+
+    status = exit_status(in_child(run))
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+def every_death(make: Callable[[], StoreScene], act: Callable[[Any, Any], None], stride: int) -> Iterator[StoreScene]:
+    """Yield a store for every place of death of a peer that attaches and acts."""
+    line, deaths = 1, 0
+    while True:
+        scene = make()
+
+        def attach_and_act(scene: StoreScene = scene) -> None:
+            act(*scene.attach(1))
+
+        died = killed_at(line, attach_and_act)
+        yield scene
+        scene.close()
+        if not died:
+            break
+        line, deaths = line + stride, deaths + 1
+    assert deaths * stride > 80, "too few places of death: the trace saw nothing"
+
+
+def items(stream: Any, key: int) -> list[list[int]]:
+    return [[int(r[0]), int(r[5]), int(r[7])] for r in stream.take(key).resolutions.numpy()]
+
+
+def sampled(stream: Any, key: int) -> list[list[int]]:
+    found = items(stream, key)
+    stream.consume(key)
+    return found
+
+
+@pytest.mark.parametrize(("backend", "stride"), [("cpu", STRIDE), ("reference", 5 * STRIDE)])
+def test_death_while_adding(backend: str, stride: int) -> None:
+    def make() -> StoreScene:
+        return StoreScene(backend, [stream_spec(batch=6)], LENGTHS, num_slots=7)
+
+    def act(table: Any, streams: Any) -> None:
+        content.add(table, streams, trajectory(5, 6), None)
+
+    for scene in every_death(make, act, stride):
+        check_whole(scene.table, scene.streams)
+        ids = scene.table.slots[scene.table.slots[:, STATE] == COMMITTED, ID].tolist()
+        assert sorted(ids) in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5])
+        if 5 in ids:
+            rows = scene.table.rows(int(scene.table.slots_of(np.array([5]))[0]))
+            assert rows["code"].tolist() == [5 * STEP + step for step in range(6)]
+        assert {found[0] for found in sampled(scene.streams[0], 0)} <= set(ids)
+        for _ in range(7 - len(ids)):  # no slot and no row is lost
+            scene.add(2)
+        check_whole(scene.table, scene.streams)
+
+
+@pytest.mark.parametrize(("backend", "stride"), [("cpu", STRIDE), ("reference", 5 * STRIDE)])
+def test_death_while_removing(backend: str, stride: int) -> None:
+    def make() -> StoreScene:
+        return StoreScene(backend, [stream_spec(batch=6)], LENGTHS, num_slots=5)
+
+    def act(table: Any, streams: Any) -> None:
+        content.remove(table, streams, [1, 3])
+
+    for scene in every_death(make, act, stride):
+        check_whole(scene.table, scene.streams)
+        ids = set(scene.table.slots[scene.table.slots[:, STATE] == COMMITTED, ID].tolist())
+        assert {0, 2, 4} <= ids <= {0, 1, 2, 3, 4}
+        assert {found[0] for found in sampled(scene.streams[0], 0)} <= ids
+        for _ in range(5 - len(ids)):
+            scene.add(2)
+
+
+@pytest.mark.parametrize(("backend", "stride"), [("cpu", STRIDE), ("reference", 5 * STRIDE)])
+@pytest.mark.parametrize("kind", ["random", "epoch"])
+def test_death_while_cutting(backend: str, stride: int, kind: str) -> None:
+    """Changes are queued, and an epoch ends inside the cut: who comes next makes exactly the same cuts."""
+
+    def make() -> StoreScene:
+        scene = StoreScene(backend, [stream_spec(kind, "step", 10)], LENGTHS)  # 15 steps
+        sampled(scene.streams[0], 0)
+        scene.add(3)
+        content.remove(scene.table, scene.streams, [0, 4])
+        return scene
+
+    def act(table: Any, streams: Any) -> None:
+        sampled(streams[0], 1)
+        sampled(streams[0], 2)
+
+    whole = make()
+    wanted = [sampled(whole.streams[0], key) for key in (1, 2, 3)]
+    whole.close()
+    for scene in every_death(make, act, stride):
+        assert [sampled(scene.streams[0], key) for key in (1, 2, 3)] == wanted
+        check_whole(scene.table, scene.streams)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_death_inside_an_op(backend: str) -> None:
+    """The tree is half changed when its writer dies."""
+    scene = StoreScene(backend, [stream_spec("epoch", "step", 10)], LENGTHS)
+    stream = scene.streams[0]
+    before = sampled(stream, 0)
+    scene.add(3)
+    content.remove(scene.table, scene.streams, [0, 4])
+
+    def die() -> None:
+        _, (other,) = scene.attach(1)
+
+        def update(sums: Any, num_items: int, dirty: Any, masses: Any) -> None:
+            sums[dirty[0]] = masses[0]
+            sums[tree_levels(num_items)[1][0] :] = 12345
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        object.__setattr__(other.ops, "tree_update_", update)
+        other.take(1)
+
+    assert exit_status(in_child(die)) == -signal.SIGKILL
+    after = sampled(stream, 1)
+    check_whole(scene.table, scene.streams)
+    first = [(n, s) for n, s, _ in before + after[:5]]
+    assert sorted(first) == [(n, s) for n, steps in enumerate(LENGTHS) for s in range(steps)]
+    assert {n for n, _, _ in after[5:]} <= {1, 2, 3, 5}
+    scene.close()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("kind", ["random", "epoch"])
+def test_random_deaths(backend: str, kind: str, tmp_path: Path) -> None:
+    """Two processes add, remove and sample; one after the other is killed at a random time and replaced."""
+    scene = StoreScene(backend, [stream_spec(kind, "step", 16)], LENGTHS, num_slots=12, num_rows=100)
+    stream, chance = scene.streams[0], random.Random(0)
+
+    def live(peer: int, seed: int) -> None:
+        table, streams = scene.attach(peer)
+        mine, number = random.Random(seed), 0
+        while True:
+            try:
+                number = content.add(table, streams, trajectory(number, mine.randint(1, 9)), None)
+                if mine.random() < 0.8:
+                    content.remove(table, streams, [mine.randint(max(0, number - 12), number)])
+                for _ in range(3):
+                    cut = streams[0].take(int(streams[0].position[0]))
+                    streams[0].consume(cut.key)
+            except StoreError:
+                content.remove(table, streams, [mine.randint(max(0, number - 12), number)])
+            except PeerError:
+                return
+
+    children = {peer: in_child(lambda peer=peer: live(peer, peer)) for peer in (1, 2)}
+    for death in range(14):
+        time.sleep(chance.uniform(0.0, 0.03))
+        peer = 1 + death % 2
+        kill(children[peer])
+        check_whole(scene.table, scene.streams)
+        position = int(stream.position[0])
+        stream.consume(position)
+        children[peer] = in_child(lambda peer=peer, seed=death + 3: live(peer, seed))
+        wait_until(lambda before=position: stream.position[0] > before or _exited(children), "sampling")
+    for child in children.values():
+        kill(child)
+    check_whole(scene.table, scene.streams)
+    assert stream.position[0] > 14
+    content.clear(scene.table, scene.streams)
+    check_whole(scene.table, scene.streams)
+    scene.add(80)
+    assert {found[0] for found in sampled(stream, int(stream.position[0]))} == {
+        int(scene.table.control[1]) - 1
+    }
+    scene.close()
+
+
+def _exited(children: dict[int, int]) -> bool:
+    return any(os.waitpid(child, os.WNOHANG)[0] for child in children.values())

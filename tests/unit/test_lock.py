@@ -1,0 +1,198 @@
+"""The lock of a store: exclusion, death of its owner, work that was left unfinished, the timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import ModuleType
+
+import numpy as np
+import pytest
+from gear_support import exit_status, in_child, kill, prefix, wait_until
+
+from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.store.layout import HEADER_BYTES, HOLDER_OFFSET
+from deepspeed_gear.store.lock import StoreLock
+from deepspeed_gear.store.memory import SHM, SharedMemory
+
+
+class Scene:
+    """A lock in shared memory, with counters behind it and a count of this process's recoveries."""
+
+    def __init__(self, native: ModuleType | None) -> None:
+        self.native, self.name = native, f"{prefix()}-lock"
+        self.memory = SharedMemory.create(2 * HEADER_BYTES)
+        self.recoveries = 0
+        self.lock = self.make(self.memory)
+        self.lock.initialise()
+        self.memory.link(self.name)
+        self.words = np.ndarray((8,), np.int64, buffer=self.memory.buffer, offset=HEADER_BYTES)
+
+    def make(self, memory: SharedMemory, timeout_s: float = 20.0) -> StoreLock:
+        def recover() -> None:
+            self.recoveries += 1
+
+        return StoreLock(memory, self.native, timeout_s, recover)
+
+    def in_child_holding(self) -> int:
+        """Start a child that holds the lock until it is killed."""
+
+        def hold() -> None:
+            memory = SharedMemory.attach(self.name, 1)
+            with self.make(memory):
+                self.words[0] = os.getpid()
+                signal.pause()
+
+        child = in_child(hold)
+        wait_until(lambda: self.words[0] == child, "locking")
+        return child
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
+    scene = Scene(load_backend(request.param).native)
+    yield scene
+    (SHM / scene.name).unlink(missing_ok=True)
+    scene.memory.close()
+
+
+def test_next_owner_recovers_after_a_kill(scene: Scene) -> None:
+    kill(scene.in_child_holding())
+    with scene.lock:
+        assert scene.recoveries == 1
+    with scene.lock:
+        assert scene.recoveries == 1
+
+
+def test_waiting_owner_recovers_after_a_kill(scene: Scene) -> None:
+    child = scene.in_child_holding()
+    threading.Timer(0.2, lambda: os.kill(child, signal.SIGKILL)).start()
+    with scene.lock:
+        assert scene.recoveries == 1
+    assert exit_status(child) == -signal.SIGKILL
+
+
+def test_a_kill_while_recovering_hands_the_duty_on(scene: Scene) -> None:
+    kill(scene.in_child_holding())
+
+    def die_recovering() -> None:
+        memory = SharedMemory.attach(scene.name, 1)
+        lock = StoreLock(memory, scene.native, 20.0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with lock:
+            pass
+
+    assert exit_status(in_child(die_recovering)) == -signal.SIGKILL
+    with scene.lock:
+        assert scene.recoveries == 1
+
+
+def test_a_failed_recovery_is_tried_again(scene: Scene) -> None:
+    kill(scene.in_child_holding())
+    attempts = []
+
+    def recover() -> None:
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            raise MemoryError
+
+    lock = StoreLock(scene.memory, scene.native, 20.0, recover)
+    with pytest.raises(MemoryError), lock:
+        pass
+    with lock:
+        pass
+    with lock:
+        assert attempts == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "recoveries"),
+    [(KeyboardInterrupt(), 1), (ValueError("a bug"), 1), (StoreError("x", "y"), 0), (DataError("x", "y"), 0)],
+)
+def test_what_leaves_work_unfinished(scene: Scene, error: BaseException, recoveries: int) -> None:
+    with pytest.raises(type(error)), scene.lock:
+        raise error
+    with scene.lock:
+        assert scene.recoveries == recoveries
+    with scene.lock:
+        assert scene.recoveries == recoveries
+
+
+def test_timeout_names_the_holder(scene: Scene) -> None:
+    child = scene.in_child_holding()
+    begin = time.monotonic()
+    text = rf"the lock of {SHM / scene.name} must be free within 0.2 s \(gear.timeout_s\), got 'held by process {child}'"
+    with pytest.raises(StoreError, match=text), scene.make(scene.memory, 0.2):
+        pass
+    assert time.monotonic() - begin >= 0.2
+    kill(child)
+    with scene.lock:  # the failed attempt holds nothing
+        pass
+
+
+def test_threads_exclude_each_other(scene: Scene) -> None:
+    inside, most = [], []
+
+    def work() -> None:
+        for _ in range(20):
+            with scene.lock:
+                inside.append(0)
+                most.append(len(inside))
+                time.sleep(0.0005)
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 60
+    assert max(most) == 1
+
+
+def test_processes_exclude_each_other(scene: Scene) -> None:
+    def count(peer: int) -> None:
+        lock = scene.make(SharedMemory.attach(scene.name, peer))
+        for _ in range(300):
+            with lock:
+                seen = int(scene.words[1])
+                os.sched_yield()
+                scene.words[1] = seen + 1
+
+    children = [in_child(lambda peer=peer: count(peer)) for peer in (1, 2, 3)]
+    assert [exit_status(child) for child in children] == [0, 0, 0]
+    assert scene.words[1] == 900
+    assert scene.recoveries == 0
+
+
+def test_an_interrupt_while_waiting_leaves_the_lock_free(scene: Scene) -> None:
+    def hold() -> None:
+        with scene.make(SharedMemory.attach(scene.name, 1)):
+            scene.words[0] = os.getpid()
+            time.sleep(0.6)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    child = in_child(hold)
+    wait_until(lambda: scene.words[0] == child, "locking")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt), scene.lock:
+            raise AssertionError("the wait was not interrupted")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert exit_status(child) == 0
+    with scene.make(scene.memory, 1.0):
+        assert scene.recoveries == 0
+
+
+def test_the_holder_is_cleared(scene: Scene) -> None:
+    holder = np.ndarray((), np.int64, buffer=scene.memory.buffer, offset=HOLDER_OFFSET)
+    with scene.lock:
+        assert holder == os.getpid()
+    assert holder == 0

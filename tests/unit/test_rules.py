@@ -1,0 +1,83 @@
+"""The integer mass of each trajectory in a stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deepspeed_gear.selection.anchors import AnchorRule, Reach
+from deepspeed_gear.selection.rules import Condition, MassRule, key_of
+from deepspeed_gear.store.split import split_of
+
+IDS = np.arange(6)
+KEY_OF_MAIN_TRAIN = 48426439
+STEPS = np.array([1, 2, 7, 33, 4, 4])
+FITS = AnchorRule.fits([Reach(-3, 4, 0)])  # 0, 0, 4, 30, 1, 1 anchors
+
+
+def no_column(name: str) -> np.ndarray:
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    ("rule", "masses"),
+    [
+        (MassRule("trajectory", False, AnchorRule.all()), [1, 1, 1, 1, 1, 1]),
+        (MassRule("trajectory", True, AnchorRule.all()), [1, 2, 7, 33, 4, 4]),
+        (MassRule("step", False, AnchorRule.all()), [1, 2, 7, 33, 4, 4]),
+        (MassRule("trajectory", False, FITS), [0, 0, 1, 1, 1, 1]),
+        (MassRule("trajectory", True, FITS), [0, 0, 7, 33, 4, 4]),
+        (MassRule("step", False, FITS), [0, 0, 4, 30, 1, 1]),
+        (MassRule("step", False, AnchorRule.every(4)), [1, 1, 2, 9, 1, 1]),
+        (MassRule("step", False, AnchorRule.end()), [1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_masses(rule: MassRule, masses: list[int]) -> None:
+    found = rule.masses(IDS, STEPS, no_column)
+    assert found.dtype == np.int64
+    assert found.tolist() == masses
+
+
+def test_splits_part_the_masses() -> None:
+    ids, steps, split = np.arange(1000), np.ones(1000, np.int64), {"eval": 0.2, "test": 0.1}
+    parts = [
+        MassRule("step", False, AnchorRule.all(), (), split, index).masses(ids, steps, no_column)
+        for index in range(3)
+    ]
+    assert (np.stack(parts).sum(axis=0) == 1).all()
+    assert (np.argmax(parts, axis=0) == split_of(ids, split)).all()
+
+
+@pytest.mark.parametrize(
+    ("condition", "values", "passes"),
+    [
+        (Condition("c", 2, None), np.array([1.0, 2.0, 3.0, np.nan, np.inf]), [0, 1, 1, 0, 1]),
+        (Condition("c", None, 2), np.array([1.0, 2.0, 3.0, np.nan, -np.inf]), [1, 1, 0, 0, 1]),
+        (Condition("c", 2, 2), np.array([1, 2, 3]), [0, 1, 0]),
+        (Condition("c", -1, 300), np.array([0, 127, -128], np.int8), [1, 1, 0]),
+        (Condition("c", among=(1, 3)), np.array([1, 2, 3]), [1, 0, 1]),
+        (Condition("c", among=(300, 1)), np.array([44, 1], np.uint8), [0, 1]),
+        (Condition("c", among=(2**53 + 1,)), np.array([2**53, 2**53 + 1, 2**53 + 2]), [0, 1, 0]),
+        (Condition("c", 2**53 + 1, None), np.array([2**53, 2**53 + 1]), [0, 1]),
+        (Condition("c", among=(0.1, 2)), np.array([0.1, 0.2, 2], np.float32), [1, 0, 1]),
+        (Condition("c", 0.1, None), np.array([0.1, 0.09], np.float32), [1, 0]),
+        (Condition("c", among=(True,)), np.array([True, False]), [1, 0]),
+    ],
+)
+def test_conditions(condition: Condition, values: np.ndarray, passes: list[int]) -> None:
+    assert condition.holds(values).tolist() == [bool(p) for p in passes]
+
+
+def test_all_conditions_must_hold() -> None:
+    columns = {"a": np.array([1, 2, 3, 4, 5, 6]), "b": np.array([0, 1, 0, 1, 0, 1])}
+    where = (Condition("a", 2, 5), Condition("b", among=(1,)))
+    rule = MassRule("trajectory", False, AnchorRule.all(), where)
+    assert rule.masses(IDS, STEPS, columns.__getitem__).tolist() == [0, 1, 0, 1, 0, 0]
+
+
+def test_keys_of_streams() -> None:
+    assert key_of("main", "train") == KEY_OF_MAIN_TRAIN  # resumed runs depend on it
+    names = [(table, stream) for table in ("main", "online", "mainx") for stream in ("train", "eval", "xtrain")]
+    assert len({key_of(*pair) for pair in names}) == len(names)
+    assert key_of("a", "bc") != key_of("ab", "c")
+    assert all(0 <= key_of(*pair) < 2**32 for pair in names)

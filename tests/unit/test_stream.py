@@ -1,0 +1,415 @@
+"""Streams: distributions, epochs, passes, the ring of cuts, and cuts that are begun again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import StoreScene, check_whole, exit_status, in_child, kill, stream_spec, wait_until
+from scipy import stats
+
+from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.replay import content
+from deepspeed_gear.selection.anchors import AnchorRule
+from deepspeed_gear.selection.stream import PASS_SHIFT, Cut, Stream
+
+LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
+ITEMS = {(number, step) for number, steps in enumerate(LENGTHS) for step in range(steps)}
+
+
+@pytest.fixture
+def scenes() -> Iterator[Any]:
+    made: list[StoreScene] = []
+
+    def make(*specs: Any, **options: Any) -> StoreScene:
+        made.append(StoreScene(options.pop("backend", "cpu"), specs, **options))
+        return made[-1]
+
+    yield make
+    for scene in made:
+        scene.close()
+
+
+def draws(stream: Stream, first: int, count: int) -> np.ndarray:
+    """Take cuts; return id, anchor and sample number of each sample. [n, 3]."""
+    found = []
+    for key in range(first, first + count):
+        cut = stream.take(key)
+        found.append(cut.resolutions.numpy()[:, [0, 5, 7]].copy())
+        stream.consume(key)
+    return np.concatenate(found)
+
+
+def items(cut: Cut) -> list[tuple[int, int]]:
+    return [(int(r[0]), int(r[5])) for r in cut.resolutions.numpy()]
+
+
+# ---- distributions -------------------------------------------------------------------------------
+
+
+def chi_square(observed: Counter[Any], shares: dict[Any, float]) -> float:
+    """Return the p value of counts against probabilities; nothing else may have been observed."""
+    assert set(observed) <= set(shares)
+    total, keys = sum(observed.values()), list(shares)
+    expected = [shares[key] * total for key in keys]
+    assert min(expected) > 5
+    return float(stats.chisquare([observed[key] for key in keys], expected).pvalue)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_uniform_steps(scenes: Any, backend: str, seed: int) -> None:
+    stream = scenes(stream_spec(unit="step", batch=10_000, seed=seed), lengths=LENGTHS, backend=backend).streams[0]
+    found = Counter((int(i), int(a)) for i, a, _ in draws(stream, 0, 4))
+    assert chi_square(found, dict.fromkeys(ITEMS, 1 / len(ITEMS))) > 1e-3
+
+
+@pytest.mark.parametrize("by_length", [False, True])
+def test_trajectories(scenes: Any, by_length: bool) -> None:
+    """Trajectories by the rule's mass, then all their steps alike."""
+    stream = scenes(stream_spec(batch=10_000, by_length=by_length), lengths=LENGTHS).streams[0]
+    found = draws(stream, 0, 6)
+    weight = LENGTHS if by_length else [1] * len(LENGTHS)
+    shares = {number: weight[number] / sum(weight) for number in range(len(LENGTHS))}
+    assert chi_square(Counter(found[:, 0].tolist()), shares) > 1e-3
+    for number in (3, 5):
+        anchors = Counter(found[found[:, 0] == number, 1].tolist())
+        assert chi_square(anchors, dict.fromkeys(range(LENGTHS[number]), 1 / LENGTHS[number])) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rule", "places"),
+    [
+        (AnchorRule.start(), lambda n: [0]),
+        (AnchorRule.end(), lambda n: [n - 1]),
+        (AnchorRule.every(10), lambda n: range(0, n, 10)),
+        (AnchorRule(first=4, trim=2), lambda n: range(4, n - 2)),
+    ],
+)
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+def test_anchors_are_those_of_the_rule(scenes: Any, rule: AnchorRule, places: Any, unit: str) -> None:
+    stream = scenes(stream_spec(unit=unit, batch=10_000, anchors=rule), lengths=LENGTHS).streams[0]
+    admitted = {(number, a) for number, n in enumerate(LENGTHS) for a in places(n)}
+    assert {(int(i), int(a)) for i, a, _ in draws(stream, 0, 2)} == admitted
+
+
+def test_seeds_and_streams_draw_differently(scenes: Any) -> None:
+    specs = [stream_spec(name=f"s{seed}", seed=seed, batch=64) for seed in range(3)]
+    scene = scenes(*specs, lengths=LENGTHS)
+    found = [tuple(items(stream.take(0))) for stream in scene.streams]
+    assert len(set(found)) == 3
+
+
+# ---- changes -------------------------------------------------------------------------------------
+
+
+def test_changes_take_effect_at_the_next_cut(scenes: Any) -> None:
+    scene = scenes(stream_spec(batch=500), lengths=[3, 4])
+    stream = scene.streams[0]
+    assert set(draws(stream, 0, 1)[:, 0]) == {0, 1}
+    scene.add(5)
+    content.remove(scene.table, scene.streams, [0])
+    assert set(draws(stream, 1, 1)[:, 0]) == {1, 2}
+    check_whole(scene.table, scene.streams)
+
+
+def test_added_and_removed_between_two_cuts(scenes: Any) -> None:
+    scene = scenes(stream_spec(batch=500), lengths=[3])
+    for _ in range(100):  # more changes than slots
+        content.remove(scene.table, scene.streams, [scene.add(2)])
+    assert set(draws(scene.streams[0], 0, 1)[:, 0]) == {0}
+    check_whole(scene.table, scene.streams)
+
+
+def test_nothing_to_draw_is_an_error_that_passes(scenes: Any) -> None:
+    scene = scenes(stream_spec(batch=4))
+    text = "stream train: table main must hold at least one item that the sampler admits, got '0 trajectories"
+    for _ in range(2):
+        with pytest.raises(StoreError, match=text):
+            scene.streams[0].take(0)
+    scene.add(3)
+    assert set(draws(scene.streams[0], 0, 1)[:, 0]) == {0}
+
+
+# ---- epochs --------------------------------------------------------------------------------------
+
+
+def epochs_of(stream: Stream, first: int, count: int) -> dict[int, list[tuple[int, int]]]:
+    """Take cuts; return the items of each epoch in the order of visiting."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for key in range(first, first + count):
+        cut = stream.take(key)
+        for epoch, item in zip(cut.epochs.tolist(), items(cut), strict=True):
+            found.setdefault(epoch, []).append(item)
+        stream.consume(key)
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 7, 32, len(ITEMS), 2 * len(ITEMS) + 3])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_an_epoch_visits_every_step_once(scenes: Any, batch: int, backend: str) -> None:
+    stream = scenes(stream_spec("epoch", "step", batch), lengths=LENGTHS, backend=backend).streams[0]
+    count = -(-3 * len(ITEMS) // batch)
+    found = epochs_of(stream, 0, count)
+    for epoch in range(3):
+        assert len(found[epoch]) == len(ITEMS)
+        assert set(found[epoch]) == ITEMS
+    assert found[0] != found[1] != found[2]
+    assert sorted(found) == list(range(len(found)))
+
+
+def test_an_epoch_of_trajectories(scenes: Any) -> None:
+    stream = scenes(stream_spec("epoch", batch=3), lengths=LENGTHS).streams[0]
+    found = epochs_of(stream, 0, 8)
+    for epoch in range(3):
+        assert sorted(number for number, _ in found[epoch]) == list(range(len(LENGTHS)))
+        assert all(step < LENGTHS[number] for number, step in found[epoch])
+
+
+def test_an_epoch_is_frozen_while_items_come(scenes: Any) -> None:
+    scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6])  # 9 items
+    stream = scene.streams[0]
+    first = epochs_of(stream, 0, 1)
+    scene.add(2)
+    rest = epochs_of(stream, 1, 4)  # 16 samples: 5 of epoch 0 and all 11 of epoch 1
+    assert set(first[0] + rest[0]) == {(0, s) for s in range(3)} | {(1, s) for s in range(6)}
+    assert len(first[0] + rest[0]) == 9
+    assert len(rest[1]) == 11
+    assert set(rest[1]) == set(first[0] + rest[0]) | {(2, 0), (2, 1)}
+
+
+def test_an_epoch_is_frozen_while_items_go(scenes: Any) -> None:
+    scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6], num_slots=3)
+    stream = scene.streams[0]
+    first = epochs_of(stream, 0, 1)
+    content.remove(scene.table, scene.streams, [0])
+    scene.add(1)
+    with pytest.raises(StoreError, match="must have a free slot of 3"):
+        scene.add(1)  # the removed one is still to be visited
+    rest = epochs_of(stream, 1, 3)  # 12 samples: 5 of epoch 0, all 7 of epoch 1
+    assert sorted(first[0] + rest[0]) == [(0, s) for s in range(3)] + [(1, s) for s in range(6)]
+    assert sorted(rest[1]) == [(1, s) for s in range(6)] + [(2, 0)]
+    assert scene.add(1) == 3
+    check_whole(scene.table, scene.streams)
+
+
+def test_rows_are_free_at_the_end_of_an_epoch(scenes: Any) -> None:
+    """Exactly at the end nothing of the epoch is left to visit, so its removed items are free."""
+    scene = scenes(stream_spec("epoch", "step", 3), lengths=[3], num_slots=1)
+    epochs_of(scene.streams[0], 0, 1)
+    content.remove(scene.table, scene.streams, [0])
+    assert scene.add(2) == 1
+    assert sorted(epochs_of(scene.streams[0], 1, 1)[1]) == [(1, 0), (1, 1)]
+
+
+def test_an_epoch_that_ends_in_an_empty_table(scenes: Any) -> None:
+    """The part of the batch that was visited stays as it is; it goes on with what comes."""
+    scene = scenes(stream_spec("epoch", "step", 4), lengths=[1] * 6, num_slots=6)
+    stream = scene.streams[0]
+    first = epochs_of(stream, 0, 1)[0]
+    content.remove(scene.table, scene.streams, list(range(6)))
+    for _ in range(2):
+        with pytest.raises(StoreError, match="must hold at least one item"):
+            stream.take(1)
+    assert [scene.add(1) for _ in range(4)] == [6, 7, 8, 9]
+    with pytest.raises(StoreError, match="must have a free slot of 6"):
+        scene.add(1)  # the two that are not visited yet are in the batch that waits
+    found = epochs_of(stream, 1, 1)
+    assert sorted(first + found[0]) == [(number, 0) for number in range(6)]
+    assert len(set(found[1])) == 2
+    assert set(found[1]) < {(number, 0) for number in range(6, 10)}
+    check_whole(scene.table, scene.streams)
+    assert scene.add(1) == 10
+
+
+def test_clearing_ends_an_epoch(scenes: Any) -> None:
+    scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6])
+    epochs_of(scene.streams[0], 0, 1)
+    content.clear(scene.table, scene.streams)
+    scene.add(2)
+    found = epochs_of(scene.streams[0], 1, 2)
+    assert sorted(found) == [1, 2, 3, 4]
+    assert all(sorted(visited) == [(2, 0), (2, 1)] for visited in found.values())
+    check_whole(scene.table, scene.streams)
+
+
+# ---- passes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 7, len(ITEMS) - 1, len(ITEMS), len(ITEMS) + 1, 3 * len(ITEMS)])
+def test_a_pass_visits_in_stored_order(scenes: Any, batch: int) -> None:
+    stream = scenes(stream_spec("pass", "step", batch), lengths=LENGTHS).streams[0]
+    ordered = sorted(ITEMS)
+    for number in range(2):
+        found, index, size = [], 0, 1
+        while index * batch < size:
+            cut = stream.take(number << PASS_SHIFT | index)
+            size = int(cut.head[4])
+            found += zip(items(cut), cut.resolutions[:, 7].tolist(), strict=True)
+            assert set(cut.epochs.tolist()) == {number}
+            stream.consume(number << PASS_SHIFT | index)
+            index += 1
+        assert size == len(ITEMS)
+        assert [item for item, n in found if n < size] == ordered
+        assert [n for _, n in found] == list(range(index * batch))
+        fillers = [item for item, n in found if n >= size]
+        assert fillers == (ordered * 3)[: len(fillers)]
+
+
+def test_a_pass_may_be_left(scenes: Any) -> None:
+    stream = scenes(stream_spec("pass", "step", 10), lengths=LENGTHS).streams[0]
+
+
+    def visit(key: int) -> list[tuple[int, int]]:
+        found = items(stream.take(key))
+        stream.consume(key)
+        return found
+
+    whole = visit(0)
+    visit(1)
+    assert visit(1 << PASS_SHIFT) == whole
+    assert visit(5 << PASS_SHIFT) == whole
+    with pytest.raises(StoreError, match="must be the next one or in the ring of cuts"):
+        stream.take(2)
+
+
+# ---- the ring ------------------------------------------------------------------------------------
+
+
+def test_every_process_sees_the_same_cut(scenes: Any) -> None:
+    scene = scenes(stream_spec(batch=16), lengths=LENGTHS)
+    _, (other,) = scene.attach(1)
+    for key in range(20):
+        first, second = (scene.streams[0], other) if key % 2 else (other, scene.streams[0])
+        made, seen = first.take(key), second.take(key)
+        assert made.resolutions.equal(seen.resolutions)
+        assert (made.head == seen.head).all()
+        first.consume(key)
+        second.consume(key)
+    other.table.close()
+
+
+def test_batches_are_asked_for_in_order(scenes: Any) -> None:
+    stream = scenes(stream_spec(depth=4), lengths=LENGTHS).streams[0]
+    with pytest.raises(StoreError, match="global batch 1 must be the next one .* 'the stream is at 0'"):
+        stream.take(1)
+    draws(stream, 0, 6)
+    assert items(stream.take(2)) == items(stream.take(2))  # in the ring: 2, 3, 4, 5
+    with pytest.raises(StoreError, match="global batch 1 must be the next one"):
+        stream.take(1)
+
+
+def test_a_late_peer_is_waited_for_and_named(scenes: Any) -> None:
+    scene = scenes(stream_spec(depth=4), lengths=LENGTHS, timeout_s=0.3)
+    table, _ = scene.attach(1)
+    draws(scene.streams[0], 0, 4)
+    begin = time.monotonic()
+    text = (
+        rf"stream train: global batch 4 must find room in the ring of 4 cuts in gear.timeout_s = 0.3 s, got "
+        rf"'local rank 1 \(process {os.getpid()}\) still needs an older one'"
+    )
+    with pytest.raises(PeerError, match=text):
+        scene.streams[0].take(4)
+    assert time.monotonic() - begin >= 0.3
+    table.close()
+    draws(scene.streams[0], 4, 1)  # who has left is not waited for
+
+
+def test_a_late_peer_may_catch_up(scenes: Any) -> None:
+    scene = scenes(stream_spec(depth=4), lengths=LENGTHS)
+    table, (other,) = scene.attach(1)
+    wanted = items(scene.streams[0].take(0))
+    draws(scene.streams[0], 0, 4)
+    late: list[Any] = []
+
+    def catch_up() -> None:
+        time.sleep(0.1)
+        late.append(items(other.take(0)))
+        other.consume(0)
+
+    thread = threading.Thread(target=catch_up)
+    thread.start()
+    draws(scene.streams[0], 4, 1)
+    thread.join()
+    assert late == [wanted]
+    table.close()
+
+
+def test_a_killed_peer_is_not_waited_for(scenes: Any) -> None:
+    scene = scenes(stream_spec(depth=4), lengths=LENGTHS)
+
+    def attach() -> None:
+        scene.attach(1)
+        signal.pause()
+
+    child = in_child(attach)
+    wait_until(lambda: scene.table.peers[1, 0] == child, "attaching")
+    draws(scene.streams[0], 0, 4)
+    threading.Timer(0.1, kill, [child]).start()
+    draws(scene.streams[0], 4, 10)
+
+
+def test_stopping_ends_a_wait(scenes: Any) -> None:
+    scene = scenes(stream_spec(depth=4), lengths=LENGTHS)
+    table, _ = scene.attach(1)
+    stream = scene.streams[0]
+    draws(stream, 0, 4)
+
+    def stop() -> None:
+        stream.stopped = True
+
+    threading.Timer(0.1, stop).start()
+    with pytest.raises(StoreError, match="it was closed while it waited"):
+        stream.take(4)
+    table.close()
+
+
+def test_what_a_peer_still_reads_is_not_freed(scenes: Any) -> None:
+    scene = scenes(stream_spec(batch=50, depth=4), lengths=[3], num_slots=1)
+    table, (other,) = scene.attach(1)
+    cut = other.take(0)
+    draws(scene.streams[0], 0, 1)
+    content.remove(scene.table, scene.streams, [0])
+    with pytest.raises(StoreError, match="must have a free slot"):
+        scene.add(3)
+    assert set(cut.resolutions[:, 0].tolist()) == {0}
+    other.consume(0)
+    assert scene.add(3) == 1
+    table.close()
+
+
+def test_seek_continues(scenes: Any) -> None:
+    for kind in ("random", "epoch"):
+        whole = scenes(stream_spec(kind, "step", 50), lengths=LENGTHS).streams[0]
+        draws(whole, 0, 6)
+        p = whole.position
+        state = [int(p[word]) for word in (0, 1, 2, 3, 4)]
+        wanted = [items(whole.take(key)) for key in (6, 7)]
+        again = scenes(stream_spec(kind, "step", 50), lengths=LENGTHS).streams[0]
+        draws(again, 0, 2)
+        with again.table.lock:
+            again.seek(*state)
+        assert [items(again.take(key)) for key in (6, 7)] == wanted
+
+
+def test_a_dead_process_leaves_a_whole_stream(scenes: Any) -> None:
+    """A process that dies with the lock, a queue and a cut half made; all points of death: test_crash.py."""
+    scene = scenes(stream_spec(batch=50), lengths=LENGTHS)
+
+    def die() -> None:
+        table, (stream,) = scene.attach(1)
+        with table.lock:
+            table.retire(2)
+            stream.heads[0, 0] = -1
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_status(in_child(die)) == -signal.SIGKILL
+    assert 2 not in draws(scene.streams[0], 0, 1)[:, 0]
+    check_whole(scene.table, scene.streams)

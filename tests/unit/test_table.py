@@ -1,0 +1,361 @@
+"""A table: the life of a slot, what may be added, who may attach, what death leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import (
+    SCHEMA,
+    SHM,
+    STEP,
+    StoreScene,
+    exit_status,
+    in_child,
+    kill,
+    prefix,
+    shared_files,
+    trajectory,
+    wait_until,
+    write_dataset,
+)
+
+from deepspeed_gear.errors import DataError, StoreError, StoreFullError
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.replay import content
+from deepspeed_gear.schema import DTYPES, Column, Schema
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.layout import HEADER, Layout
+from deepspeed_gear.store.spec import TableSpec
+from deepspeed_gear.store.table import (
+    COMMITTED,
+    FREE,
+    GENERATION,
+    NEXT_ID,
+    RESERVED,
+    RETIRED,
+    STATE,
+    Table,
+)
+from deepspeed_gear.store.trajectory import check_trajectory
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def scene(request: pytest.FixtureRequest) -> Iterator[StoreScene]:
+    scene = StoreScene(request.param, num_slots=5, num_rows=20)
+    yield scene
+    scene.close()
+    assert shared_files(prefix()) == []
+
+
+def read(table: Table, number: int) -> dict[str, np.ndarray]:
+    slot = int(table.slots_of(np.array([number]))[0])
+    assert slot >= 0
+    return table.rows(slot)
+
+
+def same(rows: dict[str, np.ndarray], wanted: dict[str, Any]) -> bool:
+    return set(rows) == set(wanted) and all(np.array_equal(rows[name], wanted[name]) for name in wanted)
+
+
+# ---- the life of a slot --------------------------------------------------------------------------
+
+
+def test_reserve_commit_retire_free(scene: StoreScene) -> None:
+    table = scene.table
+    with table.lock:
+        slot = table.reserve(4)
+        assert table.slots[slot, STATE] == RESERVED
+        assert table.num_trajectories == table.num_steps == 0
+        assert table.slots_of(np.array([0])).tolist() == [-1]
+        table.write(slot, trajectory(0, 4))
+        assert table.commit(slot) == 0
+        assert table.slots[slot, STATE] == COMMITTED
+        assert (table.num_trajectories, table.num_steps) == (1, 4)
+        assert table.slots_of(np.array([1, 0, -1])).tolist() == [-1, slot, -1]
+        table.retire(slot)
+        assert table.slots[slot, STATE] == RETIRED
+        assert table.num_trajectories == table.num_steps == 0
+        assert table.slots_of(np.array([0])).tolist() == [-1]
+        assert table.retired().tolist() == [slot]
+        table.free(np.array([slot]))
+        assert table.slots[slot, STATE] == FREE
+
+
+def test_ids_are_for_ever_and_generations_count(scene: StoreScene) -> None:
+    table = scene.table
+    assert [scene.add(2) for _ in range(5)] == [0, 1, 2, 3, 4]
+    slot = int(table.slots_of(np.array([3]))[0])
+    generation = int(table.slots[slot, GENERATION])
+    content.remove(table, [], [3])
+    assert scene.add(2) == 5
+    assert int(table.slots_of(np.array([5]))[0]) == slot
+    assert table.slots[slot, GENERATION] == generation + 1
+
+
+def test_rows_are_what_was_added(scene: StoreScene) -> None:
+    for steps in (1, 7, 4):
+        scene.add(steps)
+    for number, steps in enumerate((1, 7, 4)):
+        assert same(read(scene.table, number), trajectory(number, steps))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fits"),
+    [([19], True), ([20], False), ([9, 9], True), ([9, 10], False), ([3] * 5, True), ([2] * 6, False)],
+)
+def test_capacity(scene: StoreScene, lengths: list[int], fits: bool) -> None:
+    """Five slots and 20 rows; a trajectory of T steps takes T + 1 rows."""
+    for steps in lengths[:-1]:
+        scene.add(steps)
+    if fits:
+        scene.add(lengths[-1])
+        assert scene.table.num_steps == sum(lengths)
+        return
+    text = "must have a free slot of 5" if len(lengths) == 6 else r"must have \d+ free rows in a run, got"
+    before = scene.table.slots.copy()
+    with pytest.raises(StoreFullError, match=text):
+        scene.add(lengths[-1])
+    assert (scene.table.slots == before).all()
+    assert scene.table.num_steps == sum(lengths[:-1])
+
+
+def test_freed_rows_are_used_again(scene: StoreScene) -> None:
+    for _ in range(4):
+        scene.add(4)
+    for number in range(30):
+        content.remove(scene.table, [], [number])
+        assert scene.add(4) == number + 4
+    assert scene.table.num_trajectories == 4
+
+
+def test_changes_of_others_are_seen(scene: StoreScene) -> None:
+    other, _ = scene.attach(1)
+    content.add(scene.table, [], trajectory(0, 9), None)
+    content.add(other, [], trajectory(1, 9), None)  # knows that 10 of the 20 rows are taken
+    with pytest.raises(StoreFullError):
+        content.add(scene.table, [], trajectory(2, 1), None)
+    content.remove(other, [], [0])
+    assert content.add(scene.table, [], trajectory(2, 9), None) == 2
+    for number in (1, 2):
+        assert same(read(other, number), trajectory(number, 9))
+    other.close()
+
+
+def test_a_refused_write_gives_its_rows_back(scene: StoreScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.table, "write", fail)
+        with pytest.raises(MemoryError):
+            scene.add(19)
+    scene.add(19)
+
+
+def test_returns_to_go(scene: StoreScene) -> None:
+    scene.add(5)
+    scene.add(3)
+    for number, wanted in ((0, [15, 14, 12, 9, 5]), (1, [6, 5, 3])):
+        first = int(scene.table.slots[scene.table.slots_of(np.array([number]))[0], 3])
+        assert scene.table.views["return_to_go"][first : first + len(wanted)].tolist() == wanted
+
+
+# ---- what may be added ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"foreign": np.zeros(4)}, "table main: column foreign must be in the schema; known are"),
+        ({"action": None}, "table main: column action must be in every trajectory"),
+        ({"action": np.zeros((5, 2), np.float32)}, "column action must have the rows of 4 steps, got 5"),
+        ({"observation": np.zeros((4, 3), np.float32)}, "must have the rows of"),
+        ({"action": np.zeros((4, 3), np.float32)}, r"column action must have shape \['T', 2\], got \[4, 3\]"),
+        ({"action": np.zeros(4, np.float32)}, r"column action must have shape \['T', 2\], got \[4\]"),
+        ({"task": np.zeros(1, np.int64)}, r"column task must have shape \[\], got \[1\]"),
+        ({"reward": np.zeros(4, complex)}, "column reward must be convertible to float32, got 'complex128'"),
+        ({"reward": np.array(["a"] * 4)}, "column reward must be convertible to float32"),
+        ({"reward": [[1], [1, 2], 3, 4]}, "column reward must be an array"),
+        ({"terminated": np.zeros(4, np.float32)}, "column terminated must be convertible to bool"),
+        ({"code": np.full(4, 0.5)}, "column code must be convertible to int64, got 'float64'"),
+        ({"code": [0.5] * 4}, "column code must hold values that int64 can hold, got 0.5"),
+        ({"reward": np.full(4, 1e300)}, r"column reward must hold values that float32 can hold, got 1e\+300"),
+    ],
+)
+def test_wrong_trajectories_are_refused(scene: StoreScene, change: dict[str, Any], text: str) -> None:
+    wrong = {k: v for k, v in {**trajectory(0, 4), **change}.items() if v is not None}
+    before = scene.table.slots.copy()
+    with pytest.raises(DataError, match=text):
+        content.add(scene.table, [], wrong, None)
+    assert (scene.table.slots == before).all()
+
+
+def test_an_empty_trajectory_is_refused(scene: StoreScene) -> None:
+    with pytest.raises(DataError, match="must have at least one step, got 0"):
+        scene.add(0)
+
+
+def test_longest_trajectory(scene: StoreScene) -> None:
+    with pytest.raises(DataError, match="must have at most max_length = 3 steps, got 4"):
+        content.add(scene.table, [], trajectory(0, 4), 3)
+    content.add(scene.table, [], trajectory(0, 3), 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_round_trips(dtype: str) -> None:
+    schema = Schema([Column("x", dtype, (2,)), Column("one", dtype, (), "other", "1")])
+    low, high = (0, 1) if dtype in ("bool", "uint8") else (-3, 3)
+    values = torch.tensor([[low, high], [1, 0]]).to(DTYPES[dtype])
+    one = torch.tensor(high).to(DTYPES[dtype])
+    plain = (lambda t: t.float().numpy()) if dtype == "bfloat16" else (lambda t: t.numpy())
+    for given in (
+        {"x": values, "one": one},
+        {"x": plain(values), "one": plain(one)},
+        {"x": values.tolist(), "one": one.item()},
+    ):
+        stored, num_steps = check_trajectory("t", schema, given)
+        assert num_steps == 2
+        for name, wanted in (("x", values), ("one", one)):
+            assert stored[name].dtype == schema[name].numpy_dtype
+            found = torch.from_numpy(stored[name].copy())
+            found = found.view(torch.bfloat16) if dtype == "bfloat16" else found
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("uint8", 256), ("uint8", -1), ("int8", 128), ("int16", -40000), ("int32", 2**31), ("bool", 2)],
+)
+def test_values_that_do_not_fit_are_refused(dtype: str, value: int) -> None:
+    schema = Schema([Column("x", dtype)])
+    with pytest.raises(DataError, match=f"column x must hold values that {dtype} can hold, got {value}"):
+        check_trajectory("t", schema, {"x": [0, value]})
+
+
+def test_special_floats_are_kept() -> None:
+    values = np.array([np.nan, np.inf, -np.inf, -0.0], np.float64)
+    for dtype in ("float16", "float32"):
+        stored, _ = check_trajectory("t", Schema([Column("x", dtype)]), {"x": values})
+        assert np.array_equal(stored["x"], values.astype(dtype), equal_nan=True)
+
+
+# ---- data sets -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_data_set_is_all_committed(tmp_path: Any, in_memory: bool) -> None:
+    lengths = [3, 1, 7]
+    dataset = Dataset.open(write_dataset(tmp_path / "d", lengths))
+    spec = TableSpec("main", SCHEMA, 3, dataset.num_rows, dataset, in_memory, True, 1)
+    table = Table.create(spec, [], {}, "n", load_backend("cpu"), 5.0)
+    assert (table.num_trajectories, table.num_steps) == (3, 11)
+    assert table.slots_of(np.array([2, 0, 3, -1])).tolist() == [2, 0, -1, -1]
+    for number, steps in enumerate(lengths):
+        ends = {"terminated": number % 2 == 0, "truncated": number % 2 == 1}
+        assert same(read(table, number), trajectory(number, steps, **ends))
+    assert table.control[NEXT_ID] == 3
+    with pytest.raises(StoreError, match="must have a capacity to be added to; it holds a read-only data set"):
+        content.add(table, [], trajectory(3, 2), None)
+    with pytest.raises(StoreError, match="must have a capacity to be changed"):
+        content.remove(table, [], [0])
+    table.close()
+
+
+# ---- attaching -----------------------------------------------------------------------------------
+
+
+def spoil_header(name: str, value: object) -> Callable[[StoreScene], None]:
+    def spoil(scene: StoreScene) -> None:
+        np.ndarray((), HEADER, buffer=scene.table.memory.buffer)[name] = value
+
+    return spoil
+
+
+def lengthen(scene: StoreScene) -> None:
+    os.truncate(SHM / scene.name, scene.layout.total_bytes + 4096)
+
+
+def shorten(scene: StoreScene) -> None:
+    os.truncate(SHM / scene.name, scene.layout.total_bytes - 1)
+
+
+def cut_off(scene: StoreScene) -> None:
+    os.truncate(SHM / scene.name, 100)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (spoil_header("magic", b"XEARSTOR"), "must be a gear store"),
+        (spoil_header("format", 9), "must have store format 1, got 9"),
+        (spoil_header("nonce", b"9" * 32), "must belong to run 0+, got '9+'"),
+        (spoil_header("layout_digest", b"9" * 64), "must have an undamaged layout"),
+        (lengthen, r"must have \d+ bytes, got \d+; it is truncated"),
+        (shorten, r"must have \d+ bytes, got \d+; it is truncated"),
+        (cut_off, "must be a gear store of at least 4096 bytes"),
+    ],
+)
+def test_attach_refuses(spoil: Callable[[StoreScene], None], text: str) -> None:
+    scene = StoreScene(lengths=[3])
+    spoil(scene)
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StoreError, match=text) as caught:
+        scene.attach(1)
+    assert scene.name in str(caught.value)
+    del caught
+    assert (SHM / scene.name).exists()
+    assert len(os.listdir("/proc/self/fd")) <= files
+    scene.close()
+
+
+def test_attach_refuses_another_layout() -> None:
+    scene = StoreScene()
+    other = Layout.of([], {"table": "main"})
+    with pytest.raises(StoreError, match="must have the layout that this process expects"):
+        scene.attach(1, expected=other)
+    scene.close()
+
+
+# ---- death ---------------------------------------------------------------------------------------
+
+
+def test_a_dead_writers_rows_come_back(scene: StoreScene) -> None:
+    def write() -> None:
+        table, _ = scene.attach(1)
+        with table.lock:
+            table.reserve(15)
+        signal.pause()
+
+    child = in_child(write)
+    wait_until(lambda: (scene.table.slots[:, STATE] == RESERVED).any(), "reserving")
+    with pytest.raises(StoreFullError):
+        scene.add(15)
+    kill(child)
+    assert scene.add(15) == 0  # a reservation of the dead took no id
+    assert scene.table.num_steps == 15
+
+
+def test_counters_are_rebuilt_after_a_death_inside_the_lock(scene: StoreScene) -> None:
+    scene.add(4)
+
+    def die() -> None:
+        table, _ = scene.attach(1)
+        table.lock.__enter__()
+        slot = table.reserve(3)
+        table.write(slot, trajectory(1, 3))
+        table.slots[slot, 2] = 1  # its id, without the counter
+        table.slots[slot, STATE] = COMMITTED
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_status(in_child(die)) == -signal.SIGKILL
+    with scene.table.lock:
+        assert (scene.table.num_trajectories, scene.table.num_steps) == (2, 7)
+        assert scene.table.control[NEXT_ID] == 2
+    assert same(read(scene.table, 1), trajectory(1, 3))
+    assert read(scene.table, 1)["code"][0] == STEP
