@@ -11,7 +11,7 @@ import torch
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops import reference
-from deepspeed_gear.selection.stream import EPOCH, EPOCH_FIRST, EPOCH_SIZE, KEY, SAMPLES
+from deepspeed_gear.selection.cut import EPOCH, EPOCH_FIRST, EPOCH_SIZE, KEY, SAMPLES
 
 FORMAT = 1
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +12,21 @@ import numpy as np
 import torch
 
 from deepspeed_gear.collection.batch import Batch
-from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.collection.prefetch import Prefetcher
 from deepspeed_gear.config import GearConfig, refuse_batch_sizes
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.ops.constants import R_NUMBER
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.replay import content, position, setup, snapshot
+from deepspeed_gear.replay.maker import BatchMaker, Transform
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.setup import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.stream import (
-    EPOCH,
-    EPOCH_SIZE,
-    PASS_SHIFT,
-    TOTAL,
-    Cut,
-    Stream,
-)
+from deepspeed_gear.selection.cut import EPOCH, EPOCH_SIZE, PASS_SHIFT
+from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.statistics import statistics_of
 from deepspeed_gear.store.table import Table
-
-Transform = Callable[[Batch, torch.Tensor], Batch]
 
 
 class Replay:
@@ -91,18 +82,15 @@ class Replay:
             "the fields", lambda: setup.fields_of(self.config, self.schemas, self.datasets)
         )
         self.device = torch.device(device)
-        self._engine_dtype = engine_dtype
+        self._split = setup.split_of_sampled(self.config, self.datasets)
         self._attach(ops)
         try:
-            self._collectors = {TRAIN: exchange.agree("the fields", lambda: self._collector(TRAIN))}
+            self._maker = exchange.agree("the fields", lambda: self._make_maker(engine_dtype))
         except BaseException:
             _release([], self.streams, self.tables, exchange)
             raise
-        self.transform: Transform | None = None
         self.metrics = Metrics()
         self._passes: dict[str, int] = {}
-        self._valid = torch.ones(self.batch_info.micro, dtype=torch.bool)
-        self._no_epoch = torch.zeros(self.batch_info.micro, dtype=torch.int64)
         self._prefetcher: Prefetcher[tuple[Batch, np.ndarray]] | None = None
         self._used = 0  # micro batches of the training stream that the user has had
         self._position = position.start()
@@ -112,50 +100,35 @@ class Replay:
         )
 
     def _attach(self, ops: Any) -> None:
-        config = self.config
-        self._split = self._split_of_sampled()
-        wants_returns = any(field.derived == "return_to_go" for field in self.fields)
-        specs = [
-            setup.table_spec(
-                name,
-                table,
-                self.schemas[name],
-                self.datasets.get(name),
-                wants_returns and name == config.sampled_table,
-                self.topology.num_peers,
-            )
-            for name, table in config.resolved_tables.items()
-        ]
+        config, peers = self.config, self.topology.num_peers
+        specs = setup.table_specs(config, self.schemas, self.datasets, self.fields, peers)
         streams = setup.stream_specs(config, self.fields, self._split, self.batch_info)
         self.tables, self.streams = setup.attach_tables(
             self._exchange, self.topology, config, ops, specs, streams
         )
         self._prefetch_cell: list[Prefetcher[tuple[Batch, np.ndarray]]] = []
 
-    def _split_of_sampled(self) -> dict[str, float]:
-        table = self.config.resolved_tables[self.config.sampled_table]
-        dataset = self.datasets.get(self.config.sampled_table)
-        given = dict(table.data.split) if table.data is not None else {}
-        return given or (dict(dataset.split) if dataset is not None else {})
-
-    def _collector(self, stream: str) -> Collector:
+    def _make_maker(self, engine_dtype: torch.dtype) -> BatchMaker:
         name = self.config.sampled_table
         dataset, statistics = self.datasets.get(name), {}
         if dataset is not None and any(field.normalize for field in self.fields):
             same = dict(dataset.split) == self._split
             statistics = dataset.statistics if same else statistics_of(dataset, self._split)
-        info, ahead = self.batch_info, self.config.prefetch * self.batch_info.accumulation
-        depth = max(2, info.accumulation) + (ahead + 1 if ahead and stream == TRAIN else 0)
-        return Collector(
-            self.fields,
-            self.tables[name],
-            statistics,
-            self.config.n_step,
-            info.micro,
-            depth,
-            self._engine_dtype,
-            self.config.threads,
-        )
+        table, info = self.tables[name], self.batch_info
+        return BatchMaker(self.config, self.fields, table, statistics, info, engine_dtype, self.device)
+
+    @property
+    def transform(self) -> Transform | None:
+        """A program's own last step: (batch, key per sample [B] int64) -> batch; set it before sampling.
+
+        The keys are random words that depend on seed, stream and sample number only, so what is derived from
+        them is the same for any number of ranks.
+        """
+        return self._maker.transform
+
+    @transform.setter
+    def transform(self, transform: Transform | None) -> None:
+        self._maker.transform = transform
 
     # ---- sampling --------------------------------------------------------------------------------
 
@@ -214,8 +187,6 @@ class Replay:
 
     def _pass(self, name: str) -> Iterator[Batch]:
         stream = self.streams[name]
-        if name not in self._collectors:
-            self._collectors[name] = self._collector(name)
         number = self._passes.get(name, 0)
         self._passes[name] = number + 1
         index, num_batches = 0, 1
@@ -224,7 +195,7 @@ class Replay:
             cut = stream.take(number << PASS_SHIFT | index)
             size = int(cut.head[EPOCH_SIZE])
             num_batches = -(-size // stream.spec.batch)
-            yield self._batch(name, cut, self.topology.data_rank, self.topology.data_world, size)
+            yield self._maker.make(stream, cut, self.topology.data_rank, self.topology.data_world, size)
             index += 1
 
     def _produce(self, index: int) -> tuple[Batch, np.ndarray]:
@@ -235,41 +206,9 @@ class Replay:
         cut = stream.take(self._start + step)
         head = cut.head.copy()
         part = micro * info.data_world + self.topology.data_rank
-        batch = self._batch(TRAIN, cut, part, info.num_micro, None, micro == info.accumulation - 1)
+        batch = self._maker.make(stream, cut, part, info.num_micro, None, micro == info.accumulation - 1)
         self.metrics.produced(time.perf_counter() - begin)
         return batch, head
-
-    def _batch(
-        self, name: str, cut: Cut, part: int, num_parts: int, pass_size: int | None, last: bool = True
-    ) -> Batch:
-        """Collect every num_parts-th sample of a cut, so that no rank gets only one end of the batch.
-
-        Args:
-            name: Of the stream.
-            cut: The global batch.
-            part: Which part of it.
-            num_parts: Micro batches that share it.
-            pass_size: Items of an evaluation pass; samples beyond it are fillers.
-            last: Whether this rank needs nothing more of the cut.
-        """
-        stream, micro = self.streams[name], self.batch_info.micro
-        records = cut.resolutions[part::num_parts].clone(memory_format=torch.contiguous_format)
-        epoch = self._no_epoch
-        if stream.spec.kind != "random":
-            epoch = cut.epochs.view(micro, num_parts)[:, part].clone()
-        tensors, mask = self._collectors[name].collect(records)
-        total = int(cut.head[TOTAL])
-        if last:
-            stream.consume(cut.key)
-        valid = self._valid if pass_size is None else records[:, R_NUMBER] < pass_size
-        batch = Batch(tensors, mask, records, valid, stream.spec.rule.unit == "step", total, epoch)
-        if self.device.type != "cpu":
-            batch = batch.to(self.device)
-        if self.transform is not None:
-            batch = self.transform(
-                batch, position.transform_keys(self.config.seed, stream.spec.key, records[:, R_NUMBER])
-            )
-        return batch
 
     def _start_prefetch(self) -> None:
         first, depth = self._used, self.config.prefetch * self.batch_info.accumulation
@@ -432,7 +371,7 @@ class Replay:
 
     def take_metrics(self) -> dict[str, float]:
         """Return means per micro batch since the last call: times, bytes, padding fraction, epoch."""
-        return self.metrics.take(self._collectors[TRAIN].counters)
+        return self.metrics.take(self._maker.counters)
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes and times: of the store, and of the batches since the last call."""

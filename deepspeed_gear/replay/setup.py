@@ -25,8 +25,9 @@ from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.anchors import AnchorRule, Reach
+from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.rules import Condition, MassRule, key_of
-from deepspeed_gear.selection.stream import Stream, StreamSpec
+from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.memory import remove_garbage
@@ -135,6 +136,21 @@ def table_spec(
     slots = table.capacity_trajectories or min(steps, max(LEAST_SLOTS, steps // STEPS_PER_SLOT))
     rows = steps + (slots if schema.has_final_row else 0)
     return TableSpec(name, schema, slots, rows, None, True, return_to_go, num_peers)
+
+
+def table_specs(
+    config: GearConfig,
+    schemas: Mapping[str, Schema],
+    datasets: Mapping[str, Dataset],
+    fields: list[ResolvedField],
+    num_peers: int,
+) -> list[TableSpec]:
+    """Return the sizes of all tables."""
+    returns = {config.sampled_table} if any(field.derived == "return_to_go" for field in fields) else set()
+    return [
+        table_spec(name, table, schemas[name], datasets.get(name), name in returns, num_peers)
+        for name, table in config.resolved_tables.items()
+    ]
 
 
 def anchor_rule(config: GearConfig, fields: list[ResolvedField]) -> AnchorRule:
@@ -319,3 +335,11 @@ def batch_info(config: GearConfig, data_world: int) -> BatchInfo:
     """Return the batch sizes of a replay without an engine."""
     micro, _ = batch_sizes(config, data_world)
     return BatchInfo(micro, config.gradient_accumulation_steps, data_world)
+
+
+def split_of_sampled(config: GearConfig, datasets: Mapping[str, Dataset]) -> dict[str, float]:
+    """Return the split of the sampled table: of the config, else the one that it was ingested with."""
+    table = config.resolved_tables[config.sampled_table]
+    dataset = datasets.get(config.sampled_table)
+    given = dict(table.data.split) if table.data is not None else {}
+    return given or (dict(dataset.split) if dataset is not None else {})

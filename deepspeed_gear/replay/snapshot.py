@@ -1,8 +1,9 @@
 """The content of tables that were added to, as checksummed files of a checkpoint.
 
-A folder per table: the rows of its trajectories in stored order, their slots, and of each stream the masses of its
-latest cut, the changes that wait for the next one, and the cuts that nobody has used yet. So what is loaded continues
-with the batches that would have come, although prefetching was ahead and an epoch was under way.
+A folder per table: the rows of its trajectories in stored order, their slots, and of each stream the masses
+of its latest cut, the changes that wait for the next one, and the cuts that nobody has used yet. So what is
+loaded continues with the batches that would have come, although prefetching was ahead and an epoch was under
+way.
 """
 
 from __future__ import annotations

@@ -13,80 +13,34 @@ position.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT
-from deepspeed_gear.selection.rules import UNIT_CODES, MassRule
-from deepspeed_gear.store.layout import RESOLUTION_WORDS, Region
+from deepspeed_gear.selection.cut import (
+    APPLYING,
+    COUNT,
+    DONE,
+    EPOCH,
+    EPOCH_FIRST,
+    EPOCH_SIZE,
+    FAN_OUT,
+    FILLERS,
+    KEY,
+    NOTHING,
+    NUM_DIRTY,
+    PASS_SHIFT,
+    SAMPLES,
+    TOTAL,
+    Cut,
+    StreamSpec,
+)
+from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, PEER_PID, STATE, Table
 
-NOTHING = -1
-FAN_OUT = 32  # kFanOut of ops/csrc/common/tree.h
-# words of a position, and of the head of a ring entry
-KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL, COUNT, FILLERS = range(8)
-HEAD_WORDS = 16
-NUM_DIRTY, APPLYING, DONE = 8, 9, 10  # words of the position only
-PASS_SHIFT = 32  # a pass over an evaluation split: key = pass << 32 | batch
 _POLL_S = 100e-6
-
-
-@dataclass(frozen=True)
-class StreamSpec:
-    """What a stream draws.
-
-    Args:
-        name: "train", or the name of a split.
-        kind: "random" (independent draws), "epoch" (a keyed order, again and again) or "pass" (stored
-            order, once).
-        rule: Masses of the trajectories.
-        seed: Of the run.
-        key: 32-bit key of table and stream.
-        batch: Samples of a global batch.
-        depth: Cuts that the ring keeps.
-    """
-
-    name: str
-    kind: str
-    rule: MassRule
-    seed: int
-    key: int
-    batch: int
-    depth: int
-
-    def regions(self, num_slots: int, num_peers: int, tree_words: int) -> list[Region]:
-        """Return what the stream keeps in the store."""
-        at = f"stream/{self.name}/"
-        return [
-            Region(at + "position", "int64", (HEAD_WORDS,)),
-            Region(at + "consumed", "int64", (num_peers,)),
-            Region(at + "sums", "int64", (tree_words,)),
-            Region(at + "queued", "int64", (num_slots,)),
-            Region(at + "dirty", "int64", (num_slots,)),
-            Region(at + "heads", "int64", (self.depth, HEAD_WORDS)),
-            Region(at + "ring", "int64", (self.depth, self.batch, RESOLUTION_WORDS)),
-            Region(at + "epochs", "int64", (self.depth, self.batch)),
-        ]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One global batch as this process sees it.
-
-    Args:
-        key: Number of the global batch (pass << 32 | number in an evaluation pass).
-        head: Position after the cut and totals. [16], int64.
-        resolutions: What the draws resolved to, in the store. [batch, 8], int64; valid until `consume`.
-        epochs: Epoch (or pass) of each sample, in the store. [batch], int64; likewise.
-    """
-
-    key: int
-    head: np.ndarray
-    resolutions: torch.Tensor
-    epochs: torch.Tensor
 
 
 class Stream:

@@ -1,14 +1,24 @@
-"""Both backends, and what the tests compare them with."""
+"""The backends that must give the reference's bits, and what the tests compare them with."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sysconfig
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
-from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops import Ops, fake, load_backend, toolchain
+
+HOST = Path(__file__).resolve().parents[1] / "host"
+CSRC = toolchain.csrc_root()
 
 
 @pytest.fixture(scope="session")
@@ -17,8 +27,30 @@ def reference() -> Ops:
 
 
 @pytest.fixture(scope="session")
-def native() -> Ops:
+def cpu() -> Ops:
     return load_backend("cpu")
+
+
+@pytest.fixture(scope="session")
+def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> Ops:
+    """The CUDA kernels and their binding, run by the CPU lane by lane (`tests/host/cuda_runtime.h`)."""
+    if toolchain.missing_tools():
+        pytest.skip(", ".join(toolchain.missing_tools()))
+    library = build_kernels_for_host(tmp_path_factory.mktemp("kernels_on_host"))
+    torch.ops.load_library(library)
+    ops = {name: getattr(torch.ops.gear_on_host, name).default for name in fake.OP_NAMES}
+    return Ops("kernels on the host", **ops)
+
+
+@pytest.fixture(
+    scope="session", params=["cpu", "kernels_on_host", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def native(request: pytest.FixtureRequest) -> Ops:
+    """Each backend but the reference; all take tensors in host memory."""
+    if request.param == "cuda":
+        return through_device(load_backend("cuda"), torch.device("cuda"))
+    ops: Ops = request.getfixturevalue(request.param)
+    return ops
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +65,70 @@ def same_bits() -> Callable[[Tensor, Tensor], bool]:
 
 def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def build_kernels_for_host(folder: Path) -> Path:
+    """Compile the kernels' own files with the host's compiler; only launches and the names of ops are rewritten."""
+    launch = re.compile(
+        r"([\w:]+(?:<[^<>;]*(?:<[^<>;]*>)?[^<>;]*>)?)<<<(.+?), (\w+), 0, .+?>>>\((.*?)\);", re.DOTALL
+    )
+    (folder / "cuda").mkdir()
+    for file in (CSRC / "cuda").iterdir():
+        text, launches = launch.subn(r"gear_host::Launch(\2, \3, [&] { \1(\4); });", file.read_text())
+        assert launches == file.read_text().count("<<<")
+        (folder / "cuda" / file.with_suffix(".h" if file.suffix == ".h" else ".cpp").name).write_text(text)
+    binding = (CSRC / "bindings" / "library_cuda.cpp").read_text()
+    schemas = re.search(
+        r"TORCH_LIBRARY\(gear, m\) \{.*?\n\}\n", (CSRC / "bindings" / "library.cpp").read_text(), re.DOTALL
+    )
+    assert schemas is not None
+    assert "TORCH_LIBRARY_IMPL(gear, CUDA, m)" in binding
+    binding = binding.replace("(gear, CUDA, m)", "(gear_on_host, CPU, m)")
+    stream = 'extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void**) { return 0; }\n'
+    (folder / "binding.cpp").write_text(
+        binding + schemas[0].replace("(gear, m)", "(gear_on_host, m)") + stream
+    )
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-ffp-contract=off",
+        "-fPIC",
+        "-shared",
+        "-DTORCH_EXTENSION_NAME=gear_on_host",
+    ]
+    flags += [f"-I{folder}", f"-I{HOST}", f"-I{CSRC}", f"-I{sysconfig.get_path('include')}"]
+    flags += [f"-isystem{path}" for path in include_paths("cpu")]
+    sources = [str(file) for file in (folder / "binding.cpp", *sorted((folder / "cuda").glob("*.cpp")))]
+    out = folder / "kernels_on_host.so"
+    links = [f"-L{TORCH_LIB_PATH}", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(out)]
+    run = subprocess.run([*toolchain.compiler(), *flags, *sources, *links], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return out
+
+
+def through_device(ops: Ops, device: torch.device) -> Ops:
+    """Give ops that move their tensors to a device, keep each one's alignment, and bring the results back."""
+
+    def move(value: Any, moved: list[tuple[Tensor, Tensor]]) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [move(v, moved) for v in value]
+        if not isinstance(value, Tensor):
+            return value
+        shift = value.data_ptr() % 16
+        buffer = torch.empty(shift + value.numel() * value.element_size(), dtype=torch.uint8, device=device)
+        there = buffer[shift:].view(value.dtype).view(value.shape)
+        there.copy_(value)
+        moved.append((value, there))
+        return there
+
+    def wrap(op: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            moved: list[tuple[Tensor, Tensor]] = []
+            op(*(move(a, moved) for a in arguments))
+            for here, there in moved:
+                here.copy_(there)
+
+        return run
+
+    wrapped = {f.name: wrap(getattr(ops, f.name)) for f in fields(ops) if f.name in fake.OP_NAMES}
+    return Ops(f"{ops.name} through {device}", **wrapped)

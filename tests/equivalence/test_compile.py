@@ -53,8 +53,8 @@ def tensors_of(values: object) -> list[Tensor]:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", fake.OP_NAMES)
-def test_compiles_as_one_graph(native: Ops, name: str, dynamic: bool) -> None:
-    op: Callable[..., None] = getattr(native, name)
+def test_compiles_as_one_graph(cpu: Ops, name: str, dynamic: bool) -> None:
+    op: Callable[..., None] = getattr(cpu, name)
 
     def around(*args: Any) -> list[Tensor]:
         op(*args)
@@ -69,18 +69,18 @@ def test_compiles_as_one_graph(native: Ops, name: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("name", fake.OP_NAMES)
-def test_schema_and_fake_are_right(native: Ops, name: str) -> None:
+def test_schema_and_fake_are_right(cpu: Ops, name: str) -> None:
     """The op changes what its schema says and nothing else; the fake one agrees."""
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(getattr(native, name), arguments(name), test_utils=tests)
+    torch.library.opcheck(getattr(cpu, name), arguments(name), test_utils=tests)
 
 
 @pytest.mark.parametrize("name", fake.OP_NAMES)
-def test_every_op_is_on_both_backends(native: Ops, reference: Ops, name: str) -> None:
+def test_every_op_is_on_both_backends(cpu: Ops, reference: Ops, name: str) -> None:
     expected, got = arguments(name), arguments(name)
     before = [t.clone() for t in tensors_of(expected)]
     getattr(reference, name)(*expected)
-    getattr(native, name)(*got)
+    getattr(cpu, name)(*got)
     changed = [not torch.equal(a, b) for a, b in zip(before, tensors_of(expected), strict=True)]
     assert any(changed)
     for a, b in zip(tensors_of(expected), tensors_of(got), strict=True):

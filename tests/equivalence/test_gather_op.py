@@ -262,7 +262,7 @@ def test_nothing_to_collect(reference: Ops, native: Ops, same_bits: SameBits) ->
         (1, -1),
     ],
 )
-@pytest.mark.parametrize("name", ["reference", "native"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_resolution_outside_the_columns_is_refused(
     request: pytest.FixtureRequest, name: str, word: int, value: int
 ) -> None:
@@ -275,7 +275,7 @@ def test_resolution_outside_the_columns_is_refused(
         gather(ops, [field], resolutions)
 
 
-@pytest.mark.parametrize("name", ["reference", "native"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_final_row_and_slots_are_checked(request: pytest.FixtureRequest, name: str) -> None:
     ops: Ops = request.getfixturevalue(name)
     resolutions = torch.tensor([[0, 4, 0, 2, 3, 0, 0, 0]])
@@ -299,7 +299,7 @@ def test_final_row_and_slots_are_checked(request: pytest.FixtureRequest, name: s
         (Field(torch.zeros(50, 2), after_n_step=1), "n_steps"),
     ],
 )
-@pytest.mark.parametrize("name", ["reference", "native"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_impossible_field_is_refused(
     request: pytest.FixtureRequest, name: str, field: Field, match: str
 ) -> None:

@@ -103,7 +103,7 @@ def anchors_by_hand(rule: tuple[int, ...], lengths: list[int]) -> list[list[int]
     return [[n - 1 - a for a in some] if from_end else some for some, n in zip(forward, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["reference", "native"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("bad", [-1, 12, 1 << 62])
 def test_coordinates_beyond_the_total_are_refused(
     request: pytest.FixtureRequest, name: str, bad: int
@@ -117,7 +117,7 @@ def test_coordinates_beyond_the_total_are_refused(
     assert not out.any()
 
 
-@pytest.mark.parametrize("name", ["reference", "native"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_items_outside_the_tree_are_refused(request: pytest.FixtureRequest, name: str) -> None:
     ops: Ops = request.getfixturevalue(name)
     sums = torch.zeros(tree_size(3), dtype=torch.int64)

@@ -1,0 +1,69 @@
+"""The kernels run on the host refuse what would read or write outside: they trap, where the device would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import tree_size
+
+OUTSIDE = pytest.raises(RuntimeError, match="index that leads outside")
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [(3, -1), (3, 9), (3, 1 << 62), (4, 0), (4, 11), (4, (1 << 63) - 1), (5, -1), (5, 2)]
+)
+def test_resolution_outside_the_column(kernels_on_host: Ops, word: int, value: int) -> None:
+    resolutions = torch.tensor([[0, 0, 0, 0, 2, 0, 0, 0]]).repeat(3, 1)
+    column, none, counters = torch.zeros(10, 2), torch.empty(0), torch.zeros(3, dtype=torch.int64)
+    out, spec = torch.ones(3, 1, 2), [0, 0, 1, 0, 0, 0, 2, -1]
+
+    def gather() -> None:
+        kernels_on_host.gather_(
+            [out], [], counters, [column], [none], [none], resolutions, None, spec, [0.0], 1
+        )
+
+    gather()
+    resolutions[2, word] = value
+    with OUTSIDE:
+        gather()
+    returns = torch.zeros(3)
+    powers, steps = torch.ones(2, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    with OUTSIDE:
+        kernels_on_host.n_step_(
+            returns,
+            returns.clone(),
+            steps,
+            column[:, 0].contiguous(),
+            column[:, 0] > 1,
+            None,
+            powers,
+            resolutions,
+            1,
+        )
+
+
+def test_slot_outside_the_column(kernels_on_host: Ops) -> None:
+    resolutions, none = torch.tensor([[0, 3, 0, 0, 2, 0, 0, 0]]), torch.empty(0)
+    counters = torch.zeros(3, dtype=torch.int64)
+    arguments = (resolutions, None, [2, 0, 1, 0, 0, 0, 2, -1], [0.0], 1)
+    with OUTSIDE:
+        kernels_on_host.gather_(
+            [torch.ones(1, 2)], [], counters, [torch.zeros(3, 2)], [none], [none], *arguments
+        )
+
+
+def test_item_coordinate_and_extent(kernels_on_host: Ops) -> None:
+    sums = torch.zeros(tree_size(3), dtype=torch.int64)
+    sums[:3] = 4
+    for bad in (-1, 3):
+        with OUTSIDE:
+            kernels_on_host.tree_update_(sums, 3, torch.tensor([bad]), torch.tensor([1]))
+    slots, out = torch.ones(3, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)
+    for bad in (-1, 12, 1 << 62):
+        with OUTSIDE:
+            kernels_on_host.resolve_(out, sums, slots, torch.tensor([bad]), (0, 0, 1, 1, 0), 0, 0, 0, 0)
+    for extent in ((-1, 2), (0, -1), (5, 6), (1, (1 << 63) - 1)):
+        with OUTSIDE:
+            kernels_on_host.suffix_sum_(torch.zeros(10), torch.zeros(10), torch.tensor([extent]))
