@@ -138,7 +138,7 @@ def train(data: Path, report: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         seen.update(batch.id.tolist())
         wrong += int((batch["reward"] != batch.id[:, None]).sum())
     faults = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[9])  # major faults

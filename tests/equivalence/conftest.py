@@ -43,7 +43,7 @@ def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> Ops:
 
 
 @pytest.fixture(
-    scope="session", params=["cpu", "kernels_on_host", pytest.param("cuda", marks=pytest.mark.gpu)]
+    scope="session", params=["cpu", "kernels_on_host", *(["cuda"] if torch.cuda.is_available() else [])]
 )
 def native(request: pytest.FixtureRequest) -> Ops:
     """Each backend but the reference; all take tensors in host memory."""
@@ -68,7 +68,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def build_kernels_for_host(folder: Path) -> Path:
-    """Compile the kernels' own files with the host's compiler; only launches and the names of ops are rewritten."""
+    """Compile the kernels with the host's compiler; only launches and the names of ops are rewritten."""
     launch = re.compile(
         r"([\w:]+(?:<[^<>;]*(?:<[^<>;]*>)?[^<>;]*>)?)<<<(.+?), (\w+), 0, .+?>>>\((.*?)\);", re.DOTALL
     )

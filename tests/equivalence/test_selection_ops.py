@@ -86,8 +86,11 @@ def test_resolve(reference: Ops, native: Ops, rule: tuple[int, ...], unit: int, 
     sums[:num_slots] = masses
     native.tree_build_(sums, num_slots)
     total = int(masses.sum())
-    for count in (*SIZES, total):
-        coordinates = torch.arange(count) if count == total else torch.randint(0, total, (count,))
+    for coordinates in (
+        *(torch.randint(0, total, (n,)) for n in SIZES),
+        torch.arange(0, total, total // 300 + 1),
+    ):
+        count = len(coordinates)
         out = torch.full((count, RESOLUTION_WORDS), -1)
         resolved = both(
             reference, native, "resolve_", out, sums, slots, coordinates, rule, unit, 5, 1, 1 << 40

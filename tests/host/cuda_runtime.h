@@ -1,6 +1,7 @@
-// Runs kernels on the host, lane by lane, so that a machine without a GPU tests what they compute: indices, alignment,
-// padding, the order of sums. It stands in for the toolkit's header; launches are rewritten to gear_host::Launch. The
-// lanes of a warp are fibers that meet at its collectives. It shows nothing about speed, races or memory order.
+// Runs kernels on the host, lane by lane, so that a machine without a GPU tests what they compute:
+// indices, alignment, padding, the order of sums. It stands in for the toolkit's header; launches
+// are rewritten to gear_host::Launch. The lanes of a warp are fibers that meet at its collectives.
+// It shows nothing about speed, races or memory order.
 #pragma once
 #include <ucontext.h>
 
@@ -58,11 +59,11 @@ inline void RunLane() {
 
 // Runs the body on every lane of one warp: each up to its next collective, in turn.
 template <typename Body>
-void RunWarp(const Body& body) {
+void RunWarp(const Body& body, int num_lanes) {
   warp.body = &body;
   warp.call = [](const void* b) { (*static_cast<const Body*>(b))(); };
   warp.error.clear();
-  for (int i = 0; i < kLanes; ++i) {
+  for (int i = 0; i < num_lanes; ++i) {
     warp.done[i] = false;
     getcontext(&warp.lanes[i]);
     warp.lanes[i].uc_stack.ss_sp = warp.stacks.get() + i * kStackBytes;
@@ -70,16 +71,16 @@ void RunWarp(const Body& body) {
     warp.lanes[i].uc_link = &warp.scheduler;
     makecontext(&warp.lanes[i], RunLane, 0);
   }
-  for (int running = kLanes; running > 0 && warp.error.empty();) {
+  for (int running = num_lanes; running > 0 && warp.error.empty();) {
     running = 0;
-    for (warp.lane = 0; warp.lane < kLanes; ++warp.lane) {
+    for (warp.lane = 0; warp.lane < num_lanes; ++warp.lane) {
       if (warp.done[warp.lane]) continue;
       threadIdx.x = static_cast<unsigned>(warp.first_thread + warp.lane);
       swapcontext(&warp.scheduler, &warp.lanes[warp.lane]);
       running += !warp.done[warp.lane];
     }
     // All lanes take part in a collective, or none: the kernels name all of them in its mask.
-    if (running != 0 && running != kLanes && warp.error.empty())
+    if (running != 0 && running != num_lanes && warp.error.empty())
       warp.error = "gear: some lanes ended while others wait for them";
   }
   if (!warp.error.empty()) throw std::runtime_error(warp.error);
@@ -90,7 +91,8 @@ void Launch(unsigned blocks, int threads, const Body& body) {
   gridDim.x = blocks;
   blockDim.x = static_cast<unsigned>(threads);
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-    for (warp.first_thread = 0; warp.first_thread < threads; warp.first_thread += kLanes) RunWarp(body);
+    for (warp.first_thread = 0; warp.first_thread < threads; warp.first_thread += kLanes)
+      RunWarp(body, threads - warp.first_thread < kLanes ? threads - warp.first_thread : kLanes);
 }
 
 // Gives every lane what all of them brought.
@@ -124,7 +126,8 @@ T __shfl_up_sync(unsigned, T value, int by) {
 template <typename T>
 T __shfl_down_sync(unsigned, T value, int by) {
   const int self = gear_host::warp.lane;
-  return gear_host::Exchange(value, [&](auto of) { return of(self + by < gear_host::kLanes ? self + by : self); });
+  return gear_host::Exchange(
+      value, [&](auto of) { return of(self + by < gear_host::kLanes ? self + by : self); });
 }
 
 inline unsigned __ballot_sync(unsigned, bool value) {
@@ -141,7 +144,9 @@ inline double __dmul_rn(double a, double b) { return a * b; }
 [[noreturn]] inline void __trap() { throw gear_host::Trap(); }
 
 template <typename T>
-T __ldcs(const T* from) { return *from; }
+T __ldcs(const T* from) {
+  return *from;
+}
 
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned bits) {
   return static_cast<uint32_t>(((uint64_t{high} << 32) | low) >> (bits & 31));

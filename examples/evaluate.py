@@ -1,0 +1,72 @@
+"""Roll a Decision Transformer out in gymnasium, several episodes in one batch."""
+
+from __future__ import annotations
+
+import warnings
+
+import gymnasium
+import numpy as np
+import torch
+from torch import nn
+
+ENVIRONMENT = "Hopper-v4"  # of which the data are
+MAX_STEPS = 1000
+
+
+def returns_of(
+    model: nn.Module,
+    target: float,
+    seeds: list[int],
+    context: int,
+    mean: np.ndarray,
+    std: np.ndarray,
+    scale: float,
+) -> list[float]:
+    """Return the return of one episode per seed.
+
+    Args:
+        model: Called as in training, on windows of `context` steps.
+        target: Return that is asked for.
+        seeds: Of the episodes.
+        context: Steps of a window.
+        mean: Of the observations, as in training. [n], float64.
+        std: Their deviation. [n], float64.
+        scale: Of returns-to-go.
+    """
+    if not seeds:
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # v4 is what the data were made with; gymnasium recommends v5
+        worlds = [gymnasium.make(ENVIRONMENT) for _ in seeds]
+    observations = [world.reset(seed=seed)[0] for world, seed in zip(worlds, seeds, strict=True)]
+    count = len(seeds)
+    size, actions = len(observations[0]), worlds[0].action_space.shape[0]
+    window = {
+        "observation": torch.zeros(count, context, size),
+        "action": torch.zeros(count, context, actions),
+        "return_to_go": torch.zeros(count, context),
+        "timestep": torch.zeros(count, context, dtype=torch.int64),
+    }
+    real = torch.zeros(count, context, dtype=torch.bool)
+    collected, running = np.zeros(count), np.ones(count, bool)
+    for step in range(MAX_STEPS):
+        window = {name: tensor.roll(-1, 1) for name, tensor in window.items()}
+        real = real.roll(-1, 1)
+        real[:, -1] = True
+        window["observation"][:, -1] = torch.from_numpy((np.stack(observations) - mean) / std).float()
+        window["return_to_go"][:, -1] = torch.from_numpy(scale * (target - collected))
+        window["timestep"][:, -1] = step
+        window["action"][:, -1] = 0
+        with torch.inference_mode():
+            action = model(window, real)[:, -1]
+        window["action"][:, -1] = action
+        for i, world in enumerate(worlds):
+            if running[i]:
+                observations[i], reward, terminated, truncated, _ = world.step(action[i].numpy())
+                collected[i] += float(reward)
+                running[i] = not (terminated or truncated)
+        if not running.any():
+            break
+    for world in worlds:
+        world.close()
+    return collected.tolist()

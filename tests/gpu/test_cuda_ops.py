@@ -1,0 +1,201 @@
+"""Every op on a GPU against the reference, and what only a GPU can show: streams, no waiting, columns beyond 4 GiB.
+
+`tests/equivalence` runs all its cases on the GPU as well, where there is one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_gear.ops import Ops, fake, load_backend
+from deepspeed_gear.ops.constants import SOURCE_STEPS, tree_size
+from deepspeed_gear.ops.functional import powers_of
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
+ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Ops:
+    return load_backend("reference")
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Ops:
+    return load_backend("cuda")
+
+
+def resolutions_of(count: int, slots: int = NUM_SLOTS, length: int = LENGTH) -> Tensor:
+    slot, anchor, zero = (
+        torch.randint(0, slots, (count,)),
+        torch.randint(0, length, (count,)),
+        torch.zeros(count),
+    )
+    parts = (slot, slot, zero, slot * length, zero + length, anchor, zero + 1, torch.arange(count))
+    return torch.stack([part.long() for part in parts], dim=1)
+
+
+def window(column: Tensor, offset: int, length: int) -> list[int]:
+    return [SOURCE_STEPS, offset, length, 0, 0, 0, column[0].numel(), 0]
+
+
+def arguments(name: str) -> tuple[Any, ...]:
+    """Arguments of an op in host memory, outputs first."""
+    torch.manual_seed(0)
+    out, masses = torch.zeros(COUNT, dtype=torch.int64), torch.randint(0, 1 << 40, (NUM_SLOTS,))
+    sums = torch.zeros(tree_size(NUM_SLOTS), dtype=torch.int64)
+    sums[:NUM_SLOTS] = masses
+    built = sums.clone()
+    load_backend("reference").tree_build_(built, NUM_SLOTS)
+    slots = torch.randint(0, 1 << 40, (NUM_SLOTS, 8))
+    slots[:, 4] = torch.randint(1, LENGTH, (NUM_SLOTS,))
+    coordinates = (torch.rand(COUNT, dtype=torch.float64) * int(masses.sum())).long()
+    rows = torch.randn(NUM_SLOTS * LENGTH, 11)
+    reward, ends = rows[:, 0].contiguous(), torch.rand(len(rows)) < 0.05
+    extents = torch.stack((torch.arange(NUM_SLOTS) * LENGTH, torch.full((NUM_SLOTS,), LENGTH)), dim=1)
+    items = torch.randint(0, 20, (500,))  # many equal ones: the last wins
+    none, counters = torch.empty(0), torch.zeros(3, dtype=torch.int64)
+    outs = [torch.zeros(COUNT, 7, 11), torch.zeros(COUNT, 7, 11, dtype=torch.bfloat16)]
+    spec, scale = window(rows, -3, 7) * 2, [none, torch.randn(11)]
+    masks, resolutions = [torch.zeros(COUNT, 7, dtype=torch.bool)], resolutions_of(COUNT)
+    returns = torch.zeros(2, COUNT)
+    return {
+        "draw_": (out, 5, 1, 100, (1 << 62) - 1),
+        "permute_": (out, 5, 1, 2, 3, 1000),
+        "tree_build_": (sums, NUM_SLOTS),
+        "tree_update_": (built, NUM_SLOTS, items, torch.randint(0, 1 << 40, (500,))),
+        "resolve_": (resolutions * 0, built, slots, coordinates, ALL_ANCHORS, 0, 5, 1, 100),
+        "suffix_sum_": (reward * 0, reward, extents),
+        "n_step_": (returns[0], returns[1], out, reward, ends, ends, powers_of(0.9, 5), resolutions, 5),
+        "gather_": (
+            outs,
+            masks,
+            counters,
+            [rows] * 2,
+            scale,
+            scale,
+            resolutions,
+            out + 1,
+            spec,
+            [0.0, 1.0],
+            1,
+        ),
+    }[name]
+
+
+def moved(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [moved(v) for v in value]
+    return value.to(DEVICE) if isinstance(value, Tensor) else value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_of(v)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    for a, b in zip(tensors_of(got), tensors_of(expected), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("name", fake.OP_NAMES)
+def test_equals_the_reference(reference: Ops, cuda: Ops, name: str) -> None:
+    expected, got = arguments(name), moved(arguments(name))
+    getattr(reference, name)(*expected)
+    getattr(cuda, name)(*got)
+    assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", fake.OP_NAMES)
+def test_compiles_as_one_graph(reference: Ops, cuda: Ops, name: str) -> None:
+    op: Callable[..., None] = getattr(cuda, name)
+    expected, got = arguments(name), moved(arguments(name))
+    getattr(reference, name)(*expected)
+    torch._dynamo.reset()
+    torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*got)
+    assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", fake.OP_NAMES)
+def test_runs_on_the_current_stream_and_waits_for_nothing(reference: Ops, cuda: Ops, name: str) -> None:
+    """Behind a kernel that sleeps, the call returns at once, and its result comes in the stream's order."""
+    expected, got = arguments(name), moved(arguments(name))
+    getattr(reference, name)(*expected)
+    late = moved(arguments(name))
+    getattr(cuda, name)(*late)  # loads the kernels
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        getattr(cuda, name)(*got)
+        behind = torch.cuda.Event()
+        behind.record()
+        assert not behind.query()
+    stream.synchronize()
+    assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("elements", [1, 3, 44, 61, 7056])
+@pytest.mark.parametrize("shift", [0, 1, 4, 7, 13])
+def test_rows_at_any_address(reference: Ops, cuda: Ops, elements: int, shift: int) -> None:
+    torch.manual_seed(elements)
+    stored = torch.randint(0, 256, (shift + 400 * elements,), dtype=torch.uint8)
+    resolutions, none = resolutions_of(COUNT, slots=10), torch.empty(0)
+    expected, place = torch.empty(COUNT, 9, elements, dtype=torch.uint8), (shift * 3) % 16
+    for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
+        column = stored.to(device)[shift:].view(-1, elements)
+        out = torch.zeros(place + expected.numel(), dtype=torch.uint8, device=device)[place:].view(
+            expected.shape
+        )
+        mask = torch.zeros(COUNT, 9, dtype=torch.bool, device=device)
+        counters = torch.zeros(3, dtype=torch.int64, device=device)
+        spec = window(column, -4, 9)
+        ops.gather_(
+            [out], [mask], counters, [column], [none], [none], resolutions.to(device), None, spec, [7.0], 1
+        )
+        if device == "cpu":
+            expected.copy_(out)
+    assert torch.equal(out.cpu(), expected)
+
+
+def test_column_beyond_4_gib(cuda: Ops) -> None:
+    """Offsets are 64 bits wide, in bytes and in rows."""
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GiB of free GPU memory")
+    rows = (1 << 32) + (1 << 20)
+    column = torch.zeros(rows, dtype=torch.uint8, device=DEVICE)
+    column[-40:] = torch.arange(40, dtype=torch.uint8, device=DEVICE)
+    resolutions = torch.tensor([[0, 0, 0, rows - 40, 40, 5, 0, 0]], device=DEVICE)
+    none = torch.empty(0)
+    out, counters = torch.zeros(1, 20, dtype=torch.uint8, device=DEVICE), torch.zeros(3, dtype=torch.int64)
+    spec = [SOURCE_STEPS, 0, 20, 0, 0, 0, 1, -1]
+    cuda.gather_([out], [], counters.to(DEVICE), [column], [none], [none], resolutions, None, spec, [0.0], 1)
+    assert torch.equal(out[0].cpu(), torch.arange(5, 25, dtype=torch.uint8))
+
+
+def test_tensors_of_two_devices_are_refused(cuda: Ops) -> None:
+    out, reward, extents = arguments("suffix_sum_")
+    with pytest.raises(RuntimeError, match="reward must be on cuda"):
+        cuda.suffix_sum_(out.to(DEVICE), reward, extents.to(DEVICE))
+
+
+def test_calls_return_quickly_while_the_device_works(cuda: Ops) -> None:
+    got = moved(arguments("gather_"))
+    cuda.gather_(*got)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    started = time.perf_counter()
+    for _ in range(100):
+        cuda.gather_(*got)
+    assert time.perf_counter() - started < 0.5  # the sleep alone takes longer
+    torch.cuda.synchronize()
