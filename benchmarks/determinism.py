@@ -34,6 +34,7 @@ from deepspeed_gear import Batch, Replay
 
 GLOBAL_BATCH, NUM_BATCHES, QUICK_BATCHES = 32, 50, 12
 RANKS, ACCUMULATIONS, PREFETCHES, SEEDS = (1, 2, 4), (1, 2, 4), (0, 3), (0, 1, 2)
+QUICK_WAYS: tuple[tuple[Any, ...], ...] = ((), (2, 2, 3), (2, 1, 0, "reference"))
 RESUMED_ON = (4, 1)  # killed on 2 ranks
 _WAIT_S = 300.0
 
@@ -51,12 +52,15 @@ class Case:
 
     @property
     def variant(self) -> str:
-        return f"{self.ranks} ranks, accumulation {self.accumulation}, prefetch {self.prefetch}, {self.backend}"
+        return (
+            f"{self.ranks} ranks, accumulation {self.accumulation}, prefetch {self.prefetch}, {self.backend}"
+        )
 
     def section(self, data: Path) -> dict[str, Any]:
         return {
             **ragged.section(data, self.sampler, self.seed, self.prefetch, self.backend),
-            "batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": self.accumulation,
+            "batch_size": GLOBAL_BATCH,
+            "gradient_accumulation_steps": self.accumulation,
         }
 
 
@@ -87,7 +91,7 @@ def cases(quick: bool) -> list[Case]:
     for sampler, seed in itertools.product(ragged.SAMPLERS, SEEDS[:1] if quick else SEEDS):
         found.append(Case(sampler, seed, backend="reference"))
         if quick:
-            found += [Case(sampler, seed), Case(sampler, seed, 2, 2, 3), Case(sampler, seed, 2, backend="reference")]
+            found += [Case(sampler, seed, *way) for way in QUICK_WAYS]
             continue
         options = itertools.product(RANKS, ACCUMULATIONS, PREFETCHES)
         found += [Case(sampler, seed, *option) for option in options]
@@ -96,13 +100,18 @@ def cases(quick: bool) -> list[Case]:
     return found
 
 
-# ---- on a rank -----------------------------------------------------------------------------------------------
+# ---- on a rank -----------------------------------------------------------------------------------
 
 
 def _rows_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Return the sample numbers of a batch, and everything about each sample as bytes. [B], [B, bytes]."""
     parts = [batch.id, batch.anchor, batch.number, batch.probability, batch.weight, batch.epoch, batch.valid]
-    parts += [tensor for pair in sorted(batch.items()) for tensor in (pair[1], batch.mask.get(pair[0])) if tensor is not None]
+    parts += [
+        tensor
+        for pair in sorted(batch.items())
+        for tensor in (pair[1], batch.mask.get(pair[0]))
+        if tensor is not None
+    ]
     rows = [p.detach().contiguous().view(torch.uint8).reshape(batch.num_samples, -1) for p in parts]
     return batch.number.numpy().copy(), torch.cat(rows, dim=1).numpy()
 
@@ -141,7 +150,7 @@ def digest_cases(data: Path, chosen: Sequence[Case], count: int) -> list[list[st
 
 
 def run_until_killed(data: Path, chosen: Sequence[Case], before: int, target: Path) -> None:
-    """Make some batches of every case, write the positions, and go on sampling until the process is killed."""
+    """Make some batches of every case, write the positions, and sample on until the process is killed."""
     replays = [Replay(case.section(data)) for case in chosen]
     result = []
     for case, replay in zip(chosen, replays, strict=True):
@@ -170,7 +179,7 @@ def resume_cases(data: Path, chosen: Sequence[Case], killed: Path, count: int) -
 
 
 def engine_cases(data: Path, chosen: Sequence[Case], count: int, target: Path) -> None:
-    """Make the batches of cases by `engine.gear_sample()` while a model trains, under DeepSpeed's launcher."""
+    """Make the batches of cases by `engine.gear_sample()` while a model trains, under the launcher."""
     import deepspeed
 
     import deepspeed_gear
@@ -183,10 +192,13 @@ def engine_cases(data: Path, chosen: Sequence[Case], count: int, target: Path) -
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // (case.ranks * case.accumulation),
             "gradient_accumulation_steps": case.accumulation,
             "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_optimization": {"stage": 1}, "gear": section,
+            "zero_optimization": {"stage": 1},
+            "gear": section,
         }
         model = torch.nn.Linear(5, 2)
-        engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine, *_ = deepspeed_gear.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
 
         def trained(engine: Any = engine) -> Iterator[Batch]:
             while True:
@@ -204,10 +216,12 @@ def engine_cases(data: Path, chosen: Sequence[Case], count: int, target: Path) -
     dist.destroy_process_group()
 
 
-# ---- the driver ----------------------------------------------------------------------------------------------
+# ---- the driver ----------------------------------------------------------------------------------
 
 
-def _resumed(data: Path, samplers: Sequence[str], folder: Path, count: int) -> dict[tuple[str, str], list[str]]:
+def _resumed(
+    data: Path, samplers: Sequence[str], folder: Path, count: int
+) -> dict[tuple[str, str], list[str]]:
     """Kill a run on 2 ranks after 2/5 of the batches, and resume it on other numbers of ranks."""
     killed = folder / "killed.json"
     first = [Case(sampler, 0, 2, 2, 3) for sampler in samplers]
@@ -231,28 +245,47 @@ def _resumed(data: Path, samplers: Sequence[str], folder: Path, count: int) -> d
     return found
 
 
-def _launched(data: Path, samplers: Sequence[str], folder: Path, count: int) -> dict[tuple[str, str], list[str]]:
+def _launched(
+    data: Path, samplers: Sequence[str], folder: Path, count: int
+) -> dict[tuple[str, str], list[str]]:
     """Run an engine on 2 ranks under DeepSpeed's launcher."""
     target = folder / "launched.json"
     chosen = [Case(sampler, 0, 2, 2) for sampler in samplers]
     port = str(free_port())
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [
-        str(launcher), "--num_gpus", "2", "--master_port", port, str(Path(__file__).resolve()),
-        "--engine", str(data), str(target), "--batches", str(count), "--samplers", *samplers,
+        str(launcher),
+        "--num_gpus",
+        "2",
+        "--master_port",
+        port,
+        str(Path(__file__).resolve()),
+        "--engine",
+        str(data),
+        str(target),
+        "--batches",
+        str(count),
+        "--samplers",
+        *samplers,
     ]
     environment = {"DS_ACCELERATOR": "cpu"} if not torch.cuda.is_available() else {}
     path = os.pathsep.join(filter(None, (str(launcher.parent), os.environ.get("PATH"))))
     try:
         result = subprocess.run(
-            [sys.executable, *command], env={**os.environ, **environment, "PATH": path}, capture_output=True,
-            text=True, timeout=2 * _WAIT_S, cwd=ROOT,
+            [sys.executable, *command],
+            env={**os.environ, **environment, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=2 * _WAIT_S,
+            cwd=ROOT,
         )
     finally:
         for left in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # DeepSpeed's own buffers, 69 MB a rank
             left.unlink(missing_ok=True)
     if result.returncode or not target.exists():
-        raise RuntimeError(f"deepspeed ended with {result.returncode}:\n{(result.stdout + result.stderr)[-4000:]}")
+        raise RuntimeError(
+            f"deepspeed ended with {result.returncode}:\n{(result.stdout + result.stderr)[-4000:]}"
+        )
     digests = json.loads(target.read_text())
     variant = "engine.gear_sample() on 2 ranks, accumulation 2, under the deepspeed launcher"
     return {(case.sampler, variant): d for case, d in zip(chosen, digests, strict=True)}
@@ -295,7 +328,8 @@ def _compare(
     rows = []
     for sampler, seed in dict.fromkeys((case.sampler, case.seed) for case in chosen):
         wanted = digests[Case(sampler, seed, backend="reference")]
-        found = {case.variant: digests[case] for case in chosen if (case.sampler, case.seed) == (sampler, seed)}
+        mine = [case for case in chosen if (case.sampler, case.seed) == (sampler, seed)]
+        found = {case.variant: digests[case] for case in mine}
         if seed == 0:
             found.update({variant: d for (of, variant), d in more.items() if of == sampler})
         rows += [Row(sampler, seed, variant, _join(d), d == wanted) for variant, d in found.items()]
@@ -305,7 +339,13 @@ def _compare(
 def _distinct(first: Sequence[Row]) -> list[Row]:
     all_digests = [row.digest for row in first]
     return [
-        Row(row.sampler, row.seed, "differs from every other sampler and seed", row.digest, all_digests.count(row.digest) == 1)
+        Row(
+            row.sampler,
+            row.seed,
+            "differs from every other sampler and seed",
+            row.digest,
+            all_digests.count(row.digest) == 1,
+        )
         for row in first
     ]
 
@@ -332,7 +372,9 @@ def show(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     """Run from the command line; the exit code is 1 if anything differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="fewer cases and batches, no launcher")
     parser.add_argument("--engine", nargs=2, type=Path, help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
 """What the store costs in memory, what a second rank adds, and training on more data than memory.
 
-    python benchmarks/memory.py [--json F] [--limit-mb 512] [--quick]
+python benchmarks/memory.py [--json F] [--limit-mb 512] [--quick]
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from deepspeed_gear import Column, DatasetWriter, Replay, Schema
 
 STORE_BOUND, RANKS_BOUND, DATA_FACTOR = 1.05, 0.05, 3
 _STEPS, _WIDTH = 2000, 60  # of a trajectory of the large data set: 512 kB
-_SCHEMA = Schema([
-    Column("observation", "float32", (_WIDTH,), "observation"), Column("action", "float32", (3,), "action"),
-    Column("reward", "float32", (), "reward"),
-])
+_SCHEMA = Schema(
+    [
+        Column("observation", "float32", (_WIDTH,), "observation"),
+        Column("action", "float32", (3,), "action"),
+        Column("reward", "float32", (), "reward"),
+    ]
+)
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Row:
     extra: dict[str, Any]
 
 
-# ---- the store -----------------------------------------------------------------------------------------------
+# ---- the store -----------------------------------------------------------------------------------
 
 
 def store(scale: float) -> Row:
@@ -59,7 +62,9 @@ def store(scale: float) -> Row:
         found = replay.statistics()
     ratio = found["store_bytes"] / found["payload_bytes"]
     kept = ("store_bytes", "payload_bytes", "huge_bytes")
-    return Row("store over payload, W1", ratio, STORE_BOUND, ratio <= STORE_BOUND, {k: found[k] for k in kept})
+    return Row(
+        "store over payload, W1", ratio, STORE_BOUND, ratio <= STORE_BOUND, {k: found[k] for k in kept}
+    )
 
 
 def memory_of_rank(scale: float) -> dict[str, int]:
@@ -94,7 +99,7 @@ def ranks(scale: float) -> Row:
     return Row("added by a second rank, W1", added, RANKS_BOUND, added < RANKS_BOUND, extra)
 
 
-# ---- more data than memory -----------------------------------------------------------------------------------
+# ---- more data than memory -----------------------------------------------------------------------
 
 
 def larger_than_memory(limit_bytes: int, data_bytes: int, folder: Path) -> Row:
@@ -113,8 +118,11 @@ def larger_than_memory(limit_bytes: int, data_bytes: int, folder: Path) -> Row:
     command = [sys.executable, str(Path(__file__).resolve()), "--train", str(path), str(report)]
     used = run_limited(command, limit_bytes)
     extra = {
-        "data_bytes": count * _STEPS * _SCHEMA.row_bytes, "limit_bytes": limit_bytes, **used,
-        "seconds": round(time.monotonic() - begin, 1), **json.loads(report.read_text()),
+        "data_bytes": count * _STEPS * _SCHEMA.row_bytes,
+        "limit_bytes": limit_bytes,
+        **used,
+        "seconds": round(time.monotonic() - begin, 1),
+        **json.loads(report.read_text()),
     }
     factor = extra["data_bytes"] / limit_bytes
     seen = extra["trajectories_seen"] == count and extra["wrong_rows"] == 0
@@ -125,10 +133,14 @@ def train(data: Path, report: Path) -> None:
     """Train one epoch over every trajectory, whole; runs in the limited process."""
     torch.manual_seed(0)
     fields = {column.name: {"length": _STEPS} for column in _SCHEMA}
-    replay = Replay({
-        "data": {"path": str(data), "load": "map"}, "batch_size": 8, "fields": fields,
-        "sampler": {"kind": "epoch", "unit": "trajectory", "anchors": "start"},
-    })
+    replay = Replay(
+        {
+            "data": {"path": str(data), "load": "map"},
+            "batch_size": 8,
+            "fields": fields,
+            "sampler": {"kind": "epoch", "unit": "trajectory", "anchors": "start"},
+        }
+    )
     model = torch.nn.Linear(_WIDTH, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses, seen, wrong = [], set(), 0
@@ -143,8 +155,12 @@ def train(data: Path, report: Path) -> None:
         wrong += int((batch["reward"] != batch.id[:, None]).sum())
     faults = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[9])  # major faults
     result = {
-        "batches": len(losses), "loss_before": losses[0], "loss_after": losses[-1], "trajectories_seen": len(seen),
-        "wrong_rows": wrong, "major_faults": faults,
+        "batches": len(losses),
+        "loss_before": losses[0],
+        "loss_after": losses[-1],
+        "trajectories_seen": len(seen),
+        "wrong_rows": wrong,
+        "major_faults": faults,
     }
     replay.close()
     report.write_text(json.dumps(result))
@@ -160,13 +176,17 @@ def run(quick: bool = False, limit_bytes: int = 512 << 20) -> list[Row]:
     scale = 0.02 if quick else 1.0
     rows = [store(scale), ranks(scale)]
     with tempfile.TemporaryDirectory(prefix="gear-memory-") as folder:
-        rows.append(larger_than_memory(limit_bytes, 24 << 20 if quick else DATA_FACTOR * limit_bytes, Path(folder)))
+        rows.append(
+            larger_than_memory(limit_bytes, 24 << 20 if quick else DATA_FACTOR * limit_bytes, Path(folder))
+        )
     return rows
 
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--limit-mb", type=int, default=512, help="memory of the limited process, MiB")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")

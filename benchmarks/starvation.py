@@ -2,8 +2,8 @@
 
     python benchmarks/starvation.py [--json F] [--draws-per-item 24] [--quick]
 
-A float32 tree over as many equal priorities never draws more than a quarter of them. With 24 draws per item an
-unbiased sampler leaves an item out with a probability of 0.0013 in the whole run.
+A float32 tree over as many equal priorities never draws more than a quarter of them. With 24 draws per item
+an unbiased sampler leaves an item out with a probability of 0.0013 in the whole run.
 """
 
 from __future__ import annotations
@@ -67,8 +67,17 @@ def judge(what: str, counts: np.ndarray, seconds: float) -> Row:
     likely_starved = len(counts) * math.exp(-expected)
     holds = p >= LEAST_P and starved <= likely_starved + 5 * math.sqrt(likely_starved)
     return Row(
-        what, len(counts), float(expected), chi2, p, smallest, rarest(len(counts), expected), int(counts.max()),
-        starved, round(seconds, 1), holds,
+        what,
+        len(counts),
+        float(expected),
+        chi2,
+        p,
+        smallest,
+        rarest(len(counts), expected),
+        int(counts.max()),
+        starved,
+        round(seconds, 1),
+        holds,
     )
 
 
@@ -88,8 +97,11 @@ def table(items: int, sampler: dict[str, str], batch: int) -> Replay:
     steps = min(8192, items // 8)
     schema = Schema([Column("value", "uint8", (), "other")])
     section = {
-        "seed": 7, "tables": {"main": {"capacity_steps": items, "capacity_trajectories": items // steps}},
-        "sampler": sampler, "fields": {"value": {}}, "batch_size": batch,
+        "seed": 7,
+        "tables": {"main": {"capacity_steps": items, "capacity_trajectories": items // steps}},
+        "sampler": sampler,
+        "fields": {"value": {}},
+        "batch_size": batch,
     }
     replay = Replay(section, schemas={"main": schema})
     for number in range(items // steps):
@@ -140,7 +152,7 @@ def of_trajectories(items: int, draws_per_item: int, chunk: int) -> Row:
     sums[:items] = 1
     ops.tree_build_(sums, items)
     # Only the slot of a resolution is looked at, so the slots may be zeros that take no memory.
-    slots = torch.zeros(items, 8, dtype=torch.int64)
+    slots = torch.from_numpy(np.zeros((items, 8), np.int64))
     rule = AnchorRule.all().as_list()
     coordinates, resolutions = torch.empty(chunk, dtype=torch.int64), torch.empty(chunk, 8, dtype=torch.int64)
 
@@ -176,7 +188,9 @@ def run(quick: bool = False, draws_per_item: int = 24) -> list[Row]:
 
 def main() -> None:
     """Run from the command line; the exit code is 1 if a test fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--draws-per-item", type=int, default=24, help="expected count of an item")
     parser.add_argument("--quick", action="store_true", help="few items, to see that it runs")

@@ -62,6 +62,8 @@ class DecisionTransformer(nn.Module):
         self.place = nn.Parameter(0.02 * torch.randn(context, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, action_size)
+        # Untrained, it then acts at random; with small outputs Hopper just stands for a while.
+        nn.init.normal_(self.head.weight, std=0.2)
 
     def forward(self, batch: Mapping[str, Tensor], real: Tensor) -> Tensor:
         """Return actions. [B, T, action_size].

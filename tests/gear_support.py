@@ -6,6 +6,7 @@ rows that it should.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -97,10 +98,14 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0)
 
 
 def in_child(action: Callable[[], Any]) -> int:
-    """Run an action in a forked child; return its process id. `exit_status` collects it."""
+    """Run an action in a forked child; return its process id. `exit_status` collects it.
+
+    The child does not outlive this process.
+    """
     child = os.fork()
     if child:
         return child
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     try:
         action()
         os._exit(0)

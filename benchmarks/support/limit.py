@@ -20,7 +20,9 @@ def _library() -> ctypes.CDLL:
     source = Path(__file__).with_name("limit.c")
     with tempfile.TemporaryDirectory(prefix="gear-limit-") as folder:
         target = Path(folder) / "limit.so"
-        subprocess.run([os.environ.get("CC", "cc"), "-O3", "-shared", "-fPIC", "-o", target, source], check=True)
+        subprocess.run(
+            [os.environ.get("CC", "cc"), "-O3", "-shared", "-fPIC", "-o", target, source], check=True
+        )
         return ctypes.CDLL(str(target))  # stays mapped after its file is gone
 
 
@@ -33,7 +35,9 @@ class CopyLimit:
         rows: Rows of a window.
     """
 
-    def __init__(self, columns: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]], rows: int) -> None:
+    def __init__(
+        self, columns: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]], rows: int
+    ) -> None:
         self._keep = columns, outs
         self._rows, self._num_sets, self._batch = rows, len(outs), len(outs[0][0])
         self._columns = np.array([column.data_ptr() for column in columns], np.uint64)
@@ -52,9 +56,15 @@ class CopyLimit:
         times = np.empty((2, len(first_rows)), np.int64)
         pointers = [ctypes.c_void_p(a.ctypes.data) for a in (self._columns, self._row_bytes)]
         self._copy(
-            ctypes.c_int64(len(self._columns)), *pointers, ctypes.c_int64(self._num_sets),
-            ctypes.c_void_p(self._outs.ctypes.data), ctypes.c_int64(len(first_rows)), ctypes.c_int64(self._batch),
-            ctypes.c_int64(self._rows), ctypes.c_void_p(first_rows.ctypes.data),
-            ctypes.c_void_p(times[0].ctypes.data), ctypes.c_void_p(times[1].ctypes.data),
+            ctypes.c_int64(len(self._columns)),
+            *pointers,
+            ctypes.c_int64(self._num_sets),
+            ctypes.c_void_p(self._outs.ctypes.data),
+            ctypes.c_int64(len(first_rows)),
+            ctypes.c_int64(self._batch),
+            ctypes.c_int64(self._rows),
+            ctypes.c_void_p(first_rows.ctypes.data),
+            ctypes.c_void_p(times[0].ctypes.data),
+            ctypes.c_void_p(times[1].ctypes.data),
         )
         return times[0], times[1]

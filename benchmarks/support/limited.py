@@ -18,8 +18,9 @@ def run_limited(command: Sequence[str], limit_bytes: int) -> dict[str, Any]:
     """Run a command that may use so much memory, page cache of its files included where a cgroup can be made.
 
     Returns:
-        `mechanism`: "cgroup v2", "cgroup v1", or "RLIMIT_DATA" (anonymous memory only: the kernel is then free to
-        keep more file pages), `peak_bytes` and `limit_hits` (how often the limit made the kernel reclaim) of a cgroup.
+        `mechanism`: "cgroup v2", "cgroup v1", or "RLIMIT_DATA" (anonymous memory only: the kernel is then
+        free to keep more file pages). Of a cgroup also `peak_bytes` and `limit_hits`, how often the limit
+        made the kernel reclaim.
     Raises:
         CalledProcessError: The command failed, for example because it was killed for memory.
     """
@@ -82,7 +83,7 @@ def _remove(group: Path) -> None:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Write files back and take them out of the page cache, so that whoever reads them next is charged for them."""
+    """Take files out of the page cache, so that whoever reads them next is charged for them."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)

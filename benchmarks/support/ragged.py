@@ -16,8 +16,17 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "length": {"kind": "length"},
     "epoch trajectory": {"kind": "epoch", "unit": "trajectory", "anchors": {"every": 3}},
     "epoch step": {"kind": "epoch", "unit": "step"},
-    "uniform step where": {"kind": "uniform", "unit": "step", "where": {"task": {"in": [1, 2]}, "gain": {"min": 0.0}}},
-    "epoch step where": {"kind": "epoch", "unit": "step", "anchors": "fits", "where": {"task": {"in": [0, 2]}}},
+    "uniform step where": {
+        "kind": "uniform",
+        "unit": "step",
+        "where": {"task": {"in": [1, 2]}, "gain": {"min": 0.0}},
+    },
+    "epoch step where": {
+        "kind": "epoch",
+        "unit": "step",
+        "anchors": "fits",
+        "where": {"task": {"in": [0, 2]}},
+    },
 }
 _FIELDS: dict[str, dict[str, Any]] = {
     "observation": {"offset": -4, "length": 6, "normalize": "mean_std"},
@@ -33,36 +42,51 @@ _FIELDS: dict[str, dict[str, Any]] = {
 def write(folder: Path) -> Path:
     """Write trajectories of 1 to 40 steps with a held-out split. Returns the data set's path."""
     random = np.random.default_rng(0)
-    schema = Schema([
-        Column("observation", "float32", (5,), "observation", "T+1"), Column("action", "float32", (2,), "action"),
-        Column("pixels", "uint8", (3, 3), "other"), Column("reward", "float32", (), "reward"),
-        Column("terminated", "bool", (), "terminated"), Column("truncated", "bool", (), "truncated"),
-        Column("task", "int64", (), "other", "1"), Column("gain", "float32", (), "other", "1"),
-    ])
+    schema = Schema(
+        [
+            Column("observation", "float32", (5,), "observation", "T+1"),
+            Column("action", "float32", (2,), "action"),
+            Column("pixels", "uint8", (3, 3), "other"),
+            Column("reward", "float32", (), "reward"),
+            Column("terminated", "bool", (), "terminated"),
+            Column("truncated", "bool", (), "truncated"),
+            Column("task", "int64", (), "other", "1"),
+            Column("gain", "float32", (), "other", "1"),
+        ]
+    )
     path = folder / "ragged"
     with DatasetWriter(path, schema, split={"eval": 0.1}) as writer:
         for number in range(NUM_TRAJECTORIES):
             steps = 1 + (number * 17) % MOST_STEPS
             ends = number % 3
-            writer.add({
-                "observation": random.normal(3, 2, (steps + 1, 5)).astype(np.float32),
-                "action": random.normal(size=(steps, 2)).astype(np.float32),
-                "pixels": random.integers(0, 256, (steps, 3, 3), np.uint8),
-                "reward": random.normal(size=steps).astype(np.float32),
-                "terminated": (np.arange(steps) == steps - 1) & (ends == 0),
-                "truncated": (np.arange(steps) == steps - 1) & (ends == 1),
-                "task": np.int64(number % 4),
-                "gain": np.float32(random.normal(1)),
-            })
+            writer.add(
+                {
+                    "observation": random.normal(3, 2, (steps + 1, 5)).astype(np.float32),
+                    "action": random.normal(size=(steps, 2)).astype(np.float32),
+                    "pixels": random.integers(0, 256, (steps, 3, 3), np.uint8),
+                    "reward": random.normal(size=steps).astype(np.float32),
+                    "terminated": (np.arange(steps) == steps - 1) & (ends == 0),
+                    "truncated": (np.arange(steps) == steps - 1) & (ends == 1),
+                    "task": np.int64(number % 4),
+                    "gain": np.float32(random.normal(1)),
+                }
+            )
     return path
 
 
 def section(path: Path, sampler: str, seed: int, prefetch: int, backend: str) -> dict[str, Any]:
     """Return the gear section, without batch sizes."""
     fields = dict(_FIELDS)
-    if SAMPLERS[sampler].get("anchors") == "fits":  # what follows the n-step return would exclude nearly everything
+    if (
+        SAMPLERS[sampler].get("anchors") == "fits"
+    ):  # what follows the n-step return would exclude nearly everything
         fields.pop("next_observation")
     return {
-        "seed": seed, "backend": backend, "data": {"path": str(path), "load": "memory" if seed == 1 else "map"},
-        "sampler": SAMPLERS[sampler], "fields": fields, "n_step": {"n": 3, "gamma": 0.99}, "prefetch": prefetch,
+        "seed": seed,
+        "backend": backend,
+        "data": {"path": str(path), "load": "memory" if seed == 1 else "map"},
+        "sampler": SAMPLERS[sampler],
+        "fields": fields,
+        "n_step": {"n": 3, "gamma": 0.99},
+        "prefetch": prefetch,
     }

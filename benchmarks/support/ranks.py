@@ -28,7 +28,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
 
     Args:
         world_size: Number of processes.
-        function: A module's function; called with `arguments` after the group exists.
+        function: A module's function; called after the group exists.
+        *arguments: Its arguments.
     Returns:
         What it returned on each rank.
     Raises:
@@ -75,11 +76,18 @@ def start_ranks(
 
 
 def _rank(
-    rank: int, world_size: int, port: int, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    port: int,
+    results: Any,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
     try:
         dist.init_process_group("gloo")
         value = function(*arguments)
@@ -93,7 +101,9 @@ def _rank(
         results.put((rank, None, value))
 
 
-_SPIN = "import os; p = os.getppid()\nwhile os.getppid() == p: sum(range(1000000))"  # ends when its parent dies
+_SPIN = (
+    "import os; p = os.getppid()\nwhile os.getppid() == p: sum(range(1000000))"  # ends when its parent dies
+)
 
 
 @contextmanager

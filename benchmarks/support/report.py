@@ -48,7 +48,9 @@ def commit() -> str:
     """Name the commit of the checkout; "+" behind it says that files differ from it."""
     try:
         name = _git("rev-parse", "HEAD")
-        return name + ("+" if _git("status", "--porcelain", "--", "deepspeed_gear", "ops", "benchmarks") else "")
+        return name + (
+            "+" if _git("status", "--porcelain", "--", "deepspeed_gear", "ops", "benchmarks") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -59,7 +61,7 @@ def _git(*arguments: str) -> str:
 
 
 class Disturbance:
-    """How much other work the machine did during a measurement: the first thing to look at before believing it.
+    """How much other work the machine did during a measurement.
 
     The CPU time of this process and of its ended children counts as its own.
     """
@@ -115,9 +117,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print rows under their columns, numbers to the right."""
     cells = [list(columns), *([_text(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    numeric = [all(isinstance(row[i], (int, float)) or row[i] is None for row in rows) for i in range(len(columns))]
+    numeric = [
+        all(isinstance(row[i], (int, float)) or row[i] is None for row in rows) for i in range(len(columns))
+    ]
     for number, row in enumerate(cells):
-        parts = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)]
+        parts = [
+            c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)
+        ]
         print("  ".join(parts).rstrip())
         if number == 0:
             print("  ".join("-" * width for width in widths))

@@ -8,19 +8,22 @@ from time import perf_counter_ns, thread_time_ns
 import numpy as np
 import torch
 
+from deepspeed_gear.collection.collector import Collector
 from support.limit import CopyLimit
 from support.workloads import Workload
 
 FIRST_ROW, ANCHOR = 3, 5  # words of a resolution, ops/csrc/common/slot.h
 _POOL_BYTES = 240e6  # batches that are rotated over: more than any cache holds, as in training
 _MOST_BATCHES = 4096
+RING = 2  # batches in a Replay's ring without accumulation and prefetch
 Times = tuple[np.ndarray, np.ndarray]  # CPU and wall time of each batch, in ns
 
 
 class Subject:
     """A Replay over a workload, and the same batches for everything that is compared with it. Collective.
 
-    All kinds write into the same buffers, the ring of the Replay, and read the same store.
+    All kinds read the same store. `sample` writes into the ring of the Replay, the others into one of equal
+    size that they share.
 
     Args:
         workload: What is stored.
@@ -38,12 +41,12 @@ class Subject:
         self._pool = torch.stack([self._records(self.replay.sample()) for _ in range(count)])
         first = self._pool[:, :, FIRST_ROW] + (self._pool[:, :, ANCHOR] + offset).clamp(min=0)
         self._first_rows = first.numpy()
-        collector = self.replay._collectors["train"]
-        columns = [self.replay.tables["main"].tensor(column.name) for column in workload.schema]
-        self._ring = collector._ring
-        self._collector = collector
-        self._columns = columns
-        self._limit = CopyLimit(columns, [buffers.outs for buffers in self._ring], self.length)
+        table = self.replay.tables["main"]
+        self._columns = [table.tensor(column.name) for column in workload.schema]
+        micro = self.replay.batch_info.micro
+        self._collector = Collector(self.replay.fields, table, {}, None, micro, RING, torch.float32, 1)
+        self.ring = self._collector.ring
+        self._limit = CopyLimit(self._columns, [buffers.outs for buffers in self.ring], self.length)
         self._random = np.random.default_rng(seed)
 
     @staticmethod
@@ -62,19 +65,13 @@ class Subject:
 
     def op(self, count: int) -> Times:
         """Collect batches by the op alone: fields and masks."""
-        collector, records = self._collector, self._pool[0].clone()
-        gather = collector._ops.gather_
-
-        def run(turn: int) -> None:
-            buffers = self._ring[turn % len(self._ring)]
-            gather(
-                buffers.outs, buffers.masks, collector.counters, collector._columns, collector._shifts,
-                collector._gains, records, None, collector._spec, collector._pads, 1,
-            )
-
-        chosen = self._choose(count)
+        records, chosen, fill = self._pool[0].clone(), self._choose(count), self._collector.fill
         # A cut has just written its resolutions when they are collected: they are in the cache.
-        return timed(run, count, lambda turn: records.copy_(self._pool[chosen[turn]]))
+        return timed(
+            lambda turn: fill(self.ring[turn % RING], records),
+            count,
+            lambda turn: records.copy_(self._pool[chosen[turn]]),
+        )
 
     def sample(self, count: int) -> Times:
         """Sample batches: selection, the op, and everything around them."""
@@ -83,8 +80,10 @@ class Subject:
     def index_select(self, count: int) -> Times:
         """Collect the same rows by torch.index_select(out=), a call per column; without masks."""
         steps = torch.arange(self.length)
-        rows = [(torch.from_numpy(self._first_rows[i])[:, None] + steps).reshape(-1) for i in self._choose(count)]
-        outs = [[out.view(-1, *out.shape[2:]) for out in buffers.outs] for buffers in self._ring]
+        rows = [
+            (torch.from_numpy(self._first_rows[i])[:, None] + steps).reshape(-1) for i in self._choose(count)
+        ]
+        outs = [[out.view(-1, *out.shape[2:]) for out in buffers.outs] for buffers in self.ring]
 
         def run(turn: int) -> None:
             for column, out in zip(self._columns, outs[turn % len(outs)], strict=True):
@@ -93,9 +92,7 @@ class Subject:
         return timed(run, count)
 
 
-def timed(
-    run: Callable[[int], object], count: int, prepare: Callable[[int], object] | None = None
-) -> Times:
+def timed(run: Callable[[int], object], count: int, prepare: Callable[[int], object] | None = None) -> Times:
     """Call `run(0)`, `run(1)`, ... and time each call; `prepare` is not in the time."""
     times = np.empty((2, count), np.int64)
     for turn in range(count):

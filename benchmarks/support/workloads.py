@@ -1,6 +1,6 @@
 """The workloads that every benchmark of the field is measured on.
 
-W1: 2,000 trajectories x 1,000 steps, observation f32[11], action f32[3], reward f32, done bool: 61 bytes a step.
+W1: 2,000 trajectories x 1,000 steps, observation f32[11], action f32[3], reward f32, done bool: 61 B a step.
 W3: 20,000 frames uint8[84, 84] in trajectories of 500; a sample is 4 consecutive frames.
 """
 
@@ -53,10 +53,12 @@ class Workload:
         offset, length = self.window(window)
         whole = window == "whole"
         return {
-            "tables": {"main": {
-                "capacity_steps": self.num_trajectories * self.num_steps,
-                "capacity_trajectories": self.num_trajectories,
-            }},
+            "tables": {
+                "main": {
+                    "capacity_steps": self.num_trajectories * self.num_steps,
+                    "capacity_trajectories": self.num_trajectories,
+                }
+            },
             "sampler": {"unit": "trajectory" if whole else "step", "anchors": "start" if whole else "fits"},
             "fields": {column.name: {"offset": offset, "length": length} for column in self.schema},
             "batch_size": batch_size,
@@ -83,8 +85,10 @@ def workload(name: str, scale: float = 1.0) -> Workload:
     """
     if name == "W1":
         columns = [
-            Column("observation", "float32", (11,), "observation"), Column("action", "float32", (3,), "action"),
-            Column("reward", "float32", (), "reward"), Column("done", "bool", (), "terminated"),
+            Column("observation", "float32", (11,), "observation"),
+            Column("action", "float32", (3,), "action"),
+            Column("reward", "float32", (), "reward"),
+            Column("done", "bool", (), "terminated"),
         ]
         return Workload(name, Schema(columns), max(8, int(2000 * scale)), 1000, _steps)
     columns = [Column("frame", "uint8", (84, 84), "observation")]

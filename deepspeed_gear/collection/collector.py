@@ -26,7 +26,7 @@ CONSTANT = 1e-7  # deviations below this part of the mean are rounding: the elem
 
 
 @dataclass
-class _Buffers:
+class Buffers:
     """One batch's tensors."""
 
     outs: list[torch.Tensor]
@@ -79,7 +79,7 @@ class Collector:
             self._add(field, statistics, engine_dtype, windows)
         if n_step is not None:
             self._prepare_n_step(n_step)
-        self._ring = [self._buffers(num_samples) for _ in range(depth)]
+        self.ring = [self._buffers(num_samples) for _ in range(depth)]
         self._turn = 0
 
     def _add(
@@ -138,7 +138,7 @@ class Collector:
             powers.append(powers[-1] * n_step.gamma)
         self._powers = torch.tensor(powers, dtype=torch.float64)
 
-    def _buffers(self, num_samples: int) -> _Buffers:
+    def _buffers(self, num_samples: int) -> Buffers:
         outs = [torch.zeros(num_samples, *shape, dtype=dtype) for shape, dtype in self._shapes]
         masks = [
             torch.zeros((num_samples,) if length is None else (num_samples, length), dtype=torch.bool)
@@ -154,7 +154,7 @@ class Collector:
                 torch.zeros(num_samples, dtype=torch.int64),
             ]
             tensors.update(zip(("return_n", "discount", "steps_n"), n_step, strict=True))
-        return _Buffers(outs, masks, n_step, tensors, mask, [*outs, *masks, *n_step])
+        return Buffers(outs, masks, n_step, tensors, mask, [*outs, *masks, *n_step])
 
     def collect(self, records: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Collect the samples that records describe.
@@ -165,8 +165,15 @@ class Collector:
             Fields and masks by name: the next batch of the ring, whose older content is gone.
         Cost: every real row is read once and written once; no allocation.
         """
-        buffers = self._ring[self._turn]
-        self._turn = (self._turn + 1) % len(self._ring)
+        buffers = self.ring[self._turn]
+        self._turn = (self._turn + 1) % len(self.ring)
+        self.fill(buffers, records)
+        for tensor in buffers.all:  # a backward pass that saved the old content must fail
+            increment_version(tensor)
+        return dict(buffers.tensors), dict(buffers.mask)
+
+    def fill(self, buffers: Buffers, records: torch.Tensor) -> None:
+        """Run the ops alone: collect the samples that records describe into a batch of the ring."""
         steps = None
         if self._n_step is not None:
             returns, discount, steps = buffers.n_step
@@ -195,9 +202,6 @@ class Collector:
                 self._pads,
                 self._threads,
             )
-        for tensor in buffers.all:  # a backward pass that saved the old content must fail
-            increment_version(tensor)
-        return dict(buffers.tensors), dict(buffers.mask)
 
 
 def _affine(

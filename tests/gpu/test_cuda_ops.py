@@ -1,11 +1,10 @@
-"""Every op on a GPU against the reference, and what only a GPU can show: streams, no waiting, columns beyond 4 GiB.
+"""Every op on a GPU against the reference, and what only a GPU can show: streams, large columns.
 
 `tests/equivalence` runs all its cases on the GPU as well, where there is one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -187,15 +186,3 @@ def test_tensors_of_two_devices_are_refused(cuda: Ops) -> None:
     out, reward, extents = arguments("suffix_sum_")
     with pytest.raises(RuntimeError, match="reward must be on cuda"):
         cuda.suffix_sum_(out.to(DEVICE), reward, extents.to(DEVICE))
-
-
-def test_calls_return_quickly_while_the_device_works(cuda: Ops) -> None:
-    got = moved(arguments("gather_"))
-    cuda.gather_(*got)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)
-    started = time.perf_counter()
-    for _ in range(100):
-        cuda.gather_(*got)
-    assert time.perf_counter() - started < 0.5  # the sleep alone takes longer
-    torch.cuda.synchronize()

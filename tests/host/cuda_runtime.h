@@ -73,7 +73,7 @@ void RunWarp(const Body& body, int num_lanes) {
   }
   for (int running = num_lanes; running > 0 && warp.error.empty();) {
     running = 0;
-    for (warp.lane = 0; warp.lane < num_lanes; ++warp.lane) {
+    for (warp.lane = num_lanes - 1; warp.lane >= 0; --warp.lane) {
       if (warp.done[warp.lane]) continue;
       threadIdx.x = static_cast<unsigned>(warp.first_thread + warp.lane);
       swapcontext(&warp.scheduler, &warp.lanes[warp.lane]);
@@ -86,13 +86,18 @@ void RunWarp(const Body& body, int num_lanes) {
   if (!warp.error.empty()) throw std::runtime_error(warp.error);
 }
 
+// Blocks, warps and lanes run from the last to the first: what relies on their order shows.
 template <typename Body>
 void Launch(unsigned blocks, int threads, const Body& body) {
   gridDim.x = blocks;
   blockDim.x = static_cast<unsigned>(threads);
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-    for (warp.first_thread = 0; warp.first_thread < threads; warp.first_thread += kLanes)
-      RunWarp(body, threads - warp.first_thread < kLanes ? threads - warp.first_thread : kLanes);
+  for (unsigned block = blocks; block-- > 0;) {
+    blockIdx.x = block;
+    for (int first = (threads - 1) / kLanes * kLanes; first >= 0; first -= kLanes) {
+      warp.first_thread = first;
+      RunWarp(body, threads - first < kLanes ? threads - first : kLanes);
+    }
+  }
 }
 
 // Gives every lane what all of them brought.

@@ -73,15 +73,15 @@ def test_trajectories_and_steps(native: Ops, unit: int) -> None:
     assert chi_square(trajectories, count * masses.double() / total) > 1e-3
 
 
+@pytest.fixture(scope="module")
+def tree(native: Ops) -> tuple[Tensor, Tensor]:
+    """A tree of equal items, and slots of zeros, which are never written and so take no memory."""
+    slots = torch.zeros(MANY, 8, dtype=torch.int64)
+    return functional.tree(torch.ones(MANY, dtype=torch.int64), ops=native), slots
+
+
 class TestManyEqualItems:
     """2^25 items of mass 1: in a float32 tree more than a quarter of them could never be drawn."""
-
-    @pytest.fixture(scope="class")
-    def tree(self, native: Ops) -> tuple[Tensor, Tensor]:
-        """The tree, and slots of zeros, which are never written and so take no memory."""
-        return functional.tree(torch.ones(MANY, dtype=torch.int64), ops=native), torch.zeros(
-            MANY, 8, dtype=torch.int64
-        )
 
     def resolve(self, native: Ops, tree: tuple[Tensor, Tensor], coordinates: Tensor) -> Tensor:
         out = torch.empty(len(coordinates), 8, dtype=torch.int64)

@@ -1,5 +1,5 @@
-// The thin binding: schemas, checks of what the kernels rely on, pointers. The meaning of every op stands in
-// deepspeed_gear/ops/reference.py, its shapes in deepspeed_gear/ops/functional.py.
+// The thin binding: schemas, checks of what the kernels rely on, pointers. The meaning of every op
+// stands in deepspeed_gear/ops/reference, its shapes in deepspeed_gear/ops/functional.py.
 #include <Python.h>
 
 #include <ATen/core/Tensor.h>
@@ -22,15 +22,18 @@ namespace {
 void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
   CheckTensor(coordinates, "coordinates", at::kLong);
   TORCH_CHECK(total > 0, "gear: total must be positive, got ", total);
-  cpu::Draw(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first, static_cast<uint64_t>(total),
-            coordinates.numel(), coordinates.mutable_data_ptr<int64_t>());
+  cpu::Draw(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first,
+            static_cast<uint64_t>(total), coordinates.numel(),
+            coordinates.mutable_data_ptr<int64_t>());
 }
 
-void Permute(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first, int64_t size) {
+void Permute(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first,
+             int64_t size) {
   CheckTensor(coordinates, "coordinates", at::kLong);
   CheckIndices(coordinates, first, size);
-  cpu::Permute(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), epoch, first, static_cast<uint64_t>(size),
-               coordinates.numel(), coordinates.mutable_data_ptr<int64_t>());
+  cpu::Permute(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), epoch, first,
+               static_cast<uint64_t>(size), coordinates.numel(),
+               coordinates.mutable_data_ptr<int64_t>());
 }
 
 void TreeBuild(at::Tensor sums, int64_t num_items) {
@@ -38,14 +41,16 @@ void TreeBuild(at::Tensor sums, int64_t num_items) {
   cpu::TreeBuild(Unsigned(sums), num_items);
 }
 
-void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items, const at::Tensor& masses) {
+void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items,
+                const at::Tensor& masses) {
   CheckTree(sums, num_items);
   CheckTensor(items, "items", at::kLong);
   CheckTensor(masses, "masses", at::kLong);
   TORCH_CHECK(items.numel() == masses.numel(), "gear: items and masses must have equal sizes");
   const int64_t* data = items.const_data_ptr<int64_t>();
-  TORCH_CHECK(std::all_of(data, data + items.numel(), [&](int64_t i) { return i >= 0 && i < num_items; }),
-              "gear: items must lie in [0, ", num_items, ")");
+  TORCH_CHECK(
+      std::all_of(data, data + items.numel(), [&](int64_t i) { return i >= 0 && i < num_items; }),
+      "gear: items must lie in [0, ", num_items, ")");
   cpu::TreeUpdate(Unsigned(sums), num_items, data, masses.const_data_ptr<int64_t>(), items.numel());
 }
 
@@ -55,19 +60,21 @@ void CheckCoordinates(const at::Tensor& sums, int64_t num_items, const at::Tenso
   const int64_t* top = sums.const_data_ptr<int64_t>() + shape.offset[shape.levels - 1];
   const int64_t total = std::accumulate(top, top + shape.width[shape.levels - 1], int64_t{0});
   const int64_t* data = coordinates.const_data_ptr<int64_t>();
-  TORCH_CHECK(std::all_of(data, data + coordinates.numel(), [&](int64_t c) { return c >= 0 && c < total; }),
-              "gear: coordinates must lie in [0, ", total, ")");
+  TORCH_CHECK(
+      std::all_of(data, data + coordinates.numel(), [&](int64_t c) { return c >= 0 && c < total; }),
+      "gear: coordinates must lie in [0, ", total, ")");
 }
 
-void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots, const at::Tensor& coordinates,
-             at::IntArrayRef rule, int64_t unit, int64_t seed, int64_t stream, int64_t first) {
+void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots,
+             const at::Tensor& coordinates, at::IntArrayRef rule, int64_t unit, int64_t seed,
+             int64_t stream, int64_t first) {
   CheckResolve(resolutions, sums, slots, coordinates, rule);
   CheckCoordinates(sums, slots.size(0), coordinates);
   cpu::Resolve(reinterpret_cast<const uint64_t*>(sums.const_data_ptr<int64_t>()),
                reinterpret_cast<const Slot*>(slots.const_data_ptr<int64_t>()), slots.size(0),
                coordinates.const_data_ptr<int64_t>(), coordinates.numel(),
-               AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit, static_cast<uint64_t>(seed),
-               static_cast<uint32_t>(stream), first,
+               AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit,
+               static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first,
                reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()));
 }
 
@@ -77,35 +84,43 @@ void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& exten
   CheckReward(reward, out.numel());
   const int64_t* data = extents.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < extents.size(0); ++i)
-    TORCH_CHECK(data[2 * i] >= 0 && data[2 * i + 1] >= 0 && data[2 * i + 1] <= out.numel() - data[2 * i],
-                "gear: extent ", i, " must lie in the reward's rows");
-  cpu::SuffixSum(reward.const_data_ptr(), CodeOf(reward), data, extents.size(0), out.mutable_data_ptr<float>());
+    TORCH_CHECK(
+        data[2 * i] >= 0 && data[2 * i + 1] >= 0 && data[2 * i + 1] <= out.numel() - data[2 * i],
+        "gear: extent ", i, " must lie in the reward's rows");
+  cpu::SuffixSum(reward.const_data_ptr(), CodeOf(reward), data, extents.size(0),
+                 out.mutable_data_ptr<float>());
 }
 
 // One pass over the resolutions protects every column: the shortest one bounds the rows.
-void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64_t slots, int64_t final_row) {
+void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64_t slots,
+               int64_t final_row) {
   for (int64_t i = 0; i < count; ++i) {
     const Resolution& r = resolutions[i];
     TORCH_CHECK(r.first_row >= 0 && r.num_steps >= 1 && r.num_steps <= rows - final_row &&
-                    r.first_row <= rows - final_row - r.num_steps && r.slot >= 0 && r.slot < slots && r.anchor >= 0 &&
-                    r.anchor < r.num_steps,
-                "gear: resolution ", i, " must lie in the columns: rows [", r.first_row, ", +", r.num_steps,
-                ") anchor ", r.anchor, " slot ", r.slot, " of ", rows, " rows and ", slots, " slots");
+                    r.first_row <= rows - final_row - r.num_steps && r.slot >= 0 &&
+                    r.slot < slots && r.anchor >= 0 && r.anchor < r.num_steps,
+                "gear: resolution ", i, " must lie in the columns: rows [", r.first_row, ", +",
+                r.num_steps, ") anchor ", r.anchor, " slot ", r.slot, " of ", rows, " rows and ",
+                slots, " slots");
   }
 }
 
-void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps, const at::Tensor& reward,
-                 const at::Tensor& terminated, const std::optional<at::Tensor>& truncated, const at::Tensor& powers,
+void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
+                 const at::Tensor& reward, const at::Tensor& terminated,
+                 const std::optional<at::Tensor>& truncated, const at::Tensor& powers,
                  const at::Tensor& resolutions, int64_t n) {
   const Resolution* records = Resolutions(resolutions);
   const int64_t count = resolutions.size(0);
-  const cpu::NStep n_step = NStepOf(returns, discount, steps, reward, terminated, truncated, powers, resolutions, n);
-  CheckRows(records, count, NumRows(reward, terminated, truncated), std::numeric_limits<int64_t>::max(), 0);
-  cpu::NStepReturn(n_step, records, count, returns.mutable_data_ptr<float>(), discount.mutable_data_ptr<float>(),
-                   steps.mutable_data_ptr<int64_t>());
+  const cpu::NStep n_step =
+      NStepOf(returns, discount, steps, reward, terminated, truncated, powers, resolutions, n);
+  CheckRows(records, count, NumRows(reward, terminated, truncated),
+            std::numeric_limits<int64_t>::max(), 0);
+  cpu::NStepReturn(n_step, records, count, returns.mutable_data_ptr<float>(),
+                   discount.mutable_data_ptr<float>(), steps.mutable_data_ptr<int64_t>());
 }
 
-// Splits [0, count) over threads of its own: torch's pool would need OpenMP's runtime of the same torch build.
+// Splits [0, count) over threads of its own: torch's pool would need OpenMP's runtime of the same
+// torch build.
 template <typename Work>
 void InThreads(int64_t count, int64_t threads, const Work& work) {
   const int64_t part = (count + threads - 1) / threads;
@@ -118,33 +133,39 @@ void InThreads(int64_t count, int64_t threads, const Work& work) {
 
 void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
-            const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec, at::ArrayRef<double> pad_values,
-            int64_t threads) {
+            const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
+            at::ArrayRef<double> pad_values, int64_t threads) {
   const Resolution* records = Resolutions(resolutions);
   const int64_t count = resolutions.size(0);
-  const FieldList fields =
-      FieldsOf(outs, masks, counters, columns, shifts, gains, resolutions, n_steps, spec, pad_values);
+  const FieldList fields = FieldsOf(outs, masks, counters, columns, shifts, gains, resolutions,
+                                    n_steps, spec, pad_values);
   const int64_t* offsets = n_steps ? n_steps->const_data_ptr<int64_t>() : nullptr;
   int64_t rows = std::numeric_limits<int64_t>::max(), slots = rows, final_row = 0;
   for (size_t f = 0; f < fields.size(); ++f) {
     const cpu::Field& field = fields[f];
     if (field.source == cpu::kTimestep) continue;
     const int64_t held = columns[f].numel() / field.elements;
-    if (field.source == cpu::kTrajectoryRow) slots = std::min(slots, held);
-    else rows = std::min(rows, held);
+    if (field.source == cpu::kTrajectoryRow)
+      slots = std::min(slots, held);
+    else
+      rows = std::min(rows, held);
     if (field.source == cpu::kStepRowsPlusOne) final_row = 1;
   }
-  CheckRows(records, count, rows, slots, rows == std::numeric_limits<int64_t>::max() ? 0 : final_row);
+  CheckRows(records, count, rows, slots,
+            rows == std::numeric_limits<int64_t>::max() ? 0 : final_row);
   int64_t real = 0, all = 0, bytes = 0;
   if (count > 0) {
     std::atomic<int64_t> real_rows{0};
     const auto work = [&](int64_t begin, int64_t end) {
       int64_t mine = 0;
-      for (const cpu::Field& field : fields) mine += cpu::Gather(field, records, offsets, begin, end);
+      for (const cpu::Field& field : fields)
+        mine += cpu::Gather(field, records, offsets, begin, end);
       real_rows.fetch_add(mine, std::memory_order_relaxed);
     };
-    if (threads <= 1) work(0, count);
-    else InThreads(count, threads, work);
+    if (threads <= 1)
+      work(0, count);
+    else
+      InThreads(count, threads, work);
     real = real_rows.load(std::memory_order_relaxed);
     for (const cpu::Field& field : fields) {
       all += count * field.window.length;
@@ -162,19 +183,25 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
 
 TORCH_LIBRARY(gear, m) {
   m.def("draw_(Tensor(a!) coordinates, int seed, int stream, int first, int total) -> ()");
-  m.def("permute_(Tensor(a!) coordinates, int seed, int stream, int epoch, int first, int size) -> ()");
+  m.def(
+      "permute_(Tensor(a!) coordinates, int seed, int stream, int epoch, int first, int size) -> "
+      "()");
   m.def("tree_build_(Tensor(a!) sums, int num_items) -> ()");
   m.def("tree_update_(Tensor(a!) sums, int num_items, Tensor items, Tensor masses) -> ()");
   m.def(
-      "resolve_(Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor coordinates, int[] rule, int unit, "
+      "resolve_(Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor coordinates, int[] rule, "
+      "int unit, "
       "int seed, int stream, int first) -> ()");
   m.def("suffix_sum_(Tensor(a!) out, Tensor reward, Tensor extents) -> ()");
   m.def(
-      "n_step_(Tensor(a!) returns, Tensor(b!) discount, Tensor(c!) steps, Tensor reward, Tensor terminated, "
+      "n_step_(Tensor(a!) returns, Tensor(b!) discount, Tensor(c!) steps, Tensor reward, Tensor "
+      "terminated, "
       "Tensor? truncated, Tensor powers, Tensor resolutions, int n) -> ()");
   m.def(
-      "gather_(Tensor(a!)[] outs, Tensor(b!)[] masks, Tensor(c!) counters, Tensor[] columns, Tensor[] shifts, "
-      "Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, float[] pad_values, int threads) -> ()");
+      "gather_(Tensor(a!)[] outs, Tensor(b!)[] masks, Tensor(c!) counters, Tensor[] columns, "
+      "Tensor[] shifts, "
+      "Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, float[] pad_values, int "
+      "threads) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(gear, CPU, m) {
@@ -188,7 +215,8 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("gather_", gear::Gather);
 }
 
-// ---- The module itself: the mutex of the stores, by address. ------------------------------------------------------
+// ---- The module itself: the mutex of the stores, by address.
+// ------------------------------------------------------
 namespace {
 
 gear::cpu::SharedMutex* MutexAt(PyObject* address) {
@@ -209,10 +237,8 @@ PyObject* PyMutexLock(PyObject*, PyObject* arguments) {
   auto* mutex = MutexAt(address);
   if (PyErr_Occurred()) return nullptr;
   int result;
-  Py_BEGIN_ALLOW_THREADS
-  result = static_cast<int>(gear::cpu::MutexLock(mutex, timeout_s));
-  Py_END_ALLOW_THREADS
-  return PyLong_FromLong(result);
+  Py_BEGIN_ALLOW_THREADS result = static_cast<int>(gear::cpu::MutexLock(mutex, timeout_s));
+  Py_END_ALLOW_THREADS return PyLong_FromLong(result);
 }
 
 PyObject* PyMutexConsistent(PyObject*, PyObject* address) {
@@ -238,7 +264,8 @@ PyObject* PyMutexOwner(PyObject*, PyObject* address) {
 PyMethodDef kMethods[] = {
     {"mutex_init", PyMutexInit, METH_O, "mutex_init(address) -> None"},
     {"mutex_lock", PyMutexLock, METH_VARARGS,
-     "mutex_lock(address, timeout_s) -> 0 locked, 1 locked after its owner died, 2 timed out, 3 broken"},
+     "mutex_lock(address, timeout_s) -> 0 locked, 1 locked after its owner died, 2 timed out, 3 "
+     "broken"},
     {"mutex_consistent", PyMutexConsistent, METH_O, "mutex_consistent(address) -> None"},
     {"mutex_unlock", PyMutexUnlock, METH_O, "mutex_unlock(address) -> None"},
     {"mutex_owner", PyMutexOwner, METH_O, "mutex_owner(address) -> process id, 0 if free"},
@@ -250,6 +277,7 @@ PyMethodDef kMethods[] = {
 #define GEAR_JOIN(a, b) a##b
 #define GEAR_INIT(name) GEAR_JOIN(PyInit_, name)
 PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "gear", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "gear", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -1,13 +1,13 @@
-// The binding of the kernels, for the schemas that library.cpp registers. It needs a CUDA build of torch to be linked
-// (a CPU build compiles it, but has no streams to give), and no header of c10/cuda, which lacks files in wheels: the
-// current stream comes through torch's C shim. It is not part of a schema, so that torch.compile does not fix it.
+// The binding of the kernels, for the schemas that library.cpp registers. It needs a CUDA build of
+// torch to be linked (a CPU build compiles it, but has no streams to give), and no header of
+// c10/cuda, which lacks files in wheels: the current stream comes through torch's C shim. It is not
+// part of a schema, so that torch.compile does not fix it.
 #include <Python.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
-
 
 #include "bindings/checks.h"
 #include "cuda/ops.h"
@@ -32,8 +32,8 @@ class OnDevice {
 };
 
 void CheckDevice(const at::Tensor& tensor, const at::Tensor& out, const char* name) {
-  TORCH_CHECK(tensor.device() == out.device(), "gear: ", name, " must be on ", out.device(), ", got ",
-              tensor.device());
+  TORCH_CHECK(tensor.device() == out.device(), "gear: ", name, " must be on ", out.device(),
+              ", got ", tensor.device());
 }
 
 void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
@@ -110,8 +110,8 @@ void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
                  const std::optional<at::Tensor>& truncated, const at::Tensor& powers,
                  const at::Tensor& resolutions, int64_t n) {
   const Resolution* records = Resolutions(resolutions);
-  const cpu::NStep n_step = NStepOf(returns, discount, steps, reward, terminated, truncated, powers,
-                                    resolutions, n);
+  const cpu::NStep n_step =
+      NStepOf(returns, discount, steps, reward, terminated, truncated, powers, resolutions, n);
   for (const at::Tensor& t : {discount, steps, reward, terminated, powers, resolutions})
     CheckDevice(t, returns, "every tensor");
   if (truncated) CheckDevice(*truncated, returns, "truncated");

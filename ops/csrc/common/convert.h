@@ -1,4 +1,5 @@
-// Element types and the conversion while collecting: (x - shift) * gain, one rounding an operation, in a fixed order.
+// Element types and the conversion while collecting: (x - shift) * gain, one rounding an operation,
+// in a fixed order.
 #pragma once
 #include <cstring>
 
@@ -8,7 +9,16 @@ namespace gear {
 
 // Codes of the dtypes, in the order of deepspeed_gear.schema.DTYPES.
 enum Dtype : int64_t {
-  kBool = 0, kUint8, kInt8, kInt16, kInt32, kInt64, kFloat16, kBfloat16, kFloat32, kFloat64
+  kBool = 0,
+  kUint8,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kFloat16,
+  kBfloat16,
+  kFloat32,
+  kFloat64
 };
 
 // Bytes of one element.
@@ -16,13 +26,17 @@ GEAR_HOST_DEVICE int64_t SizeOf(int64_t dtype) {
   switch (dtype) {
     case kBool:
     case kUint8:
-    case kInt8: return 1;
+    case kInt8:
+      return 1;
     case kInt16:
     case kFloat16:
-    case kBfloat16: return 2;
+    case kBfloat16:
+      return 2;
     case kInt32:
-    case kFloat32: return 4;
-    default: return 8;
+    case kFloat32:
+      return 4;
+    default:
+      return 8;
   }
 }
 
@@ -31,8 +45,12 @@ GEAR_HOST_DEVICE bool IsConversion(int64_t from, int64_t to) {
   return to >= kFloat16 || (to == kInt64 && from <= kInt32) || (to == kInt32 && from <= kInt16);
 }
 
-struct Half { uint16_t bits; };
-struct Bfloat { uint16_t bits; };
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat {
+  uint16_t bits;
+};
 
 template <typename To, typename From>
 GEAR_HOST_DEVICE To BitCast(From x) {
@@ -42,7 +60,9 @@ GEAR_HOST_DEVICE To BitCast(From x) {
   return y;
 }
 
-GEAR_HOST_DEVICE float ToFloat(Bfloat x) { return BitCast<float>(static_cast<uint32_t>(x.bits) << 16); }
+GEAR_HOST_DEVICE float ToFloat(Bfloat x) {
+  return BitCast<float>(static_cast<uint32_t>(x.bits) << 16);
+}
 
 // Exact: every half is a float.
 GEAR_HOST_DEVICE float ToFloat(Half x) {
@@ -63,45 +83,86 @@ GEAR_HOST_DEVICE Bfloat ToBfloat(float x) {
 
 // Round to nearest, ties to even.
 GEAR_HOST_DEVICE Half ToHalf(float x) {
-  const uint32_t bits = BitCast<uint32_t>(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+  const uint32_t bits = BitCast<uint32_t>(x), sign = (bits >> 16) & 0x8000u,
+                 magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return {static_cast<uint16_t>(0x7E00)};
-  if (magnitude >= 0x477FF000u) return {static_cast<uint16_t>(sign | 0x7C00u)};  // rounds to 2^16 or more
-  if (magnitude < 0x33000001u) return {static_cast<uint16_t>(sign)};             // at most half of 2^-24
+  if (magnitude >= 0x477FF000u)
+    return {static_cast<uint16_t>(sign | 0x7C00u)};                   // rounds to 2^16 or more
+  if (magnitude < 0x33000001u) return {static_cast<uint16_t>(sign)};  // at most half of 2^-24
   const uint32_t exponent = magnitude >> 23;
   const uint32_t mantissa = (magnitude & 0x7FFFFFu) | 0x800000u;
   const uint32_t shift = exponent >= 113 ? 13 : 126 - exponent;  // bits that a half does not have
   const uint32_t base = exponent >= 113 ? ((exponent - 113) << 10) : 0;
-  const uint32_t kept = mantissa >> shift, rest = mantissa & ((1u << shift) - 1), tie = 1u << (shift - 1);
+  const uint32_t kept = mantissa >> shift, rest = mantissa & ((1u << shift) - 1),
+                 tie = 1u << (shift - 1);
   const uint32_t rounded = kept + ((rest > tie || (rest == tie && (kept & 1u))) ? 1 : 0);
   return {static_cast<uint16_t>(sign | (base + rounded))};
 }
 
-// The arithmetic type of a conversion: double where float would lose bits of the source or of the target.
-template <typename T> struct NeedsDouble { static constexpr bool value = false; };
-template <> struct NeedsDouble<double> { static constexpr bool value = true; };
-template <> struct NeedsDouble<int64_t> { static constexpr bool value = true; };
-template <> struct NeedsDouble<int32_t> { static constexpr bool value = true; };
+// The arithmetic type of a conversion: double where float would lose bits of the source or of the
+// target.
+template <typename T>
+struct NeedsDouble {
+  static constexpr bool value = false;
+};
+template <>
+struct NeedsDouble<double> {
+  static constexpr bool value = true;
+};
+template <>
+struct NeedsDouble<int64_t> {
+  static constexpr bool value = true;
+};
+template <>
+struct NeedsDouble<int32_t> {
+  static constexpr bool value = true;
+};
 
-template <typename C, typename T> GEAR_HOST_DEVICE C Load(T x) { return static_cast<C>(x); }
-template <> GEAR_HOST_DEVICE float Load<float, Half>(Half x) { return ToFloat(x); }
-template <> GEAR_HOST_DEVICE float Load<float, Bfloat>(Bfloat x) { return ToFloat(x); }
-template <> GEAR_HOST_DEVICE double Load<double, Half>(Half x) { return ToFloat(x); }
-template <> GEAR_HOST_DEVICE double Load<double, Bfloat>(Bfloat x) { return ToFloat(x); }
+template <typename C, typename T>
+GEAR_HOST_DEVICE C Load(T x) {
+  return static_cast<C>(x);
+}
+template <>
+GEAR_HOST_DEVICE float Load<float, Half>(Half x) {
+  return ToFloat(x);
+}
+template <>
+GEAR_HOST_DEVICE float Load<float, Bfloat>(Bfloat x) {
+  return ToFloat(x);
+}
+template <>
+GEAR_HOST_DEVICE double Load<double, Half>(Half x) {
+  return ToFloat(x);
+}
+template <>
+GEAR_HOST_DEVICE double Load<double, Bfloat>(Bfloat x) {
+  return ToFloat(x);
+}
 
-// A NaN that comes out of arithmetic is stored as the one quiet NaN: processors differ in the payload they give it.
-template <typename T, typename C> struct Store {
+// A NaN that comes out of arithmetic is stored as the one quiet NaN: processors differ in the
+// payload they give it.
+template <typename T, typename C>
+struct Store {
   GEAR_HOST_DEVICE static T From(C x) { return static_cast<T>(x); }
 };
-template <typename C> struct Store<float, C> {
-  GEAR_HOST_DEVICE static float From(C x) { return x == x ? static_cast<float>(x) : BitCast<float>(0x7FC00000u); }
+template <typename C>
+struct Store<float, C> {
+  GEAR_HOST_DEVICE static float From(C x) {
+    return x == x ? static_cast<float>(x) : BitCast<float>(0x7FC00000u);
+  }
 };
-template <typename C> struct Store<double, C> {
-  GEAR_HOST_DEVICE static double From(C x) { return x == x ? x : BitCast<double>(uint64_t{0x7FF8000000000000u}); }
+template <typename C>
+struct Store<double, C> {
+  GEAR_HOST_DEVICE static double From(C x) {
+    return x == x ? x : BitCast<double>(uint64_t{0x7FF8000000000000u});
+  }
 };
-template <typename C> struct Store<Half, C> {
+template <typename C>
+struct Store<Half, C> {
   GEAR_HOST_DEVICE static Half From(C x) { return ToHalf(static_cast<float>(x)); }
 };
-template <typename C> struct Store<Bfloat, C> {
+template <typename C>
+struct Store<Bfloat, C> {
   GEAR_HOST_DEVICE static Bfloat From(C x) { return ToBfloat(static_cast<float>(x)); }
 };
 

@@ -1,4 +1,5 @@
-// What differs between g++ and nvcc, and nothing else. C++17: DeepSpeed compiles .cpp as C++17 with torch < 2.12.
+// What differs between g++ and nvcc, and nothing else. C++17: DeepSpeed compiles .cpp as C++17 with
+// torch < 2.12.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,5 @@
-// Counter-based random words. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
+// Counter-based random words. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// SC'11.
 #pragma once
 #include "common/host_device.h"
 
@@ -31,7 +32,8 @@ GEAR_HOST_DEVICE Word128 Philox(uint64_t seed, uint64_t number, uint32_t stream,
   return {(uint64_t{c1} << 32) | c0, (uint64_t{c3} << 32) | c2};
 }
 
-// floor(word * total / 2^128): uniform over [0, total) with a relative error below 2^-64 for total < 2^64.
+// floor(word * total / 2^128): uniform over [0, total) with a relative error below 2^-64 for total
+// < 2^64.
 GEAR_HOST_DEVICE uint64_t Coordinate(Word128 word, uint64_t total) {
   const uint64_t low = word.high * total, carry = MulHi(word.low, total);
   return MulHi(word.high, total) + (low + carry < low ? 1 : 0);

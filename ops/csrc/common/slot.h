@@ -20,7 +20,8 @@ struct Resolution {
 };
 static_assert(sizeof(Resolution) == 64, "a resolution is a row of 8 int64");
 
-// The anchors that a trajectory admits: an arithmetic progression of steps, from the front or from the end.
+// The anchors that a trajectory admits: an arithmetic progression of steps, from the front or from
+// the end.
 struct AnchorRule {
   int64_t first;     // the first admissible step (distance from the last step when from_end)
   int64_t trim;      // steps at the other side that are never anchors
@@ -39,16 +40,18 @@ GEAR_HOST_DEVICE int64_t AnchorAt(const AnchorRule& rule, int64_t num_steps, int
   return rule.from_end ? num_steps - 1 - distance : distance;
 }
 
-// What an item of a tree over slots is: a trajectory whose anchor is a second draw, or one of its anchors.
+// What an item of a tree over slots is: a trajectory whose anchor is a second draw, or one of its
+// anchors.
 enum Unit : int64_t { kTrajectory = 0, kStep = 1 };
 
 // The anchor of a hit. A step item has one unit of mass per anchor, so the remainder is its index.
-GEAR_HOST_DEVICE int64_t ChooseAnchor(const AnchorRule& rule, int64_t unit, int64_t num_steps, uint64_t remainder,
-                                      uint64_t seed, uint64_t number, uint32_t stream) {
+GEAR_HOST_DEVICE int64_t ChooseAnchor(const AnchorRule& rule, int64_t unit, int64_t num_steps,
+                                      uint64_t remainder, uint64_t seed, uint64_t number,
+                                      uint32_t stream) {
   const int64_t anchors = NumAnchors(rule, num_steps);
-  const uint64_t index =
-      unit == kStep ? remainder
-                    : Coordinate(Philox(seed, number, stream, kForAnchor), static_cast<uint64_t>(anchors));
+  const uint64_t index = unit == kStep ? remainder
+                                       : Coordinate(Philox(seed, number, stream, kForAnchor),
+                                                    static_cast<uint64_t>(anchors));
   return AnchorAt(rule, num_steps, static_cast<int64_t>(index));
 }
 

@@ -1,5 +1,6 @@
-// A tree of integer sums. Level 0 holds the masses of the items; a node of level l+1 is the sum of kFanOut nodes of
-// level l; the top level has at most kFanOut nodes. Every level is padded with zeros to a multiple of kFanOut.
+// A tree of integer sums. Level 0 holds the masses of the items; a node of level l+1 is the sum of
+// kFanOut nodes of level l; the top level has at most kFanOut nodes. Every level is padded with
+// zeros to a multiple of kFanOut.
 #pragma once
 #include "common/host_device.h"
 
@@ -32,12 +33,14 @@ struct Hit {
   uint64_t remainder;  // in [0, mass of item)
 };
 
-// One step from a node of level + 1 down to the child that holds the remainder. From the root {0, coordinate}, with
-// coordinate in [0, total), down to level 0 it ends at the item that the coordinate hits. Cost: kFanOut additions at most.
+// One step from a node of level + 1 down to the child that holds the remainder. From the root {0,
+// coordinate}, with coordinate in [0, total), down to level 0 it ends at the item that the
+// coordinate hits. Cost: kFanOut additions at most.
 GEAR_HOST_DEVICE Hit Descend(const uint64_t* sums, const TreeShape& shape, int level, Hit hit) {
   const uint64_t* children = sums + shape.offset[level] + hit.item * kFanOut;
   int child = 0;
-  while (child < kFanOut - 1 && hit.remainder >= children[child]) hit.remainder -= children[child++];
+  while (child < kFanOut - 1 && hit.remainder >= children[child])
+    hit.remainder -= children[child++];
   return {hit.item * kFanOut + child, hit.remainder};
 }
 

@@ -12,12 +12,13 @@ struct Window {
 };
 
 struct Span {
-  int64_t begin, end;    // rows of the trajectory that are real
-  int64_t place;         // where `begin` lies in the window
-  int64_t before, after; // rows whose values pad the window in front and behind, for kPadEdge
+  int64_t begin, end;     // rows of the trajectory that are real
+  int64_t place;          // where `begin` lies in the window
+  int64_t before, after;  // rows whose values pad the window in front and behind, for kPadEdge
 };
 
-// The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none; rows >= 1.
+// The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none; rows
+// >= 1.
 GEAR_HOST_DEVICE Span Bounds(const Window& window, int64_t anchor, int64_t rows) {
   const int64_t first = anchor + window.offset, last = first + window.length;
   const int64_t begin = Clamp<int64_t>(first, 0, rows);
@@ -27,7 +28,9 @@ GEAR_HOST_DEVICE Span Bounds(const Window& window, int64_t anchor, int64_t rows)
     span.before = span.after = Clamp<int64_t>(first, 0, rows - 1);
     return span;
   }
-  span.place = window.align == kInPlace ? begin - first : (window.align == kLeft ? 0 : window.length - (end - begin));
+  span.place = window.align == kInPlace
+                   ? begin - first
+                   : (window.align == kLeft ? 0 : window.length - (end - begin));
   span.before = begin;
   span.after = end - 1;
   return span;

@@ -8,9 +8,10 @@
 namespace gear::cpu {
 namespace {
 
-constexpr int64_t kLookAhead = 4;    // samples whose rows are requested before their turn
+constexpr int64_t kLookAhead = 4;  // samples whose rows are requested before their turn
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kMostPrefetch = 1024;  // bytes; beyond it the hardware's own prefetcher has started
+constexpr int64_t kMostPrefetch =
+    1024;  // bytes; beyond it the hardware's own prefetcher has started
 
 // (x - shift) * gain over whole rows; shift and gain repeat every `period` elements.
 template <typename From, typename To>
@@ -26,7 +27,8 @@ void Convert(const From* from, To* to, int64_t count, const Field& field) {
   } else {
     for (int64_t done = 0; done < count; done += field.period) {
       const int64_t n = Min(field.period, count - done);
-      for (int64_t i = 0; i < n; ++i) to[done + i] = Store<To, C>::From((Load<C>(from[done + i]) - shift[i]) * gain[i]);
+      for (int64_t i = 0; i < n; ++i)
+        to[done + i] = Store<To, C>::From((Load<C>(from[done + i]) - shift[i]) * gain[i]);
     }
   }
 }
@@ -71,9 +73,10 @@ void PadRows(const Field& field, const char* edge, char* to, int64_t count) {
 }
 
 template <typename To, typename Rows>
-int64_t GatherRows(const Field& field, const Resolution* resolutions, const int64_t* n_steps, int64_t begin,
-                   int64_t end) {
-  const int64_t from_row = field.elements * SizeOf(field.from), to_row = field.elements * field.to_bytes;
+int64_t GatherRows(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
+                   int64_t begin, int64_t end) {
+  const int64_t from_row = field.elements * SizeOf(field.from),
+                to_row = field.elements * field.to_bytes;
   const int64_t length = field.window.length;
   const char* column = static_cast<const char*>(field.column);
   int64_t real = 0;
@@ -95,12 +98,15 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
     }
     Window window = field.window;
     if (field.after_n_step) window.offset += n_steps[i];
-    const Span span = Bounds(window, r.anchor, r.num_steps + (field.source == kStepRowsPlusOne ? 1 : 0));
+    const Span span =
+        Bounds(window, r.anchor, r.num_steps + (field.source == kStepRowsPlusOne ? 1 : 0));
     const int64_t rows = span.end - span.begin, behind = length - span.place - rows;
     const char* first = column + r.first_row * from_row;
     if (span.place > 0) PadRows<To, Rows>(field, first + span.before * from_row, out, span.place);
     if (rows > 0) Rows::Run(first + span.begin * from_row, out + span.place * to_row, rows, field);
-    if (behind > 0) PadRows<To, Rows>(field, first + span.after * from_row, out + (length - behind) * to_row, behind);
+    if (behind > 0)
+      PadRows<To, Rows>(field, first + span.after * from_row, out + (length - behind) * to_row,
+                        behind);
     if (field.mask != nullptr) {
       bool* mask = field.mask + i * length;
       if (rows < length) std::memset(mask, 0, static_cast<size_t>(length));
@@ -112,8 +118,8 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
 }
 
 // The step numbers of a window themselves; nothing is read.
-int64_t GatherTimesteps(const Field& field, const Resolution* resolutions, const int64_t* n_steps, int64_t begin,
-                        int64_t end) {
+int64_t GatherTimesteps(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
+                        int64_t begin, int64_t end) {
   const int64_t length = field.window.length;
   int64_t real = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -126,7 +132,8 @@ int64_t GatherTimesteps(const Field& field, const Resolution* resolutions, const
     const int64_t value = static_cast<int64_t>(field.pad_value);
     for (int64_t t = 0; t < length; ++t) {
       const bool is_real = t >= span.place && t < span.place + rows;
-      out[t] = is_real ? span.begin + t - span.place : (edge ? (t < span.place ? span.before : span.after) : value);
+      out[t] = is_real ? span.begin + t - span.place
+                       : (edge ? (t < span.place ? span.before : span.after) : value);
       if (field.mask != nullptr) field.mask[i * length + t] = is_real;
     }
     real += rows;
@@ -134,23 +141,35 @@ int64_t GatherTimesteps(const Field& field, const Resolution* resolutions, const
   return real;
 }
 
-using GatherFunction = int64_t (*)(const Field&, const Resolution*, const int64_t*, int64_t, int64_t);
+using GatherFunction = int64_t (*)(const Field&, const Resolution*, const int64_t*, int64_t,
+                                   int64_t);
 
 template <typename To>
-GatherFunction CopyTo() { return &GatherRows<To, CopyRows<To>>; }
+GatherFunction CopyTo() {
+  return &GatherRows<To, CopyRows<To>>;
+}
 
 GatherFunction CopyFunction(int64_t dtype) {
   switch (dtype) {
     case kBool:
-    case kUint8: return CopyTo<uint8_t>();
-    case kInt8: return CopyTo<int8_t>();
-    case kInt16: return CopyTo<int16_t>();
-    case kInt32: return CopyTo<int32_t>();
-    case kInt64: return CopyTo<int64_t>();
-    case kFloat16: return CopyTo<Half>();
-    case kBfloat16: return CopyTo<Bfloat>();
-    case kFloat32: return CopyTo<float>();
-    case kFloat64: return CopyTo<double>();
+    case kUint8:
+      return CopyTo<uint8_t>();
+    case kInt8:
+      return CopyTo<int8_t>();
+    case kInt16:
+      return CopyTo<int16_t>();
+    case kInt32:
+      return CopyTo<int32_t>();
+    case kInt64:
+      return CopyTo<int64_t>();
+    case kFloat16:
+      return CopyTo<Half>();
+    case kBfloat16:
+      return CopyTo<Bfloat>();
+    case kFloat32:
+      return CopyTo<float>();
+    case kFloat64:
+      return CopyTo<double>();
   }
   return nullptr;
 }
@@ -158,10 +177,14 @@ GatherFunction CopyFunction(int64_t dtype) {
 template <typename From>
 GatherFunction ConvertFrom(int64_t to) {
   switch (to) {
-    case kFloat16: return &GatherRows<Half, ConvertRows<From, Half>>;
-    case kBfloat16: return &GatherRows<Bfloat, ConvertRows<From, Bfloat>>;
-    case kFloat32: return &GatherRows<float, ConvertRows<From, float>>;
-    case kFloat64: return &GatherRows<double, ConvertRows<From, double>>;
+    case kFloat16:
+      return &GatherRows<Half, ConvertRows<From, Half>>;
+    case kBfloat16:
+      return &GatherRows<Bfloat, ConvertRows<From, Bfloat>>;
+    case kFloat32:
+      return &GatherRows<float, ConvertRows<From, float>>;
+    case kFloat64:
+      return &GatherRows<double, ConvertRows<From, double>>;
   }
   if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
     if (to == kInt64) return &GatherRows<int64_t, ConvertRows<From, int64_t>>;
@@ -173,15 +196,24 @@ GatherFunction ConvertFrom(int64_t to) {
 GatherFunction ConvertFunction(int64_t from, int64_t to) {
   switch (from) {
     case kBool:
-    case kUint8: return ConvertFrom<uint8_t>(to);
-    case kInt8: return ConvertFrom<int8_t>(to);
-    case kInt16: return ConvertFrom<int16_t>(to);
-    case kInt32: return ConvertFrom<int32_t>(to);
-    case kInt64: return ConvertFrom<int64_t>(to);
-    case kFloat16: return ConvertFrom<Half>(to);
-    case kBfloat16: return ConvertFrom<Bfloat>(to);
-    case kFloat32: return ConvertFrom<float>(to);
-    case kFloat64: return ConvertFrom<double>(to);
+    case kUint8:
+      return ConvertFrom<uint8_t>(to);
+    case kInt8:
+      return ConvertFrom<int8_t>(to);
+    case kInt16:
+      return ConvertFrom<int16_t>(to);
+    case kInt32:
+      return ConvertFrom<int32_t>(to);
+    case kInt64:
+      return ConvertFrom<int64_t>(to);
+    case kFloat16:
+      return ConvertFrom<Half>(to);
+    case kBfloat16:
+      return ConvertFrom<Bfloat>(to);
+    case kFloat32:
+      return ConvertFrom<float>(to);
+    case kFloat64:
+      return ConvertFrom<double>(to);
   }
   return nullptr;
 }
@@ -194,7 +226,8 @@ GatherFunction FunctionFor(const Field& field) {
 
 }  // namespace
 
-int64_t Gather(const Field& field, const Resolution* resolutions, const int64_t* n_steps, int64_t begin, int64_t end) {
+int64_t Gather(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
+               int64_t begin, int64_t end) {
   return FunctionFor(field)(field, resolutions, n_steps, begin, end);
 }
 

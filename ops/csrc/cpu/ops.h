@@ -1,4 +1,5 @@
-// Every op as raw pointers and sizes. No torch, no CUDA header. gear::cuda has the same list with a stream at the end.
+// Every op as raw pointers and sizes. No torch, no CUDA header. gear::cuda has the same list with a
+// stream at the end.
 #pragma once
 #include <cstdint>
 
@@ -8,25 +9,29 @@
 namespace gear::cpu {
 
 // coordinates[i] = a point in [0, total) for sample first + i.
-void Draw(uint64_t seed, uint32_t stream, int64_t first, uint64_t total, int64_t count, int64_t* coordinates);
+void Draw(uint64_t seed, uint32_t stream, int64_t first, uint64_t total, int64_t count,
+          int64_t* coordinates);
 
 // coordinates[i] = where the epoch's permutation of [0, size) puts index first + i.
-void Permute(uint64_t seed, uint32_t stream, int64_t epoch, int64_t first, uint64_t size, int64_t count,
-             int64_t* coordinates);
+void Permute(uint64_t seed, uint32_t stream, int64_t epoch, int64_t first, uint64_t size,
+             int64_t count, int64_t* coordinates);
 
 // Sums every inner node of a tree whose leaves are set.
 void TreeBuild(uint64_t* sums, int64_t num_items);
 
-// Sets leaves and mends the nodes above them; of equal items the last wins. Cost: levels additions an item.
-void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const int64_t* masses, int64_t count);
+// Sets leaves and mends the nodes above them; of equal items the last wins. Cost: levels additions
+// an item.
+void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const int64_t* masses,
+                int64_t count);
 
 // What each coordinate hits: slot, anchor, mass, and the sample number first + i.
-void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates, int64_t count,
-             const AnchorRule& rule, int64_t unit, uint64_t seed, uint32_t stream, int64_t first,
-             Resolution* resolutions);
+void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates,
+             int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed, uint32_t stream,
+             int64_t first, Resolution* resolutions);
 
 // out[row] = sum of reward over [row, end of its trajectory), summed in double from the end.
-void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_t num_extents, float* out);
+void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_t num_extents,
+               float* out);
 
 // The n-step return, discount and number of steps of each resolution. powers[k] = gamma^k, k <= n.
 struct NStep {
@@ -37,14 +42,14 @@ struct NStep {
   const double* powers;
   int64_t n;
 };
-void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t count, float* returns, float* discount,
-                 int64_t* steps);
+void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t count, float* returns,
+                 float* discount, int64_t* steps);
 
 // How one field is collected from one column.
 enum Source : int64_t { kStepRows = 0, kStepRowsPlusOne = 1, kTrajectoryRow = 2, kTimestep = 3 };
 
 struct Field {
-  int64_t source;        // enum Source
+  int64_t source;  // enum Source
   Window window;
   int64_t after_n_step;  // add the sample's number of n-step steps to the offset
   int64_t pad;           // enum Pad
@@ -53,14 +58,15 @@ struct Field {
   int64_t to_bytes;      // of one element
   double pad_value;
   const void* column;
-  const void* shift;     // [period] of the arithmetic type, or null
+  const void* shift;  // [period] of the arithmetic type, or null
   const void* gain;
-  int64_t period;        // elements after which shift and gain repeat: 1 or a multiple of `elements`
-  void* out;             // [count, length, elements]
-  bool* mask;            // [count, length], or null
+  int64_t period;  // elements after which shift and gain repeat: 1 or a multiple of `elements`
+  void* out;       // [count, length, elements]
+  bool* mask;      // [count, length], or null
 };
 
 // Collects the samples [begin, end) of one field. Returns the number of real rows.
-int64_t Gather(const Field& field, const Resolution* resolutions, const int64_t* n_steps, int64_t begin, int64_t end);
+int64_t Gather(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
+               int64_t begin, int64_t end);
 
 }  // namespace gear::cpu

@@ -31,10 +31,14 @@ void LaunchFrom(const Arguments& a) {
     if (a.field.to == kInt32) return Launch<From, int32_t>(a);
   }
   switch (a.field.to) {
-    case kFloat16: return Launch<From, Half>(a);
-    case kBfloat16: return Launch<From, Bfloat>(a);
-    case kFloat32: return Launch<From, float>(a);
-    case kFloat64: return Launch<From, double>(a);
+    case kFloat16:
+      return Launch<From, Half>(a);
+    case kBfloat16:
+      return Launch<From, Bfloat>(a);
+    case kFloat32:
+      return Launch<From, float>(a);
+    case kFloat64:
+      return Launch<From, double>(a);
   }
 }
 
@@ -45,15 +49,24 @@ void GatherConverted(const Field& field, int64_t held, const Resolution* resolut
   const Arguments a{field, held, resolutions, n_steps, count, counters, stream};
   switch (field.from) {
     case kBool:
-    case kUint8: return LaunchFrom<uint8_t>(a);
-    case kInt8: return LaunchFrom<int8_t>(a);
-    case kInt16: return LaunchFrom<int16_t>(a);
-    case kInt32: return LaunchFrom<int32_t>(a);
-    case kInt64: return LaunchFrom<int64_t>(a);
-    case kFloat16: return LaunchFrom<Half>(a);
-    case kBfloat16: return LaunchFrom<Bfloat>(a);
-    case kFloat32: return LaunchFrom<float>(a);
-    case kFloat64: return LaunchFrom<double>(a);
+    case kUint8:
+      return LaunchFrom<uint8_t>(a);
+    case kInt8:
+      return LaunchFrom<int8_t>(a);
+    case kInt16:
+      return LaunchFrom<int16_t>(a);
+    case kInt32:
+      return LaunchFrom<int32_t>(a);
+    case kInt64:
+      return LaunchFrom<int64_t>(a);
+    case kFloat16:
+      return LaunchFrom<Half>(a);
+    case kBfloat16:
+      return LaunchFrom<Bfloat>(a);
+    case kFloat32:
+      return LaunchFrom<float>(a);
+    case kFloat64:
+      return LaunchFrom<double>(a);
   }
 }
 

@@ -37,8 +37,9 @@ __device__ uint4 Join(uint4 low, uint4 high, unsigned bits) {
           __funnelshift_r(words[kWords + 3], words[(kWords + 4) % 8], bits)};
 }
 
-// The target is aligned to 16 bytes, the source lies `kWords` words and `bits` bits behind `from`. Whole vectors are
-// read: every one holds a byte that is wanted, so none lies outside the source's memory.
+// The target is aligned to 16 bytes, the source lies `kWords` words and `bits` bits behind `from`.
+// Whole vectors are read: every one holds a byte that is wanted, so none lies outside the source's
+// memory.
 template <int kWords>
 __device__ void CopyShifted(const uint4* __restrict__ from, unsigned bits, uint4* __restrict__ to,
                             int64_t count, Lane lane) {
@@ -56,11 +57,16 @@ __device__ inline void CopyBytes(const char* from, char* to, int64_t bytes, Lane
   auto* target = reinterpret_cast<uint4*>(to);
   const auto* source = reinterpret_cast<const uint4*>(from - offset);
   const unsigned bits = (offset & 3) * 8;
-  if (offset == 0) CopyAligned(source, target, vectors, lane);
-  else if (offset < 4) CopyShifted<0>(source, bits, target, vectors, lane);
-  else if (offset < 8) CopyShifted<1>(source, bits, target, vectors, lane);
-  else if (offset < 12) CopyShifted<2>(source, bits, target, vectors, lane);
-  else CopyShifted<3>(source, bits, target, vectors, lane);
+  if (offset == 0)
+    CopyAligned(source, target, vectors, lane);
+  else if (offset < 4)
+    CopyShifted<0>(source, bits, target, vectors, lane);
+  else if (offset < 8)
+    CopyShifted<1>(source, bits, target, vectors, lane);
+  else if (offset < 12)
+    CopyShifted<2>(source, bits, target, vectors, lane);
+  else
+    CopyShifted<3>(source, bits, target, vectors, lane);
   for (int64_t i = (vectors << 4) + lane.index; i < bytes; i += lane.team) to[i] = from[i];
 }
 

@@ -54,15 +54,24 @@ void Gather(const Field& field, int64_t held, const Resolution* resolutions, con
   };
   switch (field.to) {
     case kBool:
-    case kUint8: return launch(CopyRows<uint8_t>{}, PadOf<uint8_t>(field));
-    case kInt8: return launch(CopyRows<uint8_t>{}, BitCast<uint8_t>(PadOf<int8_t>(field)));
-    case kInt16: return launch(CopyRows<uint16_t>{}, BitCast<uint16_t>(PadOf<int16_t>(field)));
-    case kInt32: return launch(CopyRows<uint32_t>{}, BitCast<uint32_t>(PadOf<int32_t>(field)));
-    case kInt64: return launch(CopyRows<uint64_t>{}, BitCast<uint64_t>(PadOf<int64_t>(field)));
-    case kFloat16: return launch(CopyRows<uint16_t>{}, PadOf<Half>(field).bits);
-    case kBfloat16: return launch(CopyRows<uint16_t>{}, PadOf<Bfloat>(field).bits);
-    case kFloat32: return launch(CopyRows<uint32_t>{}, BitCast<uint32_t>(PadOf<float>(field)));
-    default: return launch(CopyRows<uint64_t>{}, BitCast<uint64_t>(PadOf<double>(field)));
+    case kUint8:
+      return launch(CopyRows<uint8_t>{}, PadOf<uint8_t>(field));
+    case kInt8:
+      return launch(CopyRows<uint8_t>{}, BitCast<uint8_t>(PadOf<int8_t>(field)));
+    case kInt16:
+      return launch(CopyRows<uint16_t>{}, BitCast<uint16_t>(PadOf<int16_t>(field)));
+    case kInt32:
+      return launch(CopyRows<uint32_t>{}, BitCast<uint32_t>(PadOf<int32_t>(field)));
+    case kInt64:
+      return launch(CopyRows<uint64_t>{}, BitCast<uint64_t>(PadOf<int64_t>(field)));
+    case kFloat16:
+      return launch(CopyRows<uint16_t>{}, PadOf<Half>(field).bits);
+    case kBfloat16:
+      return launch(CopyRows<uint16_t>{}, PadOf<Bfloat>(field).bits);
+    case kFloat32:
+      return launch(CopyRows<uint32_t>{}, BitCast<uint32_t>(PadOf<float>(field)));
+    default:
+      return launch(CopyRows<uint64_t>{}, BitCast<uint64_t>(PadOf<double>(field)));
   }
 }
 

@@ -15,7 +15,9 @@ struct CopyRows {
   using From = T;
   using To = T;
 
-  __device__ static T At(const Field&, const T* row, int64_t element, int64_t) { return row[element]; }
+  __device__ static T At(const Field&, const T* row, int64_t element, int64_t) {
+    return row[element];
+  }
 
   __device__ static void Rows(const Field&, const T* from, T* to, int64_t count, Lane lane) {
     CopyBytes(reinterpret_cast<const char*>(from), reinterpret_cast<char*>(to),
@@ -33,7 +35,8 @@ struct ConvertRows {
   __device__ static T At(const Field& field, const F* from, int64_t element, int64_t scale) {
     C x = Load<C>(from[element]);
     if (field.gain != nullptr)
-      x = (x - static_cast<const C*>(field.shift)[scale]) * static_cast<const C*>(field.gain)[scale];
+      x = (x - static_cast<const C*>(field.shift)[scale]) *
+          static_cast<const C*>(field.gain)[scale];
     return Store<T, C>::From(x);
   }
 
@@ -54,12 +57,14 @@ __device__ void Pad(const Field& field, const typename Rows::From* edge, typenam
                     typename Rows::To* to, int64_t count, Lane lane) {
   for (int64_t i = lane.index; i < count; i += lane.team) {
     const int64_t element = i % field.elements;
-    to[i] = field.pad == kPadEdge ? Rows::At(field, edge, element, field.period > 1 ? element : 0) : value;
+    to[i] = field.pad == kPadEdge ? Rows::At(field, edge, element, field.period > 1 ? element : 0)
+                                  : value;
   }
 }
 
 template <typename Rows>
-__global__ void GatherKernel(const Field field, int64_t held, const Resolution* __restrict__ resolutions,
+__global__ void GatherKernel(const Field field, int64_t held,
+                             const Resolution* __restrict__ resolutions,
                              const int64_t* __restrict__ n_steps, int64_t count,
                              typename Rows::To pad, int team, uint64_t* counters) {
   const Lane lane{static_cast<int>(threadIdx.x) & (team - 1), team};
@@ -82,7 +87,8 @@ __global__ void GatherKernel(const Field field, int64_t held, const Resolution* 
     }
     const int64_t rows = span.end - span.begin, behind = span.place + rows;
     auto* out = static_cast<typename Rows::To*>(field.out) + i * length * field.elements;
-    Pad<Rows>(field, first + span.before * field.elements, pad, out, span.place * field.elements, lane);
+    Pad<Rows>(field, first + span.before * field.elements, pad, out, span.place * field.elements,
+              lane);
     Rows::Rows(field, first + span.begin * field.elements, out + span.place * field.elements,
                rows * field.elements, lane);
     Pad<Rows>(field, first + span.after * field.elements, pad, out + behind * field.elements,

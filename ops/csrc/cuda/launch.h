@@ -1,4 +1,5 @@
-// What every kernel shares: the shape of a launch, the check behind it, and how a thread finds its work.
+// What every kernel shares: the shape of a launch, the check behind it, and how a thread finds its
+// work.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -18,7 +19,8 @@ inline unsigned Blocks(int64_t threads) {
 
 inline void Check(cudaError_t error, const char* what) {
   if (error != cudaSuccess)
-    throw std::runtime_error(std::string("gear: ") + what + " failed: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("gear: ") + what +
+                             " failed: " + cudaGetErrorString(error));
 }
 
 inline void CheckLaunch(const char* kernel) { Check(cudaGetLastError(), kernel); }
@@ -41,7 +43,8 @@ __device__ inline void AtomicAdd(uint64_t* to, uint64_t amount) {
 template <typename R>
 __device__ bool IsInside(const R& r, int64_t num_rows, int64_t final_row) {
   return r.first_row >= 0 && r.num_steps >= 1 && r.num_steps <= num_rows - final_row &&
-         r.first_row <= num_rows - final_row - r.num_steps && r.anchor >= 0 && r.anchor < r.num_steps;
+         r.first_row <= num_rows - final_row - r.num_steps && r.anchor >= 0 &&
+         r.anchor < r.num_steps;
 }
 
 }  // namespace gear::cuda

@@ -1,7 +1,8 @@
-// The ops of cpu/ops.h on a GPU: raw device pointers, sizes and a stream. Every launch is followed by an error check,
-// which throws std::runtime_error; an empty input returns before it. Nothing waits for the device. What only the
-// device can see (an index in memory) is checked there: a wrong one ends the kernel with an error, before it reads or
-// writes outside, and torch reports it at the next synchronisation, as for its own indexing.
+// The ops of cpu/ops.h on a GPU: raw device pointers, sizes and a stream. Every launch is followed
+// by an error check, which throws std::runtime_error; an empty input returns before it. Nothing
+// waits for the device. What only the device can see (an index in memory) is checked there: a wrong
+// one ends the kernel with an error, before it reads or writes outside, and torch reports it at the
+// next synchronisation, as for its own indexing.
 #pragma once
 #include <cstdint>
 
@@ -20,7 +21,8 @@ void Permute(uint64_t seed, uint32_t stream_number, int64_t epoch, int64_t first
 
 void TreeBuild(uint64_t* sums, int64_t num_items, void* stream);
 
-// Words of scratch memory that TreeUpdate needs for `count` items: a hash table, to find the last of equal items.
+// Words of scratch memory that TreeUpdate needs for `count` items: a hash table, to find the last
+// of equal items.
 int64_t TreeUpdateScratch(int64_t count);
 void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const int64_t* masses,
                 int64_t count, int64_t* scratch, void* stream);

@@ -1,4 +1,5 @@
-// Sums of rewards: a thread for each trajectory or sample, because the order of the additions is part of the result.
+// Sums of rewards: a thread for each trajectory or sample, because the order of the additions is
+// part of the result.
 #include "common/convert.h"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
@@ -51,15 +52,24 @@ template <typename Visit>
 void WithReward(const void* data, int64_t dtype, const Visit& visit) {
   switch (dtype) {
     case kBool:
-    case kUint8: return visit(static_cast<const uint8_t*>(data));
-    case kInt8: return visit(static_cast<const int8_t*>(data));
-    case kInt16: return visit(static_cast<const int16_t*>(data));
-    case kInt32: return visit(static_cast<const int32_t*>(data));
-    case kInt64: return visit(static_cast<const int64_t*>(data));
-    case kFloat16: return visit(static_cast<const Half*>(data));
-    case kBfloat16: return visit(static_cast<const Bfloat*>(data));
-    case kFloat32: return visit(static_cast<const float*>(data));
-    default: return visit(static_cast<const double*>(data));
+    case kUint8:
+      return visit(static_cast<const uint8_t*>(data));
+    case kInt8:
+      return visit(static_cast<const int8_t*>(data));
+    case kInt16:
+      return visit(static_cast<const int16_t*>(data));
+    case kInt32:
+      return visit(static_cast<const int32_t*>(data));
+    case kInt64:
+      return visit(static_cast<const int64_t*>(data));
+    case kFloat16:
+      return visit(static_cast<const Half*>(data));
+    case kBfloat16:
+      return visit(static_cast<const Bfloat*>(data));
+    case kFloat32:
+      return visit(static_cast<const float*>(data));
+    default:
+      return visit(static_cast<const double*>(data));
   }
 }
 

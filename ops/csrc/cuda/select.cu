@@ -10,7 +10,8 @@ namespace {
 __global__ void DrawKernel(uint64_t seed, uint32_t stream_number, int64_t first, uint64_t total,
                            int64_t count, int64_t* __restrict__ coordinates) {
   for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
-    const Word128 word = Philox(seed, static_cast<uint64_t>(first + i), stream_number, kForCoordinate);
+    const Word128 word =
+        Philox(seed, static_cast<uint64_t>(first + i), stream_number, kForCoordinate);
     coordinates[i] = static_cast<int64_t>(Coordinate(word, total));
   }
 }
@@ -18,7 +19,8 @@ __global__ void DrawKernel(uint64_t seed, uint32_t stream_number, int64_t first,
 __global__ void PermuteKernel(const Permutation permutation, int64_t first, int64_t count,
                               int64_t* __restrict__ coordinates) {
   for (int64_t i = GlobalThread(); i < count; i += GlobalThreads())
-    coordinates[i] = static_cast<int64_t>(gear::Permute(permutation, static_cast<uint64_t>(first + i)));
+    coordinates[i] =
+        static_cast<int64_t>(gear::Permute(permutation, static_cast<uint64_t>(first + i)));
 }
 
 // Descend by a warp: a lane for each child, so that a level is one read of 256 bytes and a scan.
@@ -66,8 +68,14 @@ __global__ void ResolveKernel(const uint64_t* __restrict__ sums, const Slot* __r
     const int64_t anchor =
         ChooseAnchor(second.rule, second.unit, slot.num_steps, hit.remainder, second.seed,
                      static_cast<uint64_t>(first + i), second.stream_number);
-    resolutions[i] = {slot.id,        hit.item, slot.generation,            slot.first_row,
-                      slot.num_steps, anchor,   static_cast<int64_t>(mass), first + i};
+    resolutions[i] = {slot.id,
+                      hit.item,
+                      slot.generation,
+                      slot.first_row,
+                      slot.num_steps,
+                      anchor,
+                      static_cast<int64_t>(mass),
+                      first + i};
   }
 }
 

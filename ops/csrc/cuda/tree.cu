@@ -1,5 +1,5 @@
-// The tree of masses: built from its leaves, and mended where leaves change. Sums are integers, so the order in which
-// atomics add them does not matter.
+// The tree of masses: built from its leaves, and mended where leaves change. Sums are integers, so
+// the order in which atomics add them does not matter.
 #include "common/permutation.h"
 #include "common/tree.h"
 #include "cuda/launch.h"

@@ -1,0 +1,149 @@
+"""Write the results into docs/performance.md, so that its tables are what the JSON files say.
+
+python benchmarks/tables.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from support import ROOT
+
+RESULTS = Path(__file__).resolve().parent / "results"
+TARGET = ROOT / "docs" / "performance.md"
+Rows = list[dict[str, Any]]
+
+
+def _table(rows: Rows, columns: Sequence[tuple[str, str, str]]) -> str:
+    """Format rows by columns of title, key and format; an absent value is an empty cell."""
+    lines = [[title for title, _, _ in columns], ["---"] * len(columns)]
+    lines += [[_cell(row.get(key), form) for _, key, form in columns] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None:
+        return ""
+    return {True: "yes", False: "**no**"}[value] if isinstance(value, bool) else format(value, form)
+
+
+def _where(name: str) -> str:
+    document = json.loads((RESULTS / f"{name}.json").read_text())
+    machine, meanwhile, versions = document["machine"], document["disturbance"], document["versions"]
+    return (
+        f"`{document['command']}`, {document['date']}, commit {document['commit'][:12]}, {machine['cpu']}, "
+        f"{machine['cores']} cores, torch {versions['torch']}. Meanwhile other processes used "
+        f"{meanwhile['other_cores']} cores."
+    )
+
+
+def one_thread(rows: Rows) -> str:
+    """Return milliseconds and ratios of the op, of sample() and of torch's gather."""
+    lines = []
+    for op in (row for row in rows if row["what"] == "op"):
+        same = {r["what"]: r for r in rows if all(r[k] == op[k] for k in ("workload", "window", "B"))}
+        sample = same["sample"]
+        more = {"sample_ms": sample["ms"], "sample_ratio": sample["ratio"], "above": sample["above_op_us"]}
+        lines.append({**op, **more, "torch": same["index_select"]["ratio"]})
+    columns = [("workload", "workload", ""), ("window", "window", ""), ("B", "B", ",d")]
+    columns += [("limit ms", "limit_ms", ".4f"), ("op ms", "ms", ".4f"), ("op / limit", "ratio", ".2f")]
+    columns += [("bound", "bound", "g"), ("holds", "holds", ""), ("sample() ms", "sample_ms", ".4f")]
+    columns += [("sample() / limit", "sample_ratio", ".2f"), ("sample() - op, us", "above", ".0f")]
+    return _table(lines, [*columns, ("index_select / limit", "torch", ".2f")])
+
+
+def fixed_cost(rows: Rows) -> str:
+    """Return the parts of a sample that are not the op."""
+    return _table(
+        rows, [("part", "part", ""), ("warm, us", "warm_us", ".1f"), ("cold, us", "cold_us", ",.0f")]
+    )
+
+
+def at_once(rows: Rows) -> str:
+    """Return the rates of two ranks, and the spread with busy cores."""
+    case = [("workload", "workload", ""), ("window", "window", ""), ("B of a rank", "B", ",d")]
+    ranks = [("limit ms", "limit_ms", ".3f"), ("sample() ms", "ms", ".3f")]
+    ranks += [("rate / limit's rate", "rate_ratio", ".2f"), (">= 0.9", "holds", "")]
+    busy = [("median ms", "ms", ".3f"), ("p99 ms", "p99_ms", ".2f"), ("p99 / median", "tail", ".1f")]
+    busy += [("memcpy's p99 / median", "limit_tail", ".1f"), ("<= 10", "holds", "")]
+    first = _table([row for row in rows if row["what"] == "two_ranks"], [*case, *ranks])
+    second = _table([row for row in rows if row["what"] == "busy"], [*case, *busy])
+    return f"Two ranks at once:\n\n{first}\n\nOne rank, every core busy with other processes:\n\n{second}"
+
+
+def memory(rows: Rows) -> str:
+    """Return the bounds of memory."""
+    plain = ("what", "value", "bound", "holds")
+    for row in rows:
+        row["more"] = ", ".join(f"{key} {value}" for key, value in row.items() if key not in plain)
+    columns = [("what", "what", ""), ("value", "value", ".3g"), ("bound", "bound", "g")]
+    return _table(rows, [*columns, ("holds", "holds", ""), ("more", "more", "")])
+
+
+def starvation(rows: Rows) -> str:
+    """Return the chi-square tests."""
+    columns = [("what", "what", ""), ("items", "items", ",d"), ("draws an item", "draws_per_item", "g")]
+    columns += [("chi2", "chi2", ",.0f"), ("p", "p", ".3g"), ("smallest count", "smallest", "d")]
+    columns += [("typical smallest", "smallest_expected", "d"), ("largest", "largest", "d")]
+    return _table(rows, [*columns, ("never drawn", "starved", ",d"), ("holds", "holds", "")])
+
+
+def determinism(rows: Rows) -> str:
+    """Return how many variants gave the same batches."""
+    lines = []
+    for sampler in dict.fromkeys(row["sampler"] for row in rows):
+        mine = [row for row in rows if row["sampler"] == sampler]
+        digests = [
+            next(r["digest"] for r in mine if r["seed"] == s)[:8] for s in sorted({r["seed"] for r in mine})
+        ]
+        holding = sum(row["equal"] for row in mine)
+        lines.append(
+            {"sampler": sampler, "digests": ", ".join(digests), "checks": len(mine), "hold": holding}
+        )
+    columns = [("sampler", "sampler", ""), ("sha256 by seed", "digests", ""), ("checks", "checks", "d")]
+    return _table(lines, [*columns, ("hold", "hold", "d")])
+
+
+TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
+    "one thread": ("gather", one_thread),
+    "fixed cost": ("fixed_cost", fixed_cost),
+    "at once": ("gather", at_once),
+    "memory": ("memory", memory),
+    "starvation": ("starvation", starvation),
+    "determinism": ("determinism", determinism),
+}
+
+
+def fill(text: str) -> str:
+    """Return a page with the tables between its marks `<!-- name -->` and `<!-- / -->` made anew."""
+    for name, (file, make) in TABLES.items():
+        rows = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
+        block = f"<!-- {name} -->\n{_where(file)}\n\n{make(rows)}\n<!-- / -->"
+        text, count = re.subn(rf"<!-- {name} -->.*?<!-- / -->", lambda _, b=block: b, text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"{TARGET} must have one place for {name!r}, has {count}")
+    return text
+
+
+def main() -> None:
+    """Run from the command line; with --check the exit code is 1 if the page is out of date."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    options = parser.parse_args()
+    before = TARGET.read_text()
+    after = fill(before)
+    if options.check:
+        sys.exit(0 if after == before else f"{TARGET} is not what the results say; run benchmarks/tables.py")
+    TARGET.write_text(after)
+
+
+if __name__ == "__main__":
+    main()

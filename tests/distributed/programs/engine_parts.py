@@ -1,0 +1,85 @@
+"""What the programs of test_engine.py share: a small model, its engine's config, a record of what comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import comm as dist
+from torch import nn
+
+from deepspeed_gear import Batch
+
+BATCH = 12  # samples of a global batch
+
+
+def task() -> dict[str, Any]:
+    """Return what the test wants: the last argument, JSON."""
+    return dict(json.loads(sys.argv[-1]))
+
+
+def rank() -> int:
+    return int(dist.get_rank())
+
+
+def ds_config(gear: dict[str, Any] | None = None, accumulation: int = 1, **options: Any) -> dict[str, Any]:
+    """Return a ds_config of BATCH samples per global batch."""
+    section = {} if gear is None else {"gear": gear}
+    adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    sizes = {"train_batch_size": BATCH, "gradient_accumulation_steps": accumulation}
+    return {**sizes, "optimizer": adam, "zero_force_ds_cpu_optimizer": False, **section, **options}
+
+
+class Model(nn.Module):
+    """Predicts the action from the observation's window, normalised or not."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(inputs, 2)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        observation = batch["observation"].flatten(1).to(self.layer.weight.dtype) / 1e4
+        error = self.layer(observation) - batch["action"].to(self.layer.weight.dtype) / 1e4
+        return error.square().mean()
+
+
+def train(engine: Any, global_batches: int) -> tuple[dict[str, np.ndarray], list[float]]:
+    """Train; return what this rank saw, a row per global batch, and the losses."""
+    rows, losses = [], []
+    for _ in range(global_batches):
+        seen = []
+        for _ in range(engine.gradient_accumulation_steps()):
+            batch = engine.gear_sample()
+            seen.append(record(batch))
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        rows.append(joined(seen))
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}, losses
+
+
+def record(batch: Batch) -> dict[str, np.ndarray]:
+    """Return a batch as arrays, [B, ...] each."""
+    known = {"number": batch.number, "id": batch.id, "anchor": batch.anchor, "epoch": batch.epoch}
+    fields = {**known, "valid": batch.valid, **batch, "mask": batch.mask["observation"]}
+    return {
+        name: (t.float() if t.dtype == torch.bfloat16 else t).numpy().copy() for name, t in fields.items()
+    }
+
+
+def joined(records: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Put records one behind the other."""
+    records = list(records)
+    return {name: np.concatenate([r[name] for r in records]) for name in records[0]}
+
+
+def dump(folder: str, case: str, seen: dict[str, np.ndarray]) -> None:
+    """Write what this rank saw to where `seen_by_all` of the test looks for it."""
+    np.savez(Path(folder) / f"{case}.rank{rank()}.npz", **seen)

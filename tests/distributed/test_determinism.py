@@ -1,0 +1,33 @@
+"""The same batches on any number of ranks, in any division, on every backend, after a kill and a resume.
+
+`benchmarks/determinism.py` does it for more seeds, ranks and batches; this is its quick form.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.timeout(600)
+def test_batches_are_the_same_in_every_division(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    determinism = importlib.import_module("determinism")
+    ragged = importlib.import_module("support.ragged")
+    rows = determinism.run(quick=True, launcher=False)
+    assert [row for row in rows if not row.equal] == []
+    for sampler in ragged.SAMPLERS:
+        variants = {row.variant for row in rows if row.sampler == sampler}
+        assert variants == {
+            "1 ranks, accumulation 1, prefetch 0, reference",
+            "1 ranks, accumulation 1, prefetch 0, cpu",
+            "2 ranks, accumulation 2, prefetch 3, cpu",
+            "2 ranks, accumulation 1, prefetch 0, reference",
+            "killed on 2 ranks, resumed on 4",
+            "killed on 2 ranks, resumed on 1",
+            "differs from every other sampler and seed",
+        }
+    assert len({row.digest for row in rows}) == len(ragged.SAMPLERS)

@@ -1,0 +1,185 @@
+"""Engines under DeepSpeed's own launcher: the same global batches in every division, and a life with them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import STEP, config_of, lengths_of, shared_files
+
+from deepspeed_gear import Replay
+from deepspeed_gear.store.split import split_of
+
+BATCH = 12
+Seen = dict[str, np.ndarray]
+FIELDS = {
+    "observation": {"offset": -1, "length": 4},
+    "action": {},
+    "reward": {},
+    "code": {},
+    "task": {},
+}
+
+
+def section(data: Path, **options: Any) -> dict[str, Any]:
+    return config_of(data, fields=FIELDS, seed=3, timeout_s=60.0, **options)
+
+
+def seen_by_all(out: Path, case: str, ranks: int, axis: int = 1) -> Seen:
+    """Join what the ranks of a case saw, in the order of sample numbers within each global batch.
+
+    No two ranks may have had the same sample.
+    """
+    parts = []
+    for rank in range(ranks):
+        with np.load(out / f"{case}.rank{rank}.npz") as file:
+            parts.append({name: file[name] for name in file.files})
+    seen = {name: np.concatenate([part[name] for part in parts], axis) for name in parts[0]}
+    assert len(np.unique(seen["number"])) == seen["number"].size, "ranks share samples"
+    order = np.argsort(seen["number"], axis=axis)
+    return {
+        name: np.stack([row[o] for row, o in zip(array, order, strict=True)]) if axis else array[order]
+        for name, array in seen.items()
+    }
+
+
+def alone(config: dict[str, Any], batches: int) -> Seen:
+    """Return the global batches of a Replay in this process, without an engine."""
+    rows = []
+    with Replay({**config, "batch_size": BATCH}) as replay:
+        for _ in range(batches):
+            batch = replay.sample()
+            known = {"number": batch.number, "id": batch.id, "anchor": batch.anchor, "epoch": batch.epoch}
+            fields = {**known, "valid": batch.valid, **batch, "mask": batch.mask["observation"]}
+            rows.append({name: tensor.numpy().copy() for name, tensor in fields.items()})
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def check_equal(found: Seen, wanted: Seen, what: str) -> None:
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert found[name].dtype == array.dtype, f"{what}: {name}"
+        assert found[name].shape == array.shape, f"{what}: {name}"
+        assert found[name].tobytes() == array.tobytes(), f"{what}: {name}"
+
+
+def check_rows(seen: Seen) -> None:
+    """Check that the batches hold the rows of the trajectories and steps that they name."""
+    assert (seen["code"] == seen["id"] * STEP + seen["anchor"]).all()
+    assert (seen["action"][..., 0] == seen["code"]).all()
+    assert (seen["observation"][..., 1, 0] == seen["code"]).all()  # the window begins one step before
+    assert (seen["mask"][..., 0] == (seen["anchor"] > 0)).all()
+
+
+def test_every_division_gives_the_same_global_batches(
+    dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]
+) -> None:
+    """ZeRO 0 to 3, accumulation and prefetching on 2 ranks against one process without an engine."""
+    gear, batches = section(dataset), 4
+    cases = [
+        {"name": f"zero{zero}.gas{gas}.pre{ahead}", "zero": zero, "accumulation": gas, "prefetch": ahead}
+        for zero in range(4)
+        for gas in (1, 3)
+        for ahead in (0, 2)
+    ]
+    out = {"out": str(tmp_path), "gear": gear, "batches": batches, "cases": cases}
+    deepspeed_run("engine_matrix.py", 2, out)
+    wanted = alone(gear, batches)
+    check_rows(wanted)
+    assert (wanted["number"].ravel() == np.arange(batches * BATCH)).all()
+    for case in cases:
+        check_equal(seen_by_all(tmp_path, case["name"], 2), wanted, case["name"])
+    assert shared_files(gear["shared_memory"]["prefix"]) == []
+
+
+@pytest.fixture(scope="module")
+def saved(
+    dataset: Path, tmp_path_factory: pytest.TempPathFactory, deepspeed_run: Callable[..., str]
+) -> tuple[dict[str, Any], Path]:
+    """A run of 2 ranks that has saved in the middle of an epoch and gone on: its task and its output."""
+    out = tmp_path_factory.mktemp("saved")
+    sampler, table = {"kind": "epoch", "unit": "trajectory"}, config_of(fields=FIELDS, seed=3, timeout_s=60.0)
+    gear = {"data": section(dataset, sampler=sampler, prefetch=2), "table": {**table, "prefetch": 2}}
+    gear["table"]["sampler"] = sampler
+    task = {"gear": gear, "out": str(out), "checkpoints": str(out / "checkpoints"), "save": True}
+    deepspeed_run("engine_resume.py", 2, task)
+    return task, out
+
+
+def test_a_run_that_saves_goes_on_undisturbed(saved: tuple[dict[str, Any], Path]) -> None:
+    task, out = saved
+    wanted = alone(task["gear"]["data"], 8)
+    before, after = seen_by_all(out, "data.before", 2), seen_by_all(out, "data.after", 2)
+    found = {name: np.concatenate([before[name], after[name]]) for name in before}
+    check_equal(found, wanted, "data")
+    first_epoch = wanted["id"].ravel()[wanted["epoch"].ravel() == 0]
+    assert 3 * BATCH % len(first_epoch), "the test must save in the middle of an epoch"
+    assert len(first_epoch) == len(np.unique(first_epoch)), "an epoch visits each item once"
+    table = seen_by_all(out, "table.after", 2)
+    check_rows(table)
+    assert table["id"].max() >= 20, "what was added under way is sampled"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_checkpoint_continues_on_another_number_of_ranks(
+    ranks: int, saved: tuple[dict[str, Any], Path], tmp_path: Path, deepspeed_run: Callable[..., str]
+) -> None:
+    """Exactly the batches that would have come, with the table's content as it was."""
+    task, out = saved
+    deepspeed_run("engine_resume.py", ranks, {**task, "out": str(tmp_path), "save": False})
+    for name in ("data", "table"):
+        found, wanted = (seen_by_all(*where) for where in ((tmp_path, f"{name}.after", ranks),
+                                                           (out, f"{name}.after", 2)))
+        check_equal(found, wanted, name)
+
+
+def test_attach_enable_evaluate_report_and_end(
+    dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]
+) -> None:
+    """One launch that ends with exit code 0 although its last engine is not destroyed."""
+    gear = section(dataset)
+    deepspeed_run("engine_attach.py", 2, {"gear": gear, "out": str(tmp_path)})
+    assert shared_files(gear["shared_memory"]["prefix"]) == []
+    check_evaluation(gear, tmp_path)
+    check_metrics(tmp_path / "csv")
+
+
+def check_evaluation(gear: dict[str, Any], out: Path) -> None:
+    lengths = np.array(lengths_of(40))
+    kept_back = np.nonzero(split_of(np.arange(40), {"eval": 0.3}))[0]
+    assert 0 < len(kept_back) < 40
+    assert len(kept_back) % BATCH, "the last batch must have fillers"
+    steps = sorted((int(i), step) for i in kept_back for step in range(lengths[i]))
+    for unit in ("trajectory", "step"):
+        for number in range(2):
+            seen = seen_by_all(out, f"eval.{unit}.{number}", 2, axis=0)
+            check_rows(seen)
+            ids, anchors = seen["id"][seen["valid"]].tolist(), seen["anchor"][seen["valid"]].tolist()
+            assert not seen["valid"].all()
+            if unit == "trajectory":
+                assert sorted(ids) == kept_back.tolist()
+            else:
+                assert sorted(zip(ids, anchors, strict=True)) == steps
+        trained = seen_by_all(out, f"train.{unit}", 2)
+        sampler = {"kind": "uniform", "unit": unit}
+        check_equal(trained, alone({**gear, "sampler": sampler}, 8), f"training beside {unit} evaluation")
+        assert not np.isin(trained["id"], kept_back).any()
+
+
+def check_metrics(folder: Path) -> None:
+    """One row per optimizer step, written by one rank."""
+    for name in ("sample_ms", "wait_ms", "bytes", "padding", "epoch"):
+        with (folder / f"Train_Gear_{name}.csv").open() as file:
+            head, *rows = list(csv.reader(file))
+        assert len(head) == 2
+        assert [int(samples) for samples, _ in rows] == [BATCH * step for step in range(1, 5)]
+        values = [float(value) for _, value in rows]
+        assert np.isfinite(values).all()
+        if name in ("sample_ms", "wait_ms", "bytes"):
+            assert min(values) > 0 or name != "bytes"
+        if name == "padding":
+            assert 0 < max(values) < 1

@@ -1,0 +1,335 @@
+"""Whatever happens to a rank: nobody hangs, the error is heard everywhere, nothing stays in shared memory.
+
+GEAR_LONG_TESTS=1 kills 20 times instead of 4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gear_support import (
+    PROGRAMS,
+    SCHEMA,
+    SHM,
+    Ranks,
+    config_of,
+    environment,
+    launcher,
+    lengths_of,
+    shared_files,
+    wait_until,
+    write_dataset,
+)
+
+from deepspeed_gear import Replay
+
+ROUNDS = 20 if os.environ.get("GEAR_LONG_TESTS") == "1" else 4
+START_S = 120.0  # of two ranks on a busy machine
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """A prefix in /dev/shm of this test alone; what is left of it is the test's failure, and removed."""
+    prefix = f"gfault{os.getpid()}x{next(_numbers)}"
+    yield prefix
+    left = shared_files(prefix)
+    for file in left:
+        (SHM / file).unlink(missing_ok=True)
+    assert left == []
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path / "data", lengths_of(40))
+
+
+def section_of(data: Path | str, name: str, **options: Any) -> dict[str, Any]:
+    """Return a section whose store lies in shared memory."""
+    source = {"path": str(data), "load": "memory"}
+    fields = {"fields": {"observation": {"length": 2}, "action": {"length": 1}, "code": {"length": 1}}}
+    sampler = {"sampler": {"kind": "uniform", "unit": "step"}}
+    return config_of(
+        None,
+        **{"data": source, "tables": {}, "shared_memory": {"prefix": name}, **sampler, **fields, **options},
+    )
+
+
+class Run:
+    """`faults_train.py` under the real launcher, in a session of its own."""
+
+    def __init__(self, folder: Path, sections: list[Any], **plan: Any) -> None:
+        folder.mkdir()
+        self.folder, self.num_ranks = folder, len(sections)
+        whole = {"sections": sections, "steps": None, "raise_on": None, "pause": False, **plan}
+        (folder / "plan.json").write_text(json.dumps(whole))
+        command = launcher("faults_train.py", self.num_ranks, str(folder))
+        self._port = command[command.index("--master_port") + 1]
+        self._log = (folder / "log").open("w")
+        self.process = subprocess.Popen(
+            command, env=environment(), stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._log.close()
+        for file in SHM.glob(f"deepspeed_*_{self._port}_*"):  # DeepSpeed's own, which it leaves when killed
+            file.unlink(missing_ok=True)
+
+    def wait_for(self, what: str, rank: int | None = None) -> None:
+        """Wait for a file of some or all ranks."""
+        ranks = range(self.num_ranks) if rank is None else [rank]
+        paths = [self.folder / f"{what}-{r}" for r in ranks]
+        wait_until(lambda: self._ended() or all(p.exists() for p in paths), what, START_S)
+        assert not self._ended(), self.output
+
+    def _ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"pid-{rank}").read_text())
+
+    def end(self, timeout_s: float) -> int:
+        """Wait until the launcher and all ranks have ended by themselves; return the exit status."""
+        status = self.process.wait(timeout_s)
+        wait_until(lambda: not group_lives(self.process.pid), "the end of the ranks", timeout_s)
+        return status
+
+    def kill(self) -> None:
+        """End the launcher and all ranks at once with SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        wait_until(lambda: not group_lives(self.process.pid), "the end of the ranks")
+
+
+def group_lives(group: int) -> bool:
+    """Return whether a process of the group runs; zombies do not."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            words = entry.read_text().rpartition(")")[2].split()
+            if int(words[2]) == group and words[0] != "Z":
+                return True
+    return False
+
+
+def run_samples(mode: str, folder: Path, section: dict[str, Any], rounds: int = 1) -> Ranks:
+    folder.mkdir(exist_ok=True)
+    return Ranks("faults_sample.py", 2, mode, str(folder), json.dumps(section), str(rounds))
+
+
+def check_success(ranks: Ranks) -> None:
+    for status, output in ranks.wait(START_S):
+        assert status == 0, output
+
+
+# ---- death ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300 * ROUNDS)
+def test_kill_at_any_time_leaves_nothing_after_the_next_start(name: str, data: Path, tmp_path: Path) -> None:
+    """One rank or everything, while it starts, while its store has a name, while it trains."""
+    chance = random.Random(0)
+    for number in range(ROUNDS):
+        when = ["named", "one rank", "all", "start"][number % 4]
+        section = section_of(data, name, prefetch=number % 3)
+        with Run(tmp_path / f"run{number}", [section] * 2, pause=when == "named") as run:
+            run.wait_for("pid")
+            if when == "named":
+                wait_until((run.folder / "linked").exists, "a store with a name", START_S)
+                run.kill()
+                assert len(shared_files(name)) == 1, "the test has not hit the time when a name exists"
+                continue
+            if when == "start":
+                time.sleep(chance.uniform(0, 8))
+                run.kill()
+                continue
+            run.wait_for("step")
+            assert shared_files(name) == []  # neither its own nor those of the rounds before
+            time.sleep(chance.uniform(0, 0.5))
+            if when == "all":
+                run.kill()
+            else:
+                os.kill(run.pid(number // 4 % 2), signal.SIGKILL)
+                assert run.end(60) != 0
+            assert shared_files(name) == []
+    check_success(run_samples("rounds", tmp_path / "next", section_of(data, name, batch_size=8)))
+    assert shared_files(name) == []
+
+
+def test_sigterm_ends_the_launcher_and_all_ranks(name: str, data: Path, tmp_path: Path) -> None:
+    with Run(tmp_path / "run", [section_of(data, name, prefetch=2)] * 2) as run:
+        run.wait_for("step")
+        status = Path(f"/proc/{run.pid(0)}/stat").read_text().rpartition(")")[2].split()
+        os.kill(int(status[1]), signal.SIGTERM)  # the process that has started the ranks
+        assert run.end(30) != 0
+        assert shared_files(name) == []
+
+
+def test_an_exception_on_one_rank_ends_the_other(name: str, data: Path, tmp_path: Path) -> None:
+    with Run(tmp_path / "run", [section_of(data, name, prefetch=1)] * 2, raise_on=1) as run:
+        assert run.end(START_S) == 1
+        assert "RuntimeError: a fault in the user's training loop" in run.output
+        assert shared_files(name) == []
+
+
+# ---- errors on one rank --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["option", "file"])
+def test_a_wrong_config_on_one_rank_ends_all(wrong: str, name: str, data: Path, tmp_path: Path) -> None:
+    """Under the launcher both ranks end by themselves, with the text of the one that is wrong."""
+    good, bad = section_of(data, name), section_of(data, name, prefetchh=2)
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"gear": {')
+    with Run(tmp_path / "run", [good, bad if wrong == "option" else str(path)]) as run:
+        assert run.end(START_S) == 1
+        text = "gear.prefetchh must be a known option" if wrong == "option" else f"config {path} must be JSON"
+        assert text in run.output
+        assert list(run.folder.glob("step-*")) == []
+        assert shared_files(name) == []
+
+
+def refused_cases(name: str) -> list[tuple[str, list[Any], list[str], list[str], list[str]]]:
+    """Return label, section per rank, folder per rank, kind of error per rank, parts of every rank's text."""
+    fine = section_of("data", name, batch_size=8)
+    same, config = ["a", "a"], ["ConfigError"] * 2
+
+    def other(**options: Any) -> dict[str, Any]:
+        return {**fine, **options}
+
+    def source(**options: Any) -> dict[str, Any]:
+        return other(data={"path": "data", "load": "memory", **options})
+
+    divide = "gear.batch_size must be micro_batch_size * gradient_accumulation_steps * ranks"
+    return [
+        ("typo", [fine, other(sampler={"kindd": 1})], same, ["PeerError", "ConfigError"], ["gear.sampler.kindd"]),
+        ("no mapping", [[1], fine], same, ["ConfigError", "PeerError"], ["gear must be"]),
+        ("batch size", [fine, other(batch_size=16)], same, config, ["must be the same on all ranks", "batch_size", "8", "16"]),
+        ("seed", [other(seed=5), other(seed=77)], same, config, ["rank 0 and rank 1", "gear.seed", "5", "77"]),
+        ("prefix", [fine, other(shared_memory={"prefix": f"{name}b"})], same, config, [f"{name}b", "shared_memory.prefix"]),
+        ("split", [fine, source(split={"eval": 0.5})], same, config, ["must be the same on all ranks", "split"]),
+        ("tables", [fine, {**fine, "data": None, "tables": config_of()["tables"]}], same, config, ["must be the same on all ranks"]),
+        ("missing data", [fine] * 2, ["a", "empty"], ["PeerError", "DataError"], ["data", "must be"]),
+        ("broken data", [fine] * 2, ["a", "broken"], ["PeerError", "DataError"], ["code.npy"]),
+        ("unequal data", [fine] * 2, ["a", "b"], ["DataError"] * 2, ["must be the same data set on all ranks", "rank 0", "rank 1"]),
+        ("placement", [fine, source(load="map")], same, ["PeerError", "StoreError"], ["store"]),
+        ("backend", [fine, other(backend="reference")], same, ["PeerError", "StoreError"], ["backend"]),
+        ("7 by 2", [other(batch_size=7)] * 2, same, config, [divide, "7"]),
+        ("8 by 2 * 3", [other(gradient_accumulation_steps=3)] * 2, same, config, [divide, "8"]),
+        ("8 is not 2 * 3", [other(micro_batch_size=3)] * 2, same, config, [divide, "8"]),
+        ("no size", [other(batch_size=None)] * 2, same, config, ["gear.batch_size must be given"]),
+        ("nothing admitted", [other(sampler={"where": {"task": {"min": 1e9}}})] * 2, same, ["StoreError"] * 2, ["none admitted"]),
+        ("no room", [capacity(name, 1 << 44)] * 2, same, ["StoreFullError", "PeerError"], ["/dev/shm", "bytes free"]),
+        ("fine", [fine] * 2, same, ["none"] * 2, ["["]),
+    ]  # fmt: skip
+
+
+def capacity(name: str, steps: int) -> dict[str, Any]:
+    table = {"capacity_steps": steps, "capacity_trajectories": 8, "schema": SCHEMA.to_json()}
+    return config_of(None, tables={"main": table}, shared_memory={"prefix": name}, batch_size=8)
+
+
+def test_every_rank_refuses_what_one_rank_cannot_do(name: str, tmp_path: Path) -> None:
+    """All cases in one process group: after each error the ranks still agree, and the last case works."""
+    for folder in ("a", "broken"):
+        write_dataset(tmp_path / folder / "data", lengths_of(20))
+    write_dataset(tmp_path / "b" / "data", lengths_of(20, seed=1))
+    (tmp_path / "empty").mkdir()
+    os.truncate(tmp_path / "broken" / "data" / "columns" / "code.npy", 200)
+    cases = refused_cases(name)
+    whole = [{"sections": sections, "folders": folders} for _, sections, folders, *_ in cases]
+    (tmp_path / "cases.json").write_text(json.dumps(whole))
+    results = Ranks("faults_refused.py", 2, str(tmp_path)).wait(START_S)
+    for rank, (status, output) in enumerate(results):
+        assert status == 0, output
+        found = [json.loads(line[6:]) for line in output.splitlines() if line.startswith("FOUND ")]
+        assert len(found) == len(cases), output
+        for (label, _, _, kinds, parts), got in zip(cases, found, strict=True):
+            assert got["kind"] == kinds[rank], (label, rank, got)
+            assert all(part in got["text"] for part in parts), (label, rank, got)
+    assert shared_files(name) == []
+
+
+# ---- ranks that do not keep up, other runs, the end ----------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_rank_that_stops_is_named_and_its_death_lets_the_others_go_on(
+    prefetch: int, name: str, data: Path, tmp_path: Path
+) -> None:
+    section = section_of(data, name, batch_size=8, timeout_s=3.0, prefetch=prefetch)
+    ranks = run_samples("lag", tmp_path / "lag", section)
+    wait_until((tmp_path / "lag" / "reported").exists, "the error", START_S)
+    stopped = ranks.processes[1]
+    stopped.kill()
+    stopped.wait()
+    (tmp_path / "lag" / "killed").touch()
+    status, output = ranks.wait(START_S)[0]
+    assert status == 0, output
+    assert "GOES ON" in output
+    text = json.loads(next(line[5:] for line in output.splitlines() if line.startswith("PEER ")))
+    assert f"local rank 1 (process {stopped.pid})" in text
+    assert "gear.timeout_s = 3.0 s" in text
+
+
+def test_runs_with_the_same_prefix_leave_each_other_alone(name: str, data: Path, tmp_path: Path) -> None:
+    """One run waits while its store has a name; another starts, works and ends meanwhile, many times."""
+    section = section_of(data, name, batch_size=8)
+    paused = run_samples("paused", tmp_path / "paused", section)
+    wait_until((tmp_path / "paused" / "linked").exists, "a store with a name", START_S)
+    file = (tmp_path / "paused" / "linked").read_text()
+    check_success(run_samples("rounds", tmp_path / "other", section, 20))
+    assert shared_files(name) == [file]
+    at_once = run_samples("rounds", tmp_path / "at_once", section, 30)
+    (tmp_path / "paused" / "go").touch()
+    check_success(paused)
+    check_success(at_once)
+
+
+def test_an_error_of_the_prefetch_thread_reaches_sample(name: str, data: Path) -> None:
+    def transform(batch: Any, keys: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise ZeroDivisionError("in the user's transform")
+        return batch
+
+    section, calls = section_of(data, name, batch_size=8), 0
+    with Replay(section) as replay:
+        wanted = [replay.sample().number.tolist() for _ in range(8)]
+    with Replay({**section, "prefetch": 2}) as replay:
+        replay.transform = transform
+        found = [replay.sample().number.tolist() for _ in range(3)]
+        with pytest.raises(ZeroDivisionError, match="in the user's transform"):
+            replay.sample()
+        found += [replay.sample().number.tolist() for _ in range(5)]  # no batch is lost
+    assert found == wanted
+
+
+def test_exit_without_close(name: str, data: Path, tmp_path: Path) -> None:
+    section = section_of(data, name, batch_size=8, prefetch=3)
+    check_success(run_samples("leave", tmp_path / "leave", section))
+
+
+def test_programs_are_all_used() -> None:
+    here = Path(__file__).read_text()
+    assert all(program.name in here for program in PROGRAMS.glob("faults_*.py"))

@@ -1,0 +1,227 @@
+"""A Replay that is added to, removed from, cleared, read, sampled and rewound, against plain Python."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gear_support import SCHEMA, STEP, check_whole, config_of, trajectory
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from deepspeed_gear import Batch, Replay
+from deepspeed_gear.errors import StoreError, StoreFullError
+
+CAPACITY_STEPS, NUM_SLOTS = 30, 5
+NUM_ROWS = CAPACITY_STEPS + NUM_SLOTS
+BATCH, BEFORE, AFTER = 6, 2, 1
+FIELDS = {
+    "code": {"offset": -BEFORE, "length": BEFORE + 1 + AFTER},
+    "observation": {"offset": 1},
+    "return_to_go": {},
+    "task": {},
+}
+Item = tuple[int, int]  # trajectory, and its step unless the unit is a trajectory (then 0)
+
+
+class ReplayMachine(RuleBasedStateMachine):
+    """The oracle: `stored` is what the table holds, `epoch_items` what the epoch under way consists of."""
+
+    kind, unit = "uniform", "step"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[int, tuple[int, int]] = {}  # id -> number, num_steps
+        self.known: dict[int, tuple[int, int]] = {}  # also what was removed
+        self.epoch_items: set[Item] = set()
+        self.visited: set[Item] = set()
+        self.epoch = -1
+        self.num_samples = self.next_id = 0
+        self.folder = Path(tempfile.mkdtemp())
+
+    @initialize(seed=st.integers(0, 1000))
+    def make(self, seed: int) -> None:
+        self.replay = Replay(
+            config_of(
+                seed=seed,
+                backend="cpu" if seed % 4 else "reference",
+                tables={"main": {"capacity_steps": CAPACITY_STEPS, "capacity_trajectories": NUM_SLOTS}},
+                sampler={"kind": self.kind, "unit": self.unit},
+                fields=FIELDS,
+                batch_size=BATCH,
+            ),
+            schemas={"main": SCHEMA},
+        )
+        self.change([], [4, 7, 1, 5], 0)
+
+    # ---- changes ---------------------------------------------------------------------------------
+
+    @rule(
+        removed=st.lists(st.integers(0, 8), max_size=4),
+        lengths=st.lists(st.integers(1, 6) | st.integers(1, 35), max_size=4),
+        samples=st.integers(0, 4),
+    )
+    def change(self, removed: list[int], lengths: list[int], samples: int) -> None:
+        """Remove some of the latest trajectories, add others, sample."""
+        self.remove([self.next_id - 1 - back for back in removed])
+        for num_steps in lengths:
+            self.add(num_steps)
+        self.sample(samples)
+
+    def add(self, num_steps: int) -> None:
+        number = self.next_id
+        try:
+            found = self.replay.add(trajectory(number, num_steps))
+        except StoreFullError:
+            # Removed items of an epoch keep their rows until it ends; otherwise there must be room.
+            empty = not self.stored and (self.kind != "epoch" or self.visited == self.epoch_items)
+            assert not empty or num_steps + 1 > NUM_ROWS
+            return
+        assert found == self.next_id
+        self.stored[found] = self.known[found] = (number, num_steps)
+        self.next_id += 1
+
+    def remove(self, choice: list[int]) -> None:
+        gone = {number for number in choice if number in self.stored}
+        assert self.replay.remove(choice) == len(gone)
+        for number in gone:
+            del self.stored[number]
+
+    @rule(how=st.sampled_from(["clear", "remove", *["not"] * 6]))
+    def empty(self, how: str) -> None:
+        if how == "remove":
+            self.replay.remove(sorted(self.stored))
+            self.stored.clear()
+        elif how == "clear":
+            self.replay.clear()
+            self.stored.clear()
+            self.epoch_items, self.visited = set(), set()
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.stored)
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=3))
+        for number, found in zip(ids, self.replay.read(ids), strict=True):
+            wanted = trajectory(*self.stored[number])
+            assert all(torch.equal(found[name], torch.as_tensor(wanted[name])) for name in wanted)
+
+    @rule(number=st.integers(-1, 40))
+    def read_what_is_not_there(self, number: int) -> None:
+        if number not in self.stored:
+            with pytest.raises(StoreError, match=f"table main: id must be stored, got {number}"):
+                self.replay.read([number])
+
+    def sample(self, count: int) -> None:
+        for _ in range(count):
+            self.sample_one()
+
+    def sample_one(self) -> None:
+        if not self.stored:
+            if self.kind != "epoch" or self.visited == self.epoch_items:
+                with pytest.raises(StoreError, match="must hold at least one item"):
+                    self.replay.sample()
+            return
+        batch = self.replay.sample()
+        self.check_content(batch)
+        self.check_items(batch)
+
+    @precondition(lambda self: self.stored)
+    @rule()
+    def rewind(self) -> None:
+        """What was saved is continued with the same batches."""
+        state = self.replay.save(self.folder)
+        wanted = [self.replay.sample().clone() for _ in range(3)]
+        self.replay.load(self.folder, state)
+        for batch in wanted:
+            again = self.replay.sample()
+            assert torch.equal(again._records[:, [0, 4, 5, 6, 7]], batch._records[:, [0, 4, 5, 6, 7]])
+            assert torch.equal(again.epoch, batch.epoch)
+            assert all(torch.equal(again[name], batch[name]) for name in batch)
+        self.replay.load(self.folder, state)
+        shutil.rmtree(self.folder)
+
+    # ---- checks ----------------------------------------------------------------------------------
+
+    def items(self) -> set[Item]:
+        if self.unit == "trajectory":
+            return {(number, 0) for number in self.stored}
+        return {(number, step) for number, (_, steps) in self.stored.items() for step in range(steps)}
+
+    def check_items(self, batch: Batch) -> None:
+        assert batch.number.tolist() == list(range(self.num_samples, self.num_samples + BATCH))
+        self.num_samples += BATCH
+        found = list(zip(batch.id.tolist(), batch.anchor.tolist(), batch.epoch.tolist(), strict=True))
+        current = self.items()
+        if self.kind == "epoch":
+            for number, step, epoch in found:
+                self.visit((number, step if self.unit == "step" else 0), epoch, current)
+        else:
+            assert {(n, s if self.unit == "step" else 0) for n, s, _ in found} <= current
+            self.check_probability(batch, current)
+
+    def visit(self, item: Item, epoch: int, current: set[Item]) -> None:
+        if epoch != self.epoch:
+            assert epoch > self.epoch
+            assert self.visited == self.epoch_items, "an epoch ended before all was visited"
+            self.epoch, self.epoch_items, self.visited = epoch, set(current), set()
+        assert item in self.epoch_items
+        assert item not in self.visited, "visited twice in one epoch"
+        self.visited.add(item)
+
+    def check_probability(self, batch: Batch, current: set[Item]) -> None:
+        if self.kind == "length":
+            total = sum(steps for _, steps in self.stored.values())
+            wanted = [self.stored[number][1] / total for number in batch.id.tolist()]
+        else:
+            wanted = [1 / len(current)] * BATCH
+        assert batch.probability.tolist() == wanted
+
+    def check_content(self, batch: Batch) -> None:
+        samples = zip(batch.id.tolist(), batch.anchor.tolist(), batch.num_steps.tolist(), strict=True)
+        for i, (number, anchor, num_steps) in enumerate(samples):
+            first, steps = self.known[number]
+            assert num_steps == steps
+            assert 0 <= anchor < steps
+            assert batch["task"][i] == first
+            assert batch["observation"][i, 0] == first * STEP + anchor + 1
+            rewards = trajectory(first, steps)["reward"][anchor:]
+            assert batch["return_to_go"][i] == rewards.sum()
+            window = range(anchor - BEFORE, anchor + AFTER + 1)
+            real = [0 <= step < steps for step in window]
+            assert batch.mask["code"][i].tolist() == real
+            codes = [first * STEP + step if ok else 0 for step, ok in zip(window, real, strict=True)]
+            assert batch["code"][i].tolist() == codes
+
+    @invariant()
+    def counts(self) -> None:
+        if hasattr(self, "replay"):
+            assert len(self.replay) == len(self.stored)
+            assert self.replay.num_steps == sum(steps for _, steps in self.stored.values())
+
+    def teardown(self) -> None:
+        if hasattr(self, "replay"):
+            check_whole(self.replay.tables["main"], list(self.replay.streams.values()))
+            self.replay.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def case(kind: str, unit: str) -> Any:
+    """Return the tests of one sampler."""
+    machine = type(f"{kind}_{unit}", (ReplayMachine,), {"kind": kind, "unit": unit})
+    made: Any = machine.TestCase
+    made.settings = settings(max_examples=20, stateful_step_count=30)
+    return made
+
+
+TestUniformSteps = case("uniform", "step")
+TestUniformTrajectories = case("uniform", "trajectory")
+TestByLength = case("length", "trajectory")
+TestEpochOfSteps = case("epoch", "step")
+TestEpochOfTrajectories = case("epoch", "trajectory")

@@ -1,0 +1,175 @@
+"""The benchmarks: each runs with tiny sizes, and what they compare really is comparable."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Load:
+    """Import a module of the benchmarks, which are scripts and no package."""
+    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
+    return importlib.import_module
+
+
+def rows_of(run_python: Run, path: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run a benchmark as its user does and return its rows."""
+    result = run_python(f"benchmarks/{script}.py", "--quick", "--json", str(path), *arguments)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(path.read_text())
+    assert {"commit", "date", "command", "machine", "versions", "disturbance", "rows"} <= set(document)
+    return list(document["rows"])
+
+
+def test_gather_runs(run_python: Run, tmp_path: Path) -> None:
+    options = ("--ranks", "2", "--busy", "--figure", str(tmp_path / "ratios.png"))
+    rows = rows_of(run_python, tmp_path / "gather.json", "gather", *options)
+    assert {row["what"] for row in rows} == {"op", "sample", "index_select", "two_ranks", "busy"}
+    assert {(row["workload"], row["window"]) for row in rows} == {
+        ("W1", "whole"),
+        ("W1", "100"),
+        ("W1", "20"),
+        ("W3", "frames"),
+    }
+    for row in rows:
+        assert row["ms"] > 0
+        assert row["limit_ms"] > 0
+        assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"], rel=1.0)
+    assert (tmp_path / "ratios.png").stat().st_size > 1000
+
+
+def test_memory_runs(run_python: Run, tmp_path: Path) -> None:
+    store, ranks, trained = rows_of(run_python, tmp_path / "memory.json", "memory")
+    assert store["holds"]
+    assert store["store_bytes"] > store["payload_bytes"]
+    assert ranks["holds"]
+    assert ranks["shared_bytes_1"] >= store["payload_bytes"]
+    assert trained["trajectories_seen"] == 50
+    assert trained["wrong_rows"] == 0
+    assert trained["loss_after"] < trained["loss_before"]
+
+
+def test_starvation_runs(run_python: Run, tmp_path: Path) -> None:
+    rows = rows_of(run_python, tmp_path / "starvation.json", "starvation")
+    assert len(rows) == 4
+    assert all(row["holds"] and row["starved"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize(("name", "window"), [("W1", "whole"), ("W1", "20"), ("W3", "frames")])
+def test_everything_that_is_timed_copies_the_same_rows(load: Load, name: str, window: str) -> None:
+    workloads, subjects = load("support.workloads"), load("support.subject")
+    subject = subjects.Subject(workloads.workload(name, 0.005), window, 16)
+    found = []
+    for kind in ("limit", "op", "index_select"):
+        outs = subject.ring[0].outs
+        for out in outs:
+            out.zero_()
+        subject._random = np.random.default_rng(5)
+        cpu, wall = getattr(subject, kind)(1)
+        assert cpu.shape == wall.shape == (1,)
+        found.append([out.clone() for out in outs])
+    subject.close()
+    assert any(out.any() for out in found[0])
+    for kind in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], kind, strict=True))
+
+
+def test_workloads_are_those_of_the_field(load: Load) -> None:
+    workloads = load("support.workloads")
+    steps, frames = workloads.workload("W1"), workloads.workload("W3")
+    assert (steps.num_trajectories, steps.num_steps, steps.schema.row_bytes) == (2000, 1000, 61)
+    assert (frames.num_trajectories * frames.num_steps, frames.schema.row_bytes) == (20_000, 84 * 84)
+    assert frames.window("frames") == (-3, 4)
+    assert steps.window("100") == (-99, 100)
+
+
+def test_a_bound_is_judged_by_its_own_number(load: Load) -> None:
+    row = load("gather").Row("W1", "20", "op", 128, 1.0, 0.5, 2.0, bound=2.2, judged=2.3)
+    assert row.holds is False
+    row.judged = 2.1
+    assert row.holds is True
+    row.bound = None
+    assert row.holds is None
+
+
+def test_a_starved_item_is_seen(load: Load) -> None:
+    starvation = load("starvation")
+    counts = np.random.default_rng(0).poisson(24, 1 << 16)
+    assert starvation.judge("fair", counts, 0.0).holds
+    counts[:40] = 0
+    starved = starvation.judge("starved", counts, 0.0)
+    assert starved.starved == 40
+    assert not starved.holds
+    biased = np.random.default_rng(0).poisson(np.where(np.arange(1 << 16) % 2, 23, 25))
+    assert not starvation.judge("biased", biased, 0.0).holds
+
+
+def test_too_even_counts_are_no_random_draws(load: Load) -> None:
+    assert not load("starvation").judge("even", np.full(1 << 16, 24), 0.0).holds
+
+
+def test_the_rarest_item(load: Load) -> None:
+    rarest = load("starvation").rarest
+    assert rarest(10, 1.0) == 0  # 10 / e items without a draw
+    assert rarest(1, 24.0) in (23, 24)  # the median
+    assert 1 <= rarest(1 << 25, 24.0) <= 4
+
+
+def test_a_difference_of_batches_is_seen(load: Load) -> None:
+    determinism = load("determinism")
+    wanted = determinism.Case("uniform step", 0, backend="reference")
+    same, other = determinism.Case("uniform step", 0), determinism.Case("uniform step", 0, 4, 2, 3)
+    digests = {wanted: ["a", "b"], same: ["a", "b"], other: ["a", "c"]}
+    more = {("uniform step", "resumed"): ["a", "b"], ("length", "resumed"): ["x"]}
+    rows = determinism._compare(list(digests), digests, more)
+    assert [(row.variant, row.equal) for row in rows] == [
+        (wanted.variant, True),
+        (same.variant, True),
+        (other.variant, False),
+        ("resumed", True),
+    ]
+
+
+def test_determinism_compares_every_option(load: Load) -> None:
+    determinism, ragged = load("determinism"), load("support.ragged")
+    chosen = determinism.cases(quick=False)
+    assert len(chosen) == len(set(chosen))
+    for sampler in ragged.SAMPLERS:
+        mine = [case for case in chosen if case.sampler == sampler]
+        assert {case.seed for case in mine} == {0, 1, 2}
+        assert {case.ranks for case in mine if case.backend == "reference"} == {1, 2, 4}
+        native = {(c.ranks, c.accumulation, c.prefetch) for c in mine if c.backend == "cpu"}
+        assert len(native) == 3 * 3 * 2
+
+
+def test_a_command_that_fails_under_a_limit_is_an_error(load: Load) -> None:
+    limited = load("support.limited")
+    assert limited.run_limited([sys.executable, "-c", "pass"], 512 << 20)["mechanism"]
+    with pytest.raises(subprocess.CalledProcessError):
+        limited.run_limited([sys.executable, "-c", "raise SystemExit(3)"], 512 << 20)
+
+
+def test_results_can_be_read_again(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = load("support.report")
+    document = report.document(report.Disturbance(), [{"a": 1, "b": [2]}, {"a": None, "b": "ü"}], more="x")
+    report.write_json(tmp_path / "r" / "x.json", document)
+    assert json.loads((tmp_path / "r" / "x.json").read_text()) == document
+    report.print_table(("name", "number"), [("long name", 1.25), ("x", 20_000)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["name", "number"]
+    assert lines[2].endswith("1.25")
+    assert len(lines[2]) == len(lines[3])

@@ -1,0 +1,147 @@
+"""The public wrappers: what they refuse, and how a backend is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from deepspeed_gear.errors import BuildError, ConfigError, ShapeError
+from deepspeed_gear.ops import Ops, fake, functional, load_backend
+from deepspeed_gear.ops.constants import SOURCE_TIMESTEP, SOURCE_TRAJECTORY
+
+RESOLUTIONS = torch.tensor([[0, 0, 0, 2, 5, 1, 1, 0]])
+COLUMN = torch.arange(20.0).view(10, 2)
+MASSES = torch.tensor([3, 0, 4])
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    return load_backend("reference")
+
+
+def test_backends() -> None:
+    assert load_backend("reference").native is None
+    cpu = load_backend("cpu")
+    assert cpu.native is not None
+    assert load_backend("auto").draw_ is cpu.draw_
+    assert load_backend().name == "cpu"
+    with pytest.raises(ConfigError, match=r"gear\.backend must be auto, reference, cpu or cuda, got 'gpu'"):
+        load_backend("gpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused_with_a_remedy() -> None:
+    with pytest.raises(BuildError, match=r'gear\.backend is cuda, .* set gear\.backend to "cpu"'):
+        load_backend("cuda")
+
+
+def test_every_op_of_every_backend_is_there() -> None:
+    for name in ("reference", "cpu"):
+        assert all(callable(getattr(load_backend(name), op)) for op in fake.OP_NAMES)
+
+
+REFUSED: dict[str, tuple[Callable[[Ops], object], str]] = {
+    "seed": (lambda o: functional.draw(-1, 0, 0, 5, 1, ops=o), r"seed must be in \[0, "),
+    "stream": (lambda o: functional.draw(0, 1 << 32, 0, 5, 1, ops=o), r"stream must be in \[0, "),
+    "total": (lambda o: functional.draw(0, 0, 0, 0, 1, ops=o), r"total must be in \[1, .*got 0"),
+    "count": (lambda o: functional.permute(0, 0, 0, 3, 5, 3, ops=o), r"count must be in \[0, 3\), got 3"),
+    "first": (lambda o: functional.permute(0, 0, 0, 6, 5, 0, ops=o), r"first must be in \[0, 6\), got 6"),
+    "dtype of masses": (lambda o: functional.tree(MASSES.int(), ops=o), r"masses must be torch.int64"),
+    "masses": (lambda o: functional.tree(-MASSES, ops=o), "masses must not be negative, got -4"),
+    "slots": (
+        lambda o: functional.resolve(functional.tree(MASSES, ops=o), MASSES, MASSES, (0, 0, 1, 1, 0), ops=o),
+        r"slots must have shape \[\*, 8\], got \[3\]",
+    ),
+    "coordinates": (
+        lambda o: functional.resolve(
+            functional.tree(MASSES, ops=o),
+            torch.ones(3, 8).long(),
+            torch.tensor([0, 7]),
+            (0, 0, 1, 1, 0),
+            ops=o,
+        ),
+        r"coordinates must lie in \[0, 7\), got 7",
+    ),
+    "rule": (
+        lambda o: functional.resolve(
+            functional.tree(MASSES, ops=o), torch.ones(3, 8).long(), MASSES, (0, 0, 0, 1, 0), ops=o
+        ),
+        "rule must be first, trim, stride >= 1",
+    ),
+    "extents": (
+        lambda o: functional.suffix_sum(COLUMN[:, 0].contiguous(), torch.tensor([[8, 3]]), ops=o),
+        "extent 0 must lie in 10 rows",
+    ),
+    "contiguous": (
+        lambda o: functional.suffix_sum(COLUMN[:, 0], torch.tensor([[0, 3]]), ops=o),
+        "reward must be contiguous",
+    ),
+    "terminated": (
+        lambda o: functional.n_step(COLUMN[:, 0].contiguous(), MASSES > 1, None, RESOLUTIONS, 1, 0.9, ops=o),
+        r"terminated must have shape \[10\], got \[3\]",
+    ),
+    "gamma": (
+        lambda o: functional.n_step(
+            COLUMN[:, 0].contiguous(), torch.zeros(10) > 1, None, RESOLUTIONS, 1, 1.1, ops=o
+        ),
+        r"gamma must be in \[0, 1\], got 1.1",
+    ),
+    "resolution": (
+        lambda o: functional.gather(COLUMN[:6], RESOLUTIONS, ops=o),
+        "resolution 0 must lie in the columns' 6 rows",
+    ),
+    "conversion": (
+        lambda o: functional.gather(COLUMN, RESOLUTIONS, dtype=torch.int32, ops=o),
+        "dtype must be one that torch.float32 can be converted to, got torch.int32",
+    ),
+    "timestep": (
+        lambda o: functional.gather(COLUMN, RESOLUTIONS, source=SOURCE_TIMESTEP, ops=o),
+        "source must",
+    ),
+    "window of a trajectory's row": (
+        lambda o: functional.gather(COLUMN, RESOLUTIONS, source=SOURCE_TRAJECTORY, length=3, ops=o),
+        "source must",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_argument_is_refused(ops: Ops, what: str) -> None:
+    call, message = REFUSED[what]
+    with pytest.raises(ShapeError, match=message):
+        call(ops)
+
+
+def test_results() -> None:
+    """One small case of each wrapper, by hand, on the default backend."""
+    sums = functional.tree(MASSES)
+    assert functional.tree_total(sums, 3) == 7
+    slots = torch.tensor([[2, 1, 10 + i, i * 5, 5, 5, 0, 0] for i in range(3)])
+    found = functional.resolve(sums, slots, torch.tensor([2, 3]), (0, 0, 1, 1, 1), first=6)
+    assert found.tolist() == [[10, 0, 1, 0, 5, 4, 3, 6], [12, 2, 1, 10, 5, 4, 4, 7]]
+    values, mask = functional.gather(COLUMN, RESOLUTIONS, offset=-2, length=3, pad=9, dtype=torch.float64)
+    assert values.tolist() == [[[9.0, 9.0], [4.0, 5.0], [6.0, 7.0]]]
+    assert mask.tolist() == [[False, True, True]]
+    reward, ends = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]), torch.zeros(7, dtype=torch.bool)
+    returns, discount, steps = functional.n_step(reward, ends, None, RESOLUTIONS, 2, 0.5)
+    assert (returns.tolist(), discount.tolist(), steps.tolist()) == ([16.0], [0.25], [2])
+    assert functional.suffix_sum(reward, torch.tensor([[1, 3]])).tolist() == [0, 14, 12, 8, 0, 0, 0]
+    assert sorted(functional.permute(0, 0, 0, 0, 9, 9).tolist()) == list(range(9))
+    assert functional.draw(0, 0, 0, 1, 3).tolist() == [0, 0, 0]
+    assert functional.powers_of(0.5, 2).tolist() == [1.0, 0.5, 0.25]
+
+
+def test_scaling_is_of_the_ops_type_and_repeats() -> None:
+    shift, gain = torch.arange(22.0, dtype=torch.float64).view(2, 11)
+    for source, target, dtype in (
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.float64, torch.float32, torch.float64),
+        (torch.int32, torch.float32, torch.float64),
+    ):
+        a, b = functional.scaling(shift, gain, source, target)
+        assert a.dtype == b.dtype == dtype
+        assert len(a) == len(b) >= 128
+        assert torch.equal(a.view(-1, 11)[-1].double(), shift)
+    assert functional.scaling(shift[:1], gain[:1], torch.uint8, torch.float32)[0].shape == (1,)
