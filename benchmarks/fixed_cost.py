@@ -115,8 +115,10 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
         for case, (window, size, count) in CASES.items()
     }
     parts = [*(part for _, _, part in PARTS if part != OP), "draw_"]
-    rows = [{"part": part, **{f"{case}_us": found[case][part] for case in CASES}} for part in parts]
-    rows.sort(key=lambda row: -float(row["warm_us"]))
+    rows: list[dict[str, Any]] = [
+        {"part": part, **{f"{case}_us": found[case][part] for case in CASES}} for part in parts
+    ]
+    rows.sort(key=lambda row: -row["warm_us"])
     sums = {f"{case}_us": sum(found[case][part] for part in parts) for case in CASES}
     return [
         *rows,

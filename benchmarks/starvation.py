@@ -38,7 +38,8 @@ class Row:
         items: Number of equally likely items.
         draws_per_item: Expected count of each.
         chi2: Sum of (count - expected)^2 / expected, with items - 1 degrees of freedom.
-        p: Probability of a chi2 at least as far from its mean, if all items are equally likely.
+        p: Probability of a chi2 at least as far from its mean, if all items are equally likely; None for an
+            epoch, which is not random in what it visits.
         smallest, largest: Counts over all items.
         smallest_expected: Count that the rarest of so many items has, typically.
         starved: Items that were never drawn.
@@ -48,7 +49,7 @@ class Row:
     items: int
     draws_per_item: float
     chi2: float
-    p: float
+    p: float | None
     smallest: int
     smallest_expected: int
     largest: int
@@ -140,7 +141,7 @@ def of_epoch(items: int, chunk: int) -> Row:
     with table(items, {"kind": "epoch", "unit": "step"}, chunk) as replay:
         counts = count_all(items, drawn(replay, items))
     row = judge("one epoch of steps", counts, time.monotonic() - begin)
-    row.smallest_expected, row.holds = 1, bool((counts == 1).all())
+    row.p, row.smallest_expected, row.holds = None, 1, bool((counts == 1).all())
     return row
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -123,11 +122,13 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
 def fill(text: str) -> str:
     """Return a page with the tables between its marks `<!-- name -->` and `<!-- / -->` made anew."""
     for name, (file, make) in TABLES.items():
+        begin, end = f"<!-- {name} -->\n", "<!-- / -->"
+        if text.count(begin) != 1:
+            raise ValueError(f"{TARGET} must have one place for {name!r}, has {text.count(begin)}")
+        before, behind = text.split(begin)
         rows = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
-        block = f"<!-- {name} -->\n{_where(file)}\n\n{make(rows)}\n<!-- / -->"
-        text, count = re.subn(rf"<!-- {name} -->.*?<!-- / -->", lambda _, b=block: b, text, flags=re.DOTALL)
-        if count != 1:
-            raise ValueError(f"{TARGET} must have one place for {name!r}, has {count}")
+        block = f"{_where(file)}\n\n{make(rows)}\n"
+        text = before + begin + block + behind[behind.index(end) :]
     return text
 
 

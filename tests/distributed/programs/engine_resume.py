@@ -55,7 +55,9 @@ def load(engine: Any, name: str, wanted: dict[str, Any]) -> None:
     if name == "table":
         add(engine, range(50, 53))  # is replaced
     train(engine, 1)  # prefetching is under way
-    path, client_state = engine.load_checkpoint(f"{wanted['checkpoints']}/{name}", load_optimizer_states=False)
+    path, client_state = engine.load_checkpoint(
+        f"{wanted['checkpoints']}/{name}", load_optimizer_states=False
+    )
     assert path is not None
     assert client_state["mine"] == 5
     assert "deepspeed_gear" not in client_state

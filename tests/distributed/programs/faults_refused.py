@@ -2,8 +2,8 @@
 
     faults_refused.py FOLDER
 
-FOLDER/cases.json: a list of cases, each with the section and the working directory of every rank. A rank prints
-a JSON line per case: the kind and text of the error, or the trajectories that it sampled.
+FOLDER/cases.json: a list of cases, each with the section and the working directory of every rank. A rank
+prints a JSON line per case: the kind and text of the error, or the trajectories that it sampled.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     faults_sample.py MODE FOLDER SECTION [ROUNDS]
 
 MODE `rounds`: build a Replay, take ten batches and close, ROUNDS times. `paused`: the same, but wait for
-FOLDER/go while the store has a name. `lag`: the last rank stops after two batches. `leave`: end without close.
+FOLDER/go while the store has a name. `lag`: the last rank stops after two batches. `leave`: end without
+close.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     faults_train.py FOLDER
 
-FOLDER/plan.json: `sections` (the gear section of each rank), `steps` (None: without end), `raise_on` (the rank
-whose third step raises), `pause` (the first rank waits for ever while its stores have names). Every rank writes
-FOLDER/pid-RANK when it starts, and FOLDER/step-RANK after its first step.
+FOLDER/plan.json: `sections` (the gear section of each rank), `steps` (None: without end), `raise_on` (the
+rank whose fourth step raises). Every rank writes FOLDER/pid-RANK when it starts, and FOLDER/step-RANK after
+its first step.
 """
 
 from __future__ import annotations
@@ -13,19 +13,11 @@ import argparse
 import itertools
 import json
 import os
-import time
 from pathlib import Path
 
 import torch
 
 import deepspeed_gear
-from deepspeed_gear.store.memory import SharedMemory
-
-
-def wait_for_ever(memory: SharedMemory) -> None:
-    (folder / "linked").write_text(memory.path.name)
-    time.sleep(600)
-
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
@@ -34,9 +26,6 @@ folder = parser.parse_args().folder
 rank = int(os.environ["RANK"])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 plan = json.loads((folder / "plan.json").read_text())
-if plan["pause"]:
-    SharedMemory.unlink = wait_for_ever  # type: ignore[method-assign]
-
 section = plan["sections"][rank]
 if isinstance(section, dict):
     config: object = {

@@ -1,0 +1,320 @@
+"""Fields, windows, derived fields and n-step returns of `Replay.sample` against plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from gear_support import config_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
+from deepspeed_gear.config.checks import N_STEP_NAMES
+from deepspeed_gear.schema import DTYPES, FLOATING
+
+BATCH = 24
+WIDE = ("float64", "int64", "int32")  # converted in float64, as float32 would lose bits
+
+
+class Scene(NamedTuple):
+    """A schema, trajectories of it as tensors, and the options of a replay over them."""
+
+    schema: Schema
+    trajectories: list[dict[str, torch.Tensor]]
+    options: dict[str, Any]
+
+
+def values(dtype: str, shape: tuple[int, ...], random: np.random.Generator) -> torch.Tensor:
+    """Return random values of a dtype, among them its limits."""
+    if dtype == "bool":
+        return torch.as_tensor(random.random(shape) < 0.5)
+    if dtype in FLOATING:
+        return torch.as_tensor(random.normal(scale=100, size=shape)).to(DTYPES[dtype])
+    limits = torch.iinfo(DTYPES[dtype])
+    low, high = (limits.min, limits.max) if limits.bits < 64 else (-(2**52), 2**52)
+    found = random.integers(low, high, shape, endpoint=True)
+    return torch.as_tensor(np.where(random.random(shape) < 0.2, high, found)).to(DTYPES[dtype])
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    columns = [Column("reward", draw(st.sampled_from(["float32", "float64", "int32"])), (), "reward")]
+    columns += [Column(flag, "bool", (), flag) for flag in ("terminated", "truncated")]
+    for i in range(draw(st.integers(1, 4))):
+        dtype, shape = draw(st.sampled_from(list(DTYPES))), draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
+        columns.append(Column(f"c{i}", dtype, shape, "other", draw(st.sampled_from(["T", "T+1", "1"]))))
+    schema, trajectories = Schema(columns), []
+    for steps in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
+        rows = {"T": (steps,), "T+1": (steps + 1,), "1": ()}
+        found = {c.name: values(c.dtype, (*rows[c.rows], *c.shape), random) for c in schema}
+        found["terminated"] = torch.from_numpy(random.random(steps) < 0.15)
+        found["truncated"] = torch.from_numpy(random.random(steps) < 0.15)
+        trajectories.append(found)
+    options: dict[str, Any] = {"sampler": {"unit": draw(st.sampled_from(["step", "trajectory"]))}}
+    options["seed"] = draw(st.integers(0, 100))
+    if draw(st.booleans()):
+        options["n_step"] = {"n": draw(st.integers(1, 5)), "gamma": draw(st.sampled_from([1.0, 0.99, 0.5, 0.0]))}
+    options["fields"] = draw_fields(draw, schema, "n_step" in options)
+    return Scene(schema, trajectories, options)
+
+
+def draw_fields(draw: st.DrawFn, schema: Schema, has_n_step: bool) -> dict[str, dict[str, Any]]:
+    fields: dict[str, dict[str, Any]] = {}
+    for i in range(draw(st.integers(1, 6))):
+        source = draw(st.sampled_from([*schema.names, "return_to_go", "timestep"]))
+        field: dict[str, Any] = {"derived" if source in ("return_to_go", "timestep") else "column": source}
+        column = schema[source] if source in schema else None
+        own = {"return_to_go": "float32", "timestep": "int64"}.get(source) or schema[source].dtype
+        if column is None or column.rows != "1":
+            field["offset"] = draw(st.integers(-12, 12) | st.sampled_from(["n_step"] * has_n_step or [0]))
+            if draw(st.booleans()):
+                field["length"] = draw(st.integers(1, 12))
+                field["align"] = draw(st.sampled_from(["in_place", "left", "right"]))
+            pads: list[Any] = ["zero", "edge", 1] if own == "bool" else ["zero", "edge", 7]
+            field["pad"] = draw(st.sampled_from(pads + [-0.5] * (own in FLOATING)))
+        if own != "bool" and draw(st.integers(0, 3)) == 0:
+            field["scale"] = draw(st.sampled_from([0.001, -2.0, 3.0]))
+        if draw(st.integers(0, 3)) == 0:
+            field["as"] = draw(st.sampled_from(["float32", "float64"]))
+        fields[f"f{i}"] = {**field, "scale": field.get("scale", 1.0) * (1 + i * 2**-20) if "scale" in field else 1.0}
+    return drop_duplicates(fields)
+
+
+def drop_duplicates(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Two fields that hold the same are refused by the config."""
+    kept: dict[str, dict[str, Any]] = {}
+    for name, field in fields.items():
+        source = (field.get("column"), field.get("derived"), field.get("offset", 0), field.get("length"))
+        taken = [(k.get("column"), k.get("derived"), k.get("offset", 0), k.get("length")) for k in kept.values()]
+        if source not in taken:
+            kept[name] = field
+    return kept
+
+
+# ---- the oracle ----------------------------------------------------------------------------------
+
+
+class Oracle:
+    """One step at a time, in Python."""
+
+    def __init__(self, scene: Scene, statistics: Any = None) -> None:
+        self.scene, self.statistics = scene, statistics
+        self.n_step = scene.options.get("n_step")
+
+    def returns(self, number: int, anchor: int) -> tuple[float, float, int]:
+        """Return n-step return, discount and number of steps of a sample."""
+        t = self.scene.trajectories[number]
+        total, steps = 0.0, 0
+        for step in range(anchor, min(anchor + self.n_step["n"], len(t["reward"]))):
+            total += self.power(steps) * float(t["reward"][step])
+            steps += 1
+            if t["terminated"][step]:
+                return total, 0.0, steps
+            if t["truncated"][step]:
+                break
+        return total, self.power(steps), steps
+
+    def power(self, steps: int) -> float:
+        power = 1.0
+        for _ in range(steps):
+            power *= self.n_step["gamma"]
+        return power
+
+    def rows(self, number: int, field: dict[str, Any]) -> torch.Tensor:
+        """Return all values of a field's source. [rows, *shape]."""
+        t, derived = self.scene.trajectories[number], field.get("derived")
+        steps = len(t["reward"])
+        if derived == "timestep":
+            return torch.arange(steps)
+        if derived == "return_to_go":
+            total, found = 0.0, []
+            for reward in reversed(t["reward"].tolist()):
+                total += reward
+                found.append(total)
+            return torch.tensor(found[::-1], dtype=torch.float64).float()
+        return t[field["column"]]
+
+    def window(self, number: int, anchor: int, field: dict[str, Any]) -> tuple[list[torch.Tensor | None], list[bool]]:
+        """Return the value (None: the constant pad) and the mask of every place."""
+        rows, edge = self.rows(number, field), field.get("pad") == "edge"
+        if field.get("column") and self.scene.schema[field["column"]].rows == "1":
+            return [rows], [True]
+        offset = self.returns(number, anchor)[2] if field["offset"] == "n_step" else field["offset"]
+        wanted = [anchor + offset + i for i in range(field.get("length") or 1)]
+        real = [row for row in wanted if 0 <= row < len(rows)]
+        if not real:
+            nearest = rows[0 if wanted[0] < 0 else -1]
+            return [nearest if edge else None] * len(wanted), [False] * len(wanted)
+        before = {"in_place": sum(row < 0 for row in wanted), "left": 0, "right": len(wanted) - len(real)}
+        front = before[field.get("align", "in_place")]
+        behind = len(wanted) - len(real) - front
+        pads = [rows[real[0]] if edge else None] * front, [rows[real[-1]] if edge else None] * behind
+        return [*pads[0], *(rows[row] for row in real), *pads[1]], [False] * front + [True] * len(real) + [False] * behind
+
+    def convert(self, value: torch.Tensor, field: dict[str, Any], target: torch.dtype) -> torch.Tensor:
+        own = str(value.dtype)[6:]
+        if field["scale"] == 1.0 and not field.get("normalize"):
+            return value.to(target)
+        wide = torch.float64 if own in WIDE or target == torch.float64 else torch.float32
+        shift, gain = self.affine(field)
+        found = (value.to(wide) - torch.as_tensor(shift).to(wide)) * torch.as_tensor(gain).to(wide)
+        return found.float().to(target) if target in (torch.float16, torch.bfloat16) else found.to(target)
+
+    def affine(self, field: dict[str, Any]) -> tuple[Any, Any]:
+        if not field.get("normalize"):
+            return 0.0, field["scale"]
+        known = self.statistics[field["column"]]
+        if field["normalize"] == "mean_std":
+            middle, spread = np.asarray(known.mean), np.asarray(known.std)
+        else:
+            middle, spread = (known.min + known.max) / 2, (known.max - known.min) / 2
+        return middle, field["scale"] / np.where(spread > 1e-7 * np.abs(middle), spread, 1.0)
+
+    def check(self, batch: Batch) -> None:
+        """Check every field and mask of a batch, bit for bit."""
+        samples = list(zip(batch.id.tolist(), batch.anchor.tolist(), strict=True))
+        for name, field in self.scene.options["fields"].items():
+            target = batch[name].dtype
+            assert target == self.dtype(field)
+            for i, (number, anchor) in enumerate(samples):
+                found, mask = batch[name][i], batch.mask[name][i]
+                wanted, real = self.window(number, anchor, field)
+                if field.get("length") is None:
+                    found, mask = found[None], mask[None]
+                assert mask.tolist() == real
+                pad = field.get("pad", "zero")
+                constant = torch.zeros_like(found[0]) + (0 if isinstance(pad, str) else pad)
+                parts = [constant if v is None else self.convert(v, field, target) for v in wanted]
+                assert torch.equal(found, torch.stack([p.to(target) for p in parts])), (name, field, i)
+
+    def dtype(self, field: dict[str, Any]) -> torch.dtype:
+        if "as" in field:
+            return DTYPES[field["as"]]
+        derived = {"return_to_go": "float32", "timestep": "int64"}.get(str(field.get("derived")))
+        own = derived or self.scene.schema[field["column"]].dtype
+        converted = field["scale"] != 1.0 or field.get("normalize")
+        return torch.float32 if converted and own not in FLOATING else DTYPES[own]
+
+    def check_n_step(self, batch: Batch) -> None:
+        """Check n-step returns, discounts and steps."""
+        if self.n_step is None:
+            assert not set(N_STEP_NAMES) & set(batch)
+            return
+        wanted = [self.returns(n, a) for n, a in zip(batch.id.tolist(), batch.anchor.tolist(), strict=True)]
+        for name, column in zip(N_STEP_NAMES, zip(*wanted, strict=True), strict=True):
+            exact = torch.tensor(column, dtype=torch.float64)
+            assert torch.equal(batch[name], exact.to(batch[name].dtype)), name
+        assert batch["return_n"].dtype == batch["discount"].dtype == torch.float32
+
+
+def filled(scene: Scene, backend: str) -> Replay:
+    capacity = {"capacity_steps": 100, "capacity_trajectories": 10}
+    section = config_of(tables={"main": capacity}, backend=backend, batch_size=BATCH, **scene.options)
+    replay = Replay(section, schemas={"main": scene.schema})
+    for trajectory in scene.trajectories:
+        replay.add(trajectory)
+    return replay
+
+
+@settings(max_examples=120)
+@given(scene=scenes())
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_fields(backend: str, scene: Scene) -> None:
+    oracle = Oracle(scene)
+    with filled(scene, backend) as replay:
+        for _ in range(2):
+            batch = replay.sample()
+            oracle.check(batch)
+            oracle.check_n_step(batch)
+
+
+@settings(max_examples=15)
+@given(scene=scenes(), in_memory=st.booleans(), normalize=st.sampled_from(["mean_std", "min_max"]))
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_normalised_fields_of_data_sets(backend: str, scene: Scene, in_memory: bool, normalize: str) -> None:
+    fields: dict[str, Any] = {}
+    for i, (name, field) in enumerate(scene.options["fields"].items()):
+        suits = "column" in field and scene.schema[field["column"]].dtype != "bool"
+        fields[name] = {**field, "normalize": normalize} if suits and i % 2 == 0 else field
+    scene = scene._replace(options={**scene.options, "fields": fields})
+    with TemporaryDirectory() as folder:
+        with DatasetWriter(Path(folder) / "d", scene.schema) as writer:
+            for trajectory in scene.trajectories:
+                writer.add({name: as_stored(value) for name, value in trajectory.items()})
+        data = {"path": f"{folder}/d", "load": "memory" if in_memory else "map"}
+        section = {k: v for k, v in config_of(backend=backend, batch_size=BATCH, **scene.options).items() if k != "tables"}
+        with Replay({**section, "data": data}) as replay:
+            batch = replay.sample()
+            oracle = Oracle(scene, replay.datasets["main"].statistics)
+            oracle.check(batch)
+            oracle.check_n_step(batch)
+
+
+def as_stored(value: torch.Tensor) -> np.ndarray:
+    return (value.view(torch.uint16) if value.dtype == torch.bfloat16 else value).numpy()
+
+
+def two_columns() -> Schema:
+    return Schema([Column("observation", "float32", (2,), "observation", "T+1"), Column("x", "int64")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_of_an_engine(dtype: torch.dtype) -> None:
+    """`as: engine` and a capacity table: only the fields that ask for it."""
+    section = config_of(fields={"observation": {"as": "engine"}, "x": {}}, batch_size=4)
+    with Replay(section, schemas={"main": two_columns()}, engine_dtype=dtype) as replay:
+        replay.add({"observation": np.full((3, 2), 1.2345, np.float32), "x": np.arange(2)})
+        batch = replay.sample()
+        assert batch["observation"].dtype == dtype
+        assert torch.equal(batch["observation"], torch.full((4, 2), 1.2345).to(dtype))
+        assert batch["x"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, {"observation": (4, 2), "x": (4,)}),
+        ({"x": {"length": 1}}, {"x": (4, 1)}),
+        ({"observation": {"length": 5, "offset": -2}}, {"observation": (4, 5, 2)}),
+    ],
+)
+def test_shapes(fields: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> None:
+    with Replay(config_of(fields=fields, batch_size=4), schemas={"main": two_columns()}) as replay:
+        replay.add({"observation": np.zeros((2, 2), np.float32), "x": np.zeros(1, np.int64)})
+        batch = replay.sample()
+        assert {name: tuple(batch[name].shape) for name in batch} == wanted
+        for name in wanted:
+            time = 1 if fields.get(name, {}).get("length") else 0
+            assert batch.mask[name].shape == batch[name].shape[: 1 + time]
+
+
+@pytest.mark.parametrize("anchors", ["fits", "start", "end", {"every": 3}])
+def test_anchors_of_a_config(anchors: Any) -> None:
+    """No window of an anchor that fits is padded; the others stand where they say."""
+    places: dict[str, Callable[[int], set[int]]] = {
+        "fits": lambda steps: set(range(2, steps - 1)),  # x: [-2, +2), observation: [0, +3) of T + 1 rows
+        "start": lambda _: {0},
+        "end": lambda steps: {steps - 1},
+        "every": lambda steps: set(range(0, steps, 3)),
+    }
+    fields = {"x": {"offset": -2, "length": 4}, "observation": {"length": 3}}
+    sampler = {"unit": "step", "anchors": anchors}
+    section = config_of(fields=fields, sampler=sampler, batch_size=400)
+    with Replay(section, schemas={"main": two_columns()}) as replay:
+        lengths = [1, 3, 4, 7, 12]
+        for steps in lengths:
+            replay.add({"observation": np.zeros((steps + 1, 2), np.float32), "x": np.arange(steps)})
+        batch = replay.sample()
+        rule = places[anchors if isinstance(anchors, str) else "every"]
+        wanted = {(number, a) for number, steps in enumerate(lengths) for a in rule(steps)}
+        assert set(zip(batch.id.tolist(), batch.anchor.tolist(), strict=True)) == wanted
+        if anchors == "fits":
+            assert batch.mask["x"].all()
+            assert batch.mask["observation"].all()
