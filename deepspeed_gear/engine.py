@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -176,11 +177,15 @@ def _carry_state(engine: Any, replay: Replay) -> None:
         return save_checkpoint
 
     def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         def load_checkpoint(*arguments: Any, **options: Any) -> Any:
             path, client_state = original(*arguments, **options)
-            if path is None or options.get("load_module_only"):
+            if path is None:
                 return path, client_state
             state = client_state.pop(CLIENT_STATE, None)
+            if signature.bind(*arguments, **options).arguments.get("load_module_only"):
+                return path, client_state
             if state is None:
                 logger.warning("gear: %s holds no replay state; sampling starts at the first batch", path)
             else:

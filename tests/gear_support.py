@@ -39,7 +39,9 @@ SCHEMA = Schema(
 )
 
 
-def trajectory(number: int, num_steps: int, terminated: bool = False, truncated: bool = False) -> dict[str, Any]:
+def trajectory(
+    number: int, num_steps: int, terminated: bool = False, truncated: bool = False
+) -> dict[str, Any]:
     """Make the trajectory of a number; its rows hold their codes."""
     codes = number * STEP + np.arange(num_steps + 1)
     ends = np.arange(num_steps) == num_steps - 1
@@ -294,7 +296,7 @@ class StoreScene:
 
 
 def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any) -> Any:
-    """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, `seed`, `depth` given."""
+    """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given."""
     from deepspeed_gear.selection.anchors import AnchorRule
     from deepspeed_gear.selection.rules import MassRule
     from deepspeed_gear.selection.stream import StreamSpec

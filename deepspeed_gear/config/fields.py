@@ -155,6 +155,8 @@ def _resolve(
         _check_per_trajectory(at, field, column)
     if field.normalize is not None:
         _check_normalize(at, field, column, statistics)
+    if derived == "timestep":
+        _check_timestep(at, field)
     own = (
         DERIVED[derived]
         if column is None and derived is not None
@@ -195,6 +197,14 @@ def _check_per_trajectory(at: str, field: FieldConfig, column: Column) -> None:
                 f"must not be given: {column.name} has one value per trajectory",
                 value,
                 "drop it",
+            )
+
+
+def _check_timestep(at: str, field: FieldConfig) -> None:
+    for option, value, only in (("scale", field.scale, (1.0,)), ("as", field.dtype, (None, "int64"))):
+        if value not in only:
+            raise ConfigError(
+                f"{at}.{option}", "must not be given for time steps", value, "convert them in the model"
             )
 
 

@@ -74,6 +74,7 @@ class Replay:
         )
         if info is not None:
             exchange.agree("the batch sizes", lambda: refuse_batch_sizes(self.config))
+        setup.compare_placement(exchange, self.config)
         self.datasets = setup.open_data(exchange, self.config)
         self.schemas = exchange.agree(
             "the schemas", lambda: setup.schemas_of(self.config, self.datasets, schemas)

@@ -82,6 +82,25 @@ def read_config(exchange: Exchange, section: Any) -> GearConfig:
     return config
 
 
+def compare_placement(exchange: Exchange, config: GearConfig) -> None:
+    """Check that the ranks of the node use their common store in one way. Collective.
+
+    Raises:
+        ConfigError: Backend or `load` differ.
+    """
+    tables = config.resolved_tables.items()
+    mine: dict[str, str] = {"gear.backend": "cpu" if config.backend == "auto" else config.backend}
+    mine |= {f"gear.tables.{name}.data.load": t.data.load for name, t in tables if t.data is not None}
+    for rank, other in enumerate(exchange.gather(mine)):
+        for option, value in mine.items():
+            if other.get(option) != value:
+                raise ConfigError(
+                    option,
+                    "must be the same on all ranks of a node",
+                    f"rank {exchange.rank}: {value}, rank {rank}: {other.get(option)}",
+                )
+
+
 def open_data(exchange: Exchange, config: GearConfig) -> dict[str, Dataset]:
     """Open the data sets on every rank and compare them. Collective.
 

@@ -45,7 +45,7 @@ def deepspeed_run() -> Callable[..., str]:
             output, _ = process.communicate()
             pytest.fail(f"{program} did not end within {timeout_s} s:\n{output}")
         finally:
-            for left in SHM.glob(f"deepspeed_allreduce_buffer_*{port}*"):
+            for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
                 left.unlink(missing_ok=True)
         assert process.returncode == 0, output
         return output

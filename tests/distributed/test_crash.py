@@ -66,7 +66,9 @@ def killed_at(line: int, action: Callable[[], None]) -> bool:
     return status != 0
 
 
-def every_death(make: Callable[[], StoreScene], act: Callable[[Any, Any], None], stride: int) -> Iterator[StoreScene]:
+def every_death(
+    make: Callable[[], StoreScene], act: Callable[[Any, Any], None], stride: int
+) -> Iterator[StoreScene]:
     """Yield a store for every place of death of a peer that attaches and acts."""
     line, deaths = 1, 0
     while True:

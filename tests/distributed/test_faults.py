@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 from gear_support import (
-    PROGRAMS,
     SHM,
     Ranks,
     environment,
@@ -282,8 +281,8 @@ def refused_cases(name: str) -> list[tuple[str, list[Any], list[str], list[str],
             ["DataError"] * 2,
             ["must be the same data set on all ranks", "rank 0", "rank 1"],
         ),
-        ("placement", [fine, source(load="map")], same, ["PeerError", "StoreError"], ["store"]),
-        ("backend", [fine, other(backend="reference")], same, ["PeerError", "StoreError"], ["backend"]),
+        ("placement", [fine, source(load="map")], same, config, ["gear.tables.main.data.load", "map"]),
+        ("backend", [fine, other(backend="reference")], same, config, ["gear.backend", "reference"]),
         ("7 by 2", [other(batch_size=7)] * 2, same, config, [divide, "7"]),
         (
             "8 by 2 * 3",
@@ -398,8 +397,3 @@ def test_an_error_of_the_prefetch_thread_reaches_sample(name: str, data: Path) -
 def test_exit_without_close(name: str, data: Path, tmp_path: Path) -> None:
     section = section_of(data, name, batch_size=8, prefetch=3)
     check_success(run_samples("leave", tmp_path / "leave", section))
-
-
-def test_programs_are_all_used() -> None:
-    here = Path(__file__).read_text()
-    assert all(program.name in here for program in PROGRAMS.glob("faults_*.py"))

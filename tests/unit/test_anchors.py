@@ -44,7 +44,9 @@ def test_fits_is_exact(reaches: list[Reach], num_steps: int) -> None:
     exact = [
         anchor
         for anchor in range(num_steps)
-        if all(0 <= anchor + r.offset and anchor + r.offset + r.length <= num_steps + r.extra for r in reaches)
+        if all(
+            anchor + r.offset >= 0 and anchor + r.offset + r.length <= num_steps + r.extra for r in reaches
+        )
     ]
     assert places(AnchorRule.fits(reaches), num_steps) == exact
 

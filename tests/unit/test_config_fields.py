@@ -68,7 +68,7 @@ def test_dtypes() -> None:
     assert one(column="token", normalize="mean_std", **{"as": "engine"}).dtype == "engine"
     assert one(column="terminated", **{"as": "float32"}).dtype == "float32"
     assert one(column="return", **{"as": "float32"}).dtype == "float32"
-    assert one(derived="timestep", column=None, scale=0.5).dtype == "float32"
+    assert one(derived="timestep", column=None, **{"as": "int64"}).dtype == "int64"
     assert not one().is_converted
     assert one(scale=2).is_converted
 
@@ -134,6 +134,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"fields": {"timestep": {"normalize": "min_max"}}},
         "gear.fields.timestep.normalize must not be given for a derived field, got 'min_max'; use scale",
+    ),
+    (
+        {"fields": {"timestep": {"scale": 0.001}}},
+        "gear.fields.timestep.scale must not be given for time steps, got 0.001; convert them in the model",
+    ),
+    (
+        {"fields": {"timestep": {"as": "float32"}}},
+        "gear.fields.timestep.as must not be given for time steps, got 'float32'; convert them in the model",
     ),
     (
         {"fields": {"terminated": {"normalize": "mean_std"}}},

@@ -124,7 +124,8 @@ def test_what_leaves_work_unfinished(scene: Scene, error: BaseException, recover
 def test_timeout_names_the_holder(scene: Scene) -> None:
     child = scene.in_child_holding()
     begin = time.monotonic()
-    text = rf"the lock of {SHM / scene.name} must be free within 0.2 s \(gear.timeout_s\), got 'held by process {child}'"
+    rule = r"must be free within 0.2 s \(gear.timeout_s\)"
+    text = rf"the lock of {SHM / scene.name} {rule}, got 'held by process {child}'"
     with pytest.raises(StoreError, match=text), scene.make(scene.memory, 0.2):
         pass
     assert time.monotonic() - begin >= 0.2

@@ -77,7 +77,9 @@ def test_all_conditions_must_hold() -> None:
 
 def test_keys_of_streams() -> None:
     assert key_of("main", "train") == KEY_OF_MAIN_TRAIN  # resumed runs depend on it
-    names = [(table, stream) for table in ("main", "online", "mainx") for stream in ("train", "eval", "xtrain")]
+    names = [
+        (table, stream) for table in ("main", "online", "mainx") for stream in ("train", "eval", "xtrain")
+    ]
     assert len({key_of(*pair) for pair in names}) == len(names)
     assert key_of("a", "bc") != key_of("ab", "c")
     assert all(0 <= key_of(*pair) < 2**32 for pair in names)

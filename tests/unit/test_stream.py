@@ -66,7 +66,9 @@ def chi_square(observed: Counter[Any], shares: dict[Any, float]) -> float:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_uniform_steps(scenes: Any, backend: str, seed: int) -> None:
-    stream = scenes(stream_spec(unit="step", batch=10_000, seed=seed), lengths=LENGTHS, backend=backend).streams[0]
+    stream = scenes(
+        stream_spec(unit="step", batch=10_000, seed=seed), lengths=LENGTHS, backend=backend
+    ).streams[0]
     found = Counter((int(i), int(a)) for i, a, _ in draws(stream, 0, 4))
     assert chi_square(found, dict.fromkeys(ITEMS, 1 / len(ITEMS))) > 1e-3
 
@@ -266,7 +268,6 @@ def test_a_pass_visits_in_stored_order(scenes: Any, batch: int) -> None:
 def test_a_pass_may_be_left(scenes: Any) -> None:
     stream = scenes(stream_spec("pass", "step", 10), lengths=LENGTHS).streams[0]
 
-
     def visit(key: int) -> list[tuple[int, int]]:
         found = items(stream.take(key))
         stream.consume(key)
@@ -298,7 +299,7 @@ def test_every_process_sees_the_same_cut(scenes: Any) -> None:
 
 def test_batches_are_asked_for_in_order(scenes: Any) -> None:
     stream = scenes(stream_spec(depth=4), lengths=LENGTHS).streams[0]
-    with pytest.raises(StoreError, match="global batch 1 must be the next one .* 'the stream is at 0'"):
+    with pytest.raises(StoreError, match=r"global batch 1 must be the next one .* 'the stream is at 0'"):
         stream.take(1)
     draws(stream, 0, 6)
     assert items(stream.take(2)) == items(stream.take(2))  # in the ring: 2, 3, 4, 5

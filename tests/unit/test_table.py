@@ -260,7 +260,9 @@ def test_a_data_set_is_all_committed(tmp_path: Any, in_memory: bool) -> None:
         ends = {"terminated": number % 2 == 0, "truncated": number % 2 == 1}
         assert same(read(table, number), trajectory(number, steps, **ends))
     assert table.control[NEXT_ID] == 3
-    with pytest.raises(StoreError, match="must have a capacity to be added to; it holds a read-only data set"):
+    with pytest.raises(
+        StoreError, match="must have a capacity to be added to; it holds a read-only data set"
+    ):
         content.add(table, [], trajectory(3, 2), None)
     with pytest.raises(StoreError, match="must have a capacity to be changed"):
         content.remove(table, [], [0])

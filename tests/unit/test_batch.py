@@ -1,0 +1,188 @@
+"""Forms of a batch: fields, what is known of each sample, clone, to, map, tree, TensorDict, pytree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gear_support import SCHEMA, config_of, trajectory
+from torch.utils import _pytree as pytree
+
+from deepspeed_gear import Batch, Column, Replay, Schema
+
+
+def make(num_samples: int = 3) -> Batch:
+    """A batch of two fields that share a mask, and one of its own."""
+    tensors = {
+        "observation.image": torch.arange(num_samples * 4.0).view(num_samples, 2, 2),
+        "observation.state": torch.ones(num_samples, 2),
+        "reward": torch.zeros(num_samples),
+    }
+    shared = torch.ones(num_samples, 2, dtype=torch.bool)
+    mask = {"observation.image": shared, "observation.state": shared, "reward": shared[:, 0]}
+    records = torch.arange(num_samples * 8).view(num_samples, 8)
+    valid = torch.tensor([True] * (num_samples - 1) + [False])
+    return Batch(tensors, mask, records, valid, False, 100, torch.full((num_samples,), 5))
+
+
+def test_is_a_mapping() -> None:
+    batch = make()
+    assert list(batch) == ["observation.image", "observation.state", "reward"]
+    assert len(batch) == 3
+    assert batch.num_samples == 3
+    assert "reward" in batch
+    assert {**batch}["reward"] is batch["reward"]
+    with pytest.raises(KeyError, match="rewards: no such field in the batch; it has observation.image"):
+        batch["rewards"]
+
+
+def test_samples() -> None:
+    batch = make()
+    assert batch.id.tolist() == [0, 8, 16]
+    assert batch.handle.tolist() == [[1, 2], [9, 10], [17, 18]]
+    assert batch.num_steps.tolist() == [4, 12, 20]
+    assert batch.anchor.tolist() == [5, 13, 21]
+    assert batch.number.tolist() == [7, 15, 23]
+    assert batch.probability.tolist() == [0.06, 0.14, 0.22]
+    assert batch.probability.dtype == torch.float64
+    assert batch.weight.tolist() == [1, 1, 0]
+    assert batch.weight.dtype == torch.float32
+    assert batch.epoch.tolist() == [5, 5, 5]
+
+
+def test_clone_shares_nothing() -> None:
+    batch = make()
+    copy = batch.clone()
+    for tensor in pytree.tree_leaves(batch):
+        tensor.fill_(1)
+    assert copy["observation.image"][1, 0, 0] == 4
+    assert copy.id.tolist() == [0, 8, 16]
+    assert copy.valid.tolist() == [True, True, False]
+    assert copy.epoch.tolist() == [5, 5, 5]
+    assert copy.mask["observation.image"] is copy.mask["observation.state"]
+
+
+def test_to() -> None:
+    batch = make()
+    assert batch.to("cpu") is batch
+    moved = batch.to("meta")
+    assert {t.device.type for t in pytree.tree_leaves(moved)} == {"meta"}
+    assert moved.device.type == "meta"
+    assert batch.device.type == "cpu"
+
+
+def test_tree() -> None:
+    batch = make()
+    tree = batch.tree()
+    assert list(tree) == ["observation", "reward"]
+    assert list(tree["observation"]) == ["image", "state"]
+    assert tree["observation"]["image"] is batch["observation.image"]
+
+
+def test_tensordict() -> None:
+    found = make().to_tensordict()
+    assert found.batch_size == torch.Size([3])
+    assert found["observation", "image"].shape == (3, 2, 2)
+    assert found["mask", "reward"].tolist() == [True] * 3
+    assert found["gear", "id"].tolist() == [0, 8, 16]
+    assert found["gear", "weight"].tolist() == [1, 1, 0]
+    assert found[1]["gear", "anchor"] == 13
+
+
+def test_pytree_round_trip() -> None:
+    batch = make()
+    leaves, structure = pytree.tree_flatten(batch)
+    again = pytree.tree_unflatten(leaves, structure)
+    assert isinstance(again, Batch)
+    assert list(again) == list(batch)
+    assert all(again[name] is batch[name] for name in batch)
+    assert all(again.mask[name] is batch.mask[name] for name in batch.mask)
+    assert torch.equal(again.id, batch.id)
+    assert torch.equal(again.probability, batch.probability)
+    assert again.valid is batch.valid
+    assert again.epoch is batch.epoch
+    halved = pytree.tree_map(lambda t: t[:1], {"x": [batch]})["x"][0]
+    assert halved.num_samples == 1
+    assert halved["reward"].shape == (1,)
+
+
+def test_a_transform_may_set_fields() -> None:
+    batch = make()
+    batch["extra"] = torch.ones(3)
+    assert list(batch)[-1] == "extra"
+    assert batch.clone()["extra"].tolist() == [1, 1, 1]
+
+
+def test_repr_is_short() -> None:
+    assert repr(make()) == (
+        "Batch(3 samples; observation.image: float32[3, 2, 2], observation.state: float32[3, 2], reward: float32[3])"
+    )
+
+
+# ---- the ring ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def replay() -> Replay:
+    made = Replay(config_of(batch_size=4, fields={"observation": {}, "code": {"length": 3}}), schemas={"main": SCHEMA})
+    for number in range(6):
+        made.add(trajectory(number, 5 + number))
+    return made
+
+
+def loss_of(batch: Batch) -> torch.Tensor:
+    weight = torch.ones(3, 1, requires_grad=True)
+    return ((batch["observation"] @ weight) ** 2).sum()
+
+
+def test_a_late_backward_raises(replay: Replay) -> None:
+    with replay:
+        in_time = loss_of(replay.sample())
+        replay.sample()
+        in_time.backward()
+        late = loss_of(replay.sample())
+        for _ in range(2):
+            replay.sample()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward()
+
+
+def test_a_clone_is_kept(replay: Replay) -> None:
+    with replay:
+        batch = replay.sample()
+        kept, loss = batch.clone(), loss_of(batch.clone())
+        before = {name: batch[name].clone() for name in batch}
+        masks = {name: batch.mask[name].clone() for name in batch.mask}
+        for _ in range(5):
+            replay.sample()
+        loss.backward()
+        assert all(torch.equal(kept[name], before[name]) for name in before)
+        assert all(torch.equal(kept.mask[name], masks[name]) for name in masks)
+        assert not all(torch.equal(batch[name], before[name]) for name in before)
+
+
+def test_samples_are_not_overwritten(replay: Replay) -> None:
+    with replay:
+        batches = [replay.sample() for _ in range(6)]
+        assert [n for b in batches for n in b.number.tolist()] == list(range(24))
+        assert len({tuple(b.id.tolist() + b.anchor.tolist()) for b in batches}) == 6
+        assert batches[0]["code"].data_ptr() == batches[2]["code"].data_ptr()
+
+
+@pytest.mark.parametrize(("accumulation", "prefetch", "depth"), [(1, 0, 2), (3, 0, 3), (1, 2, 5), (3, 2, 10)])
+def test_depth_of_the_ring(accumulation: int, prefetch: int, depth: int) -> None:
+    """All batches of an optimizer step, and what is prepared ahead, live at the same time."""
+    options = {"micro_batch_size": 2, "gradient_accumulation_steps": accumulation, "prefetch": prefetch}
+    with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
+        replay.add(trajectory(0, 200))
+        pointers = [replay.sample()["code"].data_ptr() for _ in range(depth + 1)]
+        assert len(set(pointers)) == depth
+        assert pointers[depth] == pointers[0]
+
+
+def test_nested_names_of_a_config() -> None:
+    schema = Schema([Column("observation.image", "uint8", (2, 2)), Column("observation.state", "float32", (3,))])
+    with Replay(config_of(batch_size=2), schemas={"main": schema}) as replay:
+        replay.add({"observation.image": [[[1, 2], [3, 4]]], "observation.state": [[1.0, 2.0, 3.0]]})
+        tree = replay.sample().tree()
+        assert tree["observation"]["image"].tolist() == [[[1, 2], [3, 4]]] * 2
+        assert tree["observation"]["state"].dtype == torch.float32

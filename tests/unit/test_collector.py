@@ -1,0 +1,121 @@
+"""The collector: shared masks, counters, constant statistics, an allocation-free ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import SCHEMA, config_of, trajectory, write_dataset
+
+from deepspeed_gear import Column, DatasetWriter, Replay, Schema
+from deepspeed_gear.errors import ConfigError
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made: list[Replay] = []
+
+    def replay(fields: dict[str, Any], lengths: list[int] = [4, 9], **options: Any) -> Replay:  # noqa: B006
+        made.append(Replay(config_of(fields=fields, **{"batch_size": 8, **options}), schemas={"main": SCHEMA}))
+        for number, steps in enumerate(lengths):
+            made[-1].add(trajectory(number, steps))
+        return made[-1]
+
+    yield replay
+    for replay in made:
+        replay.close()
+
+
+def test_equal_windows_share_a_mask(make: Any) -> None:
+    window = {"offset": -2, "length": 4}
+    batch = make({"action": window, "code": window, "reward": {"offset": -1, "length": 4}, "observation": window}).sample()
+    assert batch.mask["action"] is batch.mask["code"]
+    assert batch.mask["action"] is not batch.mask["reward"]
+    assert batch.mask["action"] is not batch.mask["observation"]  # one row more: another window
+
+
+def test_counters_count_rows_and_bytes(make: Any) -> None:
+    fields = {"code": {"offset": -3, "length": 5}, "task": {}}
+    replay = make(fields)
+    batches = [replay.sample().clone() for _ in range(4)]
+    real = sum(int(b.mask["code"].sum()) + b.num_samples for b in batches)
+    taken = replay.take_metrics()
+    assert taken["bytes"] == 8 * 5 * 8 + 8 * 8
+    assert taken["padding"] == pytest.approx(1 - real / (4 * 8 * 6))
+    replay.sample()
+    assert replay.take_metrics()["bytes"] == 8 * 5 * 8 + 8 * 8
+
+
+def test_every_combination_gives_the_same_bits_on_both_backends(make: Any) -> None:
+    fields: dict[str, Any] = {}
+    for align in ("in_place", "left", "right"):
+        for pad in ("zero", "edge", -1):
+            for offset in (-20, -3, 0, 2, 20):
+                name = f"{align}{pad}{offset}".replace("-", "m")
+                fields[name] = {"column": "action", "offset": offset, "length": 6, "align": align, "pad": pad}
+    found = [make(fields, backend=backend).sample() for backend in ("cpu", "reference")]
+    for name in fields:
+        assert torch.equal(found[0][name], found[1][name]), name
+        assert torch.equal(found[0].mask[name], found[1].mask[name]), name
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_change_nothing(make: Any, threads: int) -> None:
+    fields = {"observation": {"offset": -5, "length": 12, "scale": 0.5}, "code": {}}
+    one, several = make(fields, batch_size=64), make(fields, batch_size=64, threads=threads)
+    for _ in range(3):
+        first, second = one.sample(), several.sample()
+        assert all(torch.equal(first[name], second[name]) for name in fields)
+
+
+def test_constant_elements_are_only_shifted(tmp_path: Path) -> None:
+    schema = Schema([Column("x", "float32", (3,))])
+    rows = np.stack([np.linspace(-1, 3, 9), np.full(9, 7.0), np.full(9, 0.0)], axis=1).astype(np.float32)
+    with DatasetWriter(tmp_path / "d", schema) as writer:
+        writer.add({"x": rows})
+    fields = {"mean": {"column": "x", "normalize": "mean_std"}, "range": {"column": "x", "normalize": "min_max"}}
+    with Replay({"data": str(tmp_path / "d"), "fields": fields, "batch_size": 64}) as replay:
+        batch = replay.sample()
+    for name in fields:
+        assert torch.isfinite(batch[name]).all()
+        assert (batch[name][:, 1:] == 0).all()
+    assert batch["range"][:, 0].min() == -1
+    assert batch["range"][:, 0].max() == 1
+
+
+def test_normalised_data_has_mean_0_and_deviation_1(tmp_path: Path) -> None:
+    path = write_dataset(tmp_path / "d", [40, 60])
+    fields = {"observation": {"normalize": "mean_std"}, "wide": {"column": "observation", "normalize": "mean_std", "scale": 3}}
+    sampler = {"kind": "epoch", "unit": "step"}
+    with Replay({"data": str(path), "fields": fields, "sampler": sampler, "batch_size": 100}) as replay:
+        batch = replay.sample()
+    assert abs(batch["observation"].mean(dim=0)).max() < 0.05  # the final rows have no step
+    assert abs(batch["observation"].std(dim=0) - 1).max() < 0.05
+    assert torch.allclose(batch["wide"], 3 * batch["observation"])
+
+
+def test_statistics_are_those_of_the_split_that_is_trained_on(tmp_path: Path) -> None:
+    """A split of the config that differs from the data set's own is computed anew."""
+    lengths = [5 + i for i in range(30)]
+    plain, own = (write_dataset(tmp_path / name, lengths, split) for name, split in (("a", None), ("b", {"eval": 0.4})))
+    fields, found = {"code": {"normalize": "mean_std"}, "raw": {"column": "code"}}, []
+    for path, split in ((plain, {"eval": 0.4}), (own, {}), (own, {"eval": 0.4}), (plain, {})):
+        with Replay({"data": {"path": str(path), "split": split}, "fields": fields, "batch_size": 64}) as replay:
+            batch = replay.sample()
+            # From two samples of a field and its source follow mean and deviation.
+            raw, code = batch["raw"].double(), batch["code"].double()
+            i, j = int(raw.argmax()), int(raw.argmin())
+            deviation = (raw[i] - raw[j]) / (code[i] - code[j])
+            found.append((float(raw[i] - code[i] * deviation), float(deviation)))
+    for other in found[1:3]:
+        assert found[0] == pytest.approx(other, rel=1e-3)
+    assert found[0] != pytest.approx(found[3], rel=1e-2)
+
+
+def test_normalising_needs_statistics() -> None:
+    with pytest.raises(ConfigError, match="gear.fields.code.normalize must not be given: column code has no stat"):
+        Replay(config_of(fields={"code": {"normalize": "mean_std"}}, batch_size=2), schemas={"main": SCHEMA})

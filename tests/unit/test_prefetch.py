@@ -1,0 +1,74 @@
+"""The background thread that prepares batches."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from gear_support import wait_until
+
+from deepspeed_gear.collection.prefetch import Prefetcher
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_results_come_in_order(depth: int) -> None:
+    prefetcher = Prefetcher(lambda i: i * i, depth)
+    assert [prefetcher.get() for _ in range(20)] == [i * i for i in range(20)]
+    prefetcher.stop()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_no_further_ahead_than_the_depth(depth: int) -> None:
+    made: list[int] = []
+    prefetcher = Prefetcher(lambda i: made.append(i) or i, depth)
+    wait_until(lambda: len(made) == depth + 1, "preparing")  # one more is made and waits for its place
+    time.sleep(0.15)
+    assert len(made) == depth + 1
+    assert prefetcher.get() == 0
+    wait_until(lambda: len(made) == depth + 2, "preparing")
+    time.sleep(0.15)
+    assert made == list(range(depth + 2))
+    prefetcher.stop()
+
+
+def test_an_error_arrives_where_its_result_would() -> None:
+    def produce(i: int) -> int:
+        if i == 2:
+            raise KeyError("the third")
+        return i
+
+    prefetcher = Prefetcher(produce, 4)
+    assert [prefetcher.get(), prefetcher.get()] == [0, 1]
+    with pytest.raises(KeyError, match="the third"):
+        prefetcher.get()
+    with pytest.raises(RuntimeError, match="the prefetch thread has ended"):
+        prefetcher.get()
+    prefetcher.stop()
+
+
+def test_stop_ends_the_thread_in_any_state() -> None:
+    before = threading.active_count()
+    full = Prefetcher(lambda i: i, 1)
+    time.sleep(0.05)
+    full.stop()
+    full.stop()
+    ended = threading.Event()
+    working = Prefetcher(lambda i: ended.wait(20), 1)
+    threading.Timer(0.1, ended.set).start()
+    working.stop()
+    assert threading.active_count() <= before + 1  # the timer
+
+
+def test_a_thread_may_stop_itself() -> None:
+    box: list[Prefetcher[int]] = []
+    ready = threading.Event()
+
+    def produce(i: int) -> int:
+        ready.wait(20)
+        box[0].stop()
+        return i
+
+    box.append(Prefetcher(produce, 1))
+    ready.set()
+    wait_until(lambda: not box[0]._thread.is_alive(), "the end of the thread")
