@@ -47,6 +47,7 @@ def returns_of(
         "return_to_go": torch.zeros(count, context),
         "timestep": torch.zeros(count, context, dtype=torch.int64),
     }
+    goal = torch.full((count,), scale * target)
     real = torch.zeros(count, context, dtype=torch.bool)
     collected, running = np.zeros(count), np.ones(count, bool)
     for step in range(MAX_STEPS):
@@ -58,7 +59,7 @@ def returns_of(
         window["timestep"][:, -1] = step
         window["action"][:, -1] = 0
         with torch.inference_mode():
-            action = model(window, real)[:, -1]
+            action = model({**window, "goal": goal}, real)[:, -1]
         window["action"][:, -1] = action
         for i, world in enumerate(worlds):
             if running[i]:

@@ -125,7 +125,13 @@ def main() -> None:
     config["gear"]["seed"] = args.seed
     torch.manual_seed(args.seed)
     fields = config["gear"]["fields"]
-    model = DecisionTransformer(11, 3, fields["action"]["length"], sees_return=not args.behaviour_cloning)
+    model = DecisionTransformer(
+        observation_size=11,
+        action_size=3,
+        context=fields["action"]["length"],
+        has_goal="goal" in fields,
+        sees_return=not args.behaviour_cloning,
+    )
     average = copy.deepcopy(model)
     engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.gear.transform = shorten_history
