@@ -157,7 +157,7 @@ def main() -> None:
             "seed": args.seed,
         }
         args.out.mkdir(parents=True, exist_ok=True)
-        plot_curves(curves, args.target[0], args.out / "curves.png")
+        plot_curves({"run": curves}, args.target[0], args.out / "curves.png")
         (args.out / "result.json").write_text(json.dumps({**result, "curves": curves}))
         print(json.dumps(result), flush=True)
     engine.destroy()

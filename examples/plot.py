@@ -1,23 +1,46 @@
-"""Curves of a training run as a figure."""
+"""Curves of training runs as a figure; several: `python examples/plot.py OUT.png NAME=RESULT.json ...`."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
+Curves = dict[str, list[tuple[int, float]]]
 
-def plot_curves(curves: dict[str, list[tuple[int, float]]], target: float, path: Path) -> None:
-    """Draw loss and return over steps."""
+
+def plot_curves(runs: dict[str, Curves], target: float, path: Path) -> None:
+    """Draw loss and return over steps.
+
+    Args:
+        runs: Curves by name of the run.
+        target: The return that was asked for.
+        path: Where the PNG goes.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    left.semilogy(*zip(*curves["loss"], strict=True))
-    left.set(xlabel="step", ylabel="loss (squared error of actions)", title="loss")
-    right.plot(*zip(*curves["return"], strict=True), marker="o")
+    for name, curves in runs.items():
+        left.semilogy(*zip(*curves["loss"], strict=True), label=name)
+        right.plot(*zip(*curves["return"], strict=True), marker="o", markersize=4, label=name)
+    left.set(xlabel="step", ylabel="squared error of actions", title="loss")
     right.axhline(target, linestyle="--", linewidth=1, color="gray", label=f"asked for: {target:.0f}")
     right.set(xlabel="step", ylabel="return", title="mean return of 5 episodes")
-    right.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
+    right.legend(loc="best", fontsize="small")
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def main() -> None:
+    runs: dict[str, Curves] = {}
+    for argument in sys.argv[2:]:
+        name, _, file = argument.partition("=")
+        runs[name] = json.loads(Path(file).read_text())["curves"]
+    plot_curves(runs, 3600.0, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -71,7 +71,7 @@ def lengths_of(count: int, seed: int = 0, most: int = 30) -> list[int]:
     return [1, *np.random.default_rng(seed).integers(1, most, count - 1).tolist()]
 
 
-def config_of(data: Path | None = None, **options: Any) -> dict[str, Any]:
+def config_of(data: Path | None = None, /, **options: Any) -> dict[str, Any]:
     """Return a gear section: of a data set, or of a table with a capacity."""
     section: dict[str, Any] = {"timeout_s": 20.0, "shared_memory": {"prefix": prefix()}}
     if data is not None:

@@ -15,7 +15,7 @@ FAN_OUT = 32  # kFanOut of ops/csrc/common/tree.h
 # words of a position, and of the head of a ring entry
 KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL, COUNT, FILLERS = range(8)
 HEAD_WORDS = 16
-NUM_DIRTY, APPLYING, DONE = 8, 9, 10  # words of the position only
+NUM_DIRTY, APPLYING, DONE, AHEAD = 8, 9, 10, 11  # words of the position only
 PASS_SHIFT = 32  # a pass over an evaluation split: key = pass << 32 | batch
 
 

@@ -8,6 +8,10 @@ changes under a draw.
 Order of a cut, so that a process may die at any instruction: queued masses go into the tree (repeatable),
 the draws into a ring entry that is marked empty, then the entry's key (the commit point), then the
 position.
+
+Ranks that sample side by side would wait for each other's cuts in every step. So a rank that finds its cut
+made draws for the next one, as long as nothing has changed: AHEAD names the global batch whose draws lie
+in its ring entry already. Any change forgets them; the cut itself is made by whoever asks for it, as ever.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import torch
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT
 from deepspeed_gear.selection.cut import (
+    AHEAD,
     APPLYING,
     COUNT,
     DONE,
@@ -61,9 +66,7 @@ class Stream:
         self._dirty: np.ndarray = views[at + "dirty"]
         self._sums = torch.from_numpy(views[at + "sums"])
         self._leaves: np.ndarray = views[at + "sums"][: len(table.slots)]
-        self._top: np.ndarray = views[at + "sums"][
-            -FAN_OUT:
-        ]  # the top level comes last and has one node's children
+        self._top: np.ndarray = views[at + "sums"][-FAN_OUT:]  # the last level is one node's children
         self._ring = torch.from_numpy(views[at + "ring"])
         self._epochs = torch.from_numpy(views[at + "epochs"])
         self._slots = torch.from_numpy(table.slots)
@@ -93,6 +96,7 @@ class Stream:
 
     def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """Queue changes for the next cut; the last one of a slot wins. Wants the lock."""
+        self.position[AHEAD] = 0
         for slot, mass in zip(slots.tolist(), masses.tolist(), strict=True):
             if self._queued[slot] == NOTHING:
                 count = self.position[NUM_DIRTY]
@@ -119,6 +123,7 @@ class Stream:
     def _recover(self) -> None:
         """Make the stream whole after a process died inside it."""
         slots = self.table.slots
+        self.position[AHEAD] = 0
         if self.position[APPLYING]:  # every leaf of the queue is old or new: finish the application
             waiting = np.nonzero(self._queued != NOTHING)[0]
             self._leaves[waiting] = self._queued[waiting]
@@ -160,6 +165,7 @@ class Stream:
             with self.table.lock:
                 held, at = int(self.heads[entry, KEY]), int(self.position[KEY])
                 if held == key:
+                    self._draw_ahead(key + 1)
                     return self._seen(key, entry)
                 skips = key > at and self.spec.kind != "pass"
                 if held > key or key < at or skips:
@@ -225,19 +231,36 @@ class Stream:
         after: list[int] = self.position.tolist()
         self._begin(key, after)
         count = self.spec.batch
-        coordinates = torch.empty(count, dtype=torch.int64)
         if self.spec.kind == "random":
             self._apply()
             after[TOTAL] = self._checked_total()
-            self.ops.draw_(coordinates, self.spec.seed, self.spec.key, after[SAMPLES], after[TOTAL])
-            self._resolve(rows, coordinates, after[SAMPLES])
+            if self.position[AHEAD] != key:
+                self._draw(rows, after[SAMPLES], after[TOTAL])
         else:
-            self._walk(rows, self._epochs[entry], coordinates, after)
+            self._walk(rows, self._epochs[entry], torch.empty(count, dtype=torch.int64), after)
         after[KEY], after[COUNT] = key + 1, count
         after[SAMPLES] += count
         head[1:] = after[1:]
         head[KEY] = key  # the commit point
         self._advance(head)
+
+    def _draw_ahead(self, key: int) -> None:
+        """Draw for the next cut, if it is the next one, several ranks want it and nothing changes before it."""
+        position, entry = self.position, key % self.spec.depth
+        if len(self.consumed) == 1 or self.spec.kind != "random" or position[KEY] != key:
+            return
+        if position[AHEAD] == key or position[NUM_DIRTY] or self._late(int(self.heads[entry, KEY])):
+            return
+        self.heads[entry, KEY] = NOTHING
+        total = self.total
+        if total:
+            self._draw(self._ring[entry], int(position[SAMPLES]), total)
+            position[AHEAD] = key
+
+    def _draw(self, rows: torch.Tensor, first: int, total: int) -> None:
+        coordinates = torch.empty(len(rows), dtype=torch.int64)
+        self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
+        self._resolve(rows, coordinates, first)
 
     def _begin(self, key: int, after: list[int]) -> None:
         """Reset what belongs to one pass when a new pass begins."""
@@ -285,17 +308,8 @@ class Stream:
             done += n
 
     def _resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
-        self.ops.resolve_(
-            rows,
-            self._sums,
-            self._slots,
-            coordinates,
-            self._rule_words,
-            self._unit,
-            self.spec.seed,
-            self.spec.key,
-            first,
-        )
+        how = self._rule_words, self._unit, self.spec.seed, self.spec.key, first
+        self.ops.resolve_(rows, self._sums, self._slots, coordinates, *how)
 
     def _checked_total(self) -> int:
         total = self.total
@@ -341,7 +355,7 @@ class Stream:
         """Continue at a global batch. Wants the lock."""
         self.heads[:, KEY] = NOTHING
         self.consumed[:] = key
-        self.position[DONE] = 0
+        self.position[DONE] = self.position[AHEAD] = 0
         words = [KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL]
         self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)
 
@@ -373,7 +387,7 @@ class Stream:
         self._leaves[slots], self._queued[slots] = content["leaves"], content["queued"]
         waiting = np.nonzero(self._queued != NOTHING)[0]
         self._dirty[: len(waiting)] = waiting
-        self.position[NUM_DIRTY], self.position[APPLYING] = len(waiting), 0
+        self.position[NUM_DIRTY], self.position[APPLYING], self.position[AHEAD] = len(waiting), 0, 0
         self.ops.tree_build_(self._sums, len(self.table.slots))
         heads, ring = content["heads"], content["ring"]
         if ring.shape[1] != self.spec.batch or len(heads) > self.spec.depth or len(heads) == 0:

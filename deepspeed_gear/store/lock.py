@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -43,7 +44,8 @@ class StoreLock:
         self._memory, self._native, self.timeout_s, self._recover = memory, native, timeout_s, recover
         self._holder = np.ndarray((), np.int64, buffer=memory.buffer, offset=HOLDER_OFFSET)
         self._address = self._holder.ctypes.data - HOLDER_OFFSET + MUTEX_OFFSET
-        self._threads = threading.Lock()  # flock does not exclude threads of one process
+        self._threads = threading.RLock()  # flock does not exclude threads of one process
+        self._thread: int | None = None  # which thread of this process holds it
         self._pid = os.getpid()
 
     def initialise(self) -> None:
@@ -52,16 +54,18 @@ class StoreLock:
             self._native.mutex_init(self._address)
 
     def __enter__(self) -> StoreLock:
-        if self._native is None:
-            self._flock()
-        else:
-            self._mutex(self._native)
+        thread = threading.get_ident()
         try:
+            if self._thread != thread or not self._is_held():  # else Ctrl-C struck while it was released
+                self._acquire()
+            self._thread = thread
             left_unfinished = int(self._holder) != 0
             self._holder[()] = self._pid
             if left_unfinished:
                 self._recover()
         except BaseException:
+            if self._native is not None:
+                self._native.mutex_consistent(self._address)  # Ctrl-C may have come before this was said
             self._release()  # the next owner has the same duty
             raise
         return self
@@ -73,36 +77,39 @@ class StoreLock:
             self._holder[()] = 0
         self._release()
 
+    def _is_held(self) -> bool:
+        """Return whether this process holds the mutex; the `flock` can be taken again by its owner."""
+        return self._native is not None and self._native.mutex_owner(self._address) == self._pid
+
+    def _acquire(self) -> None:
+        if self._native is None:
+            self._flock()
+            return
+        result = self._native.mutex_lock(self._address, self.timeout_s)
+        if result == _OWNER_DIED:
+            self._native.mutex_consistent(self._address)
+        elif result != _LOCKED:
+            self._raise(result)
+
     def _release(self) -> None:
+        """Let go; without effect where another thread or process has the lock."""
         if self._native is not None:
             self._native.mutex_unlock(self._address)
-        else:
+        elif self._threads.acquire(blocking=False):
             fcntl.flock(self._memory.fd, fcntl.LOCK_UN)
-            self._threads.release()
-
-    def _mutex(self, native: ModuleType) -> None:
-        try:
-            result = native.mutex_lock(self._address, self.timeout_s)
-            if result == _OWNER_DIED:
-                native.mutex_consistent(self._address)
-        except BaseException:
-            native.mutex_unlock(self._address)  # Ctrl-C after a wait; refused by the mutex if it is not ours
-            raise
-        if result > _OWNER_DIED:
-            self._raise(result)
+            with contextlib.suppress(RuntimeError):  # says that nothing is left to release
+                while True:
+                    self._threads.release()
+        self._thread = None
 
     def _flock(self) -> None:
         until = time.monotonic() + self.timeout_s
         if not self._threads.acquire(timeout=self.timeout_s):
             self._raise(_TIMED_OUT)
-        try:
-            while not self._try_flock():
-                if time.monotonic() > until:
-                    self._raise(_TIMED_OUT)
-                time.sleep(_POLL_S)
-        except BaseException:
-            self._threads.release()
-            raise
+        while not self._try_flock():
+            if time.monotonic() > until:
+                self._raise(_TIMED_OUT)
+            time.sleep(_POLL_S)
 
     def _try_flock(self) -> bool:
         try:
