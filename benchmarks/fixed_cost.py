@@ -25,6 +25,7 @@ from support.workloads import workload
 from deepspeed_gear import Replay
 from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.replay.maker import BatchMaker
+from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.lock import StoreLock
 
@@ -35,7 +36,7 @@ PARTS: tuple[tuple[type, str, str], ...] = (
     (Stream, "take", "looking for the cut in the ring"),
     (StoreLock, "__enter__", "taking the lock"),
     (StoreLock, "__exit__", "giving the lock back"),
-    (Stream, "_late", "room in the ring of cuts"),
+    (Peers, "late", "room in the ring of cuts"),
     (Stream, "_cut", "the cut's words"),
     (Stream, "_checked_total", "total mass"),
     (Stream, "_resolve", "resolve_"),

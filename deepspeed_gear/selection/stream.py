@@ -16,13 +16,12 @@ in its ring entry already. Any change forgets them; the cut itself is made by wh
 
 from __future__ import annotations
 
-import os
 import time
 
 import numpy as np
 import torch
 
-from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT
 from deepspeed_gear.selection.cut import (
     AHEAD,
@@ -43,10 +42,11 @@ from deepspeed_gear.selection.cut import (
     Cut,
     StreamSpec,
 )
+from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.rules import UNIT_CODES
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, PEER_PID, STATE, Table
+from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, STATE, Table
 
-_POLL_S, _AWAKE_S = 100e-6, 500e-6
+_POLL_S = 100e-6
 
 
 class Stream:
@@ -75,13 +75,14 @@ class Stream:
         self._peer = table.memory.peer
         self.stopped = False  # set by another thread: ends a wait of `take`
         self._timeout_s = table.lock.timeout_s
+        self.peers = Peers(spec, table, self.consumed, self._timeout_s)
         table.on_recover(self._recover)
 
     # ---- changes ---------------------------------------------------------------------------------
 
     def initialise(self) -> None:
         """Set masses and position in new memory, before it is linked."""
-        self.heads[:, KEY] = NOTHING
+        self.heads[:, KEY] = self.position[AHEAD] = NOTHING
         slots = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
         self._leaves[slots] = self.masses(slots)
         self.ops.tree_build_(self._sums, len(self.table.slots))
@@ -96,7 +97,7 @@ class Stream:
 
     def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """Queue changes for the next cut; the last one of a slot wins. Wants the lock."""
-        self.position[AHEAD] = 0
+        self.position[AHEAD] = NOTHING
         for slot, mass in zip(slots.tolist(), masses.tolist(), strict=True):
             if self._queued[slot] == NOTHING:
                 count = self.position[NUM_DIRTY]
@@ -123,7 +124,7 @@ class Stream:
     def _recover(self) -> None:
         """Make the stream whole after a process died inside it."""
         slots = self.table.slots
-        self.position[AHEAD] = 0
+        self.position[AHEAD] = NOTHING
         if self.position[APPLYING]:  # every leaf of the queue is old or new: finish the application
             waiting = np.nonzero(self._queued != NOTHING)[0]
             self._leaves[waiting] = self._queued[waiting]
@@ -175,7 +176,7 @@ class Stream:
                         f"the stream is at {at}",
                         "ranks of a node must ask for the same batches in the same order",
                     )
-                late = self._late(held)
+                late = self.peers.late(held)
                 if not late:
                     self._cut(key, entry)
                     return self._seen(key, entry)
@@ -185,10 +186,10 @@ class Stream:
                 )
             if until is None:
                 until = time.monotonic() + self._timeout_s
-                self._wait_awake(held)
+                self.peers.wait_awake(held)
                 continue
             if time.monotonic() > until:
-                self._raise_late(key, late)
+                raise self.peers.error(key, late)
             time.sleep(_POLL_S)
 
     def _seen(self, key: int, entry: int) -> Cut:
@@ -197,33 +198,6 @@ class Stream:
     def consume(self, key: int) -> None:
         """Say that this process has copied what it needs of all cuts up to `key`."""
         self.consumed[self._peer] = key + 1
-
-    def _late(self, old_key: int) -> list[int]:
-        """Return the living peers that still need an entry of the ring."""
-        if old_key == NOTHING:
-            return []
-        behind = [peer for peer, consumed in enumerate(self.consumed.tolist()) if consumed <= old_key]
-        attached = [peer for peer in behind if self.table.peers[peer, PEER_PID] != 0]
-        return [peer for peer in attached if self.table.memory.is_alive(peer)]
-
-    def _wait_awake(self, old_key: int) -> None:
-        """Wait for the peers to consume a cut, without sleeping and without the lock, but not for long.
-
-        Ranks that run side by side are late by microseconds. A sleep takes up to milliseconds on a busy
-        core; by then it is the others who wait, and so in turn for ever.
-        """
-        until = time.monotonic() + _AWAKE_S
-        while time.monotonic() < until and min(self.consumed.tolist()) <= old_key:
-            os.sched_yield()
-
-    def _raise_late(self, key: int, late: list[int]) -> None:
-        peers = ", ".join(f"local rank {p} (process {int(self.table.peers[p, PEER_PID])})" for p in late)
-        raise PeerError(
-            f"stream {self.spec.name}: global batch {key}",
-            f"must find room in the ring of {self.spec.depth} cuts in gear.timeout_s = {self._timeout_s} s",
-            f"{peers} still needs an older one",
-            "look why that rank stopped sampling; every rank must take every batch",
-        )
 
     def _cut(self, key: int, entry: int) -> None:
         head, rows = self.heads[entry], self._ring[entry]
@@ -245,11 +219,11 @@ class Stream:
         self._advance(head)
 
     def _draw_ahead(self, key: int) -> None:
-        """Draw for the next cut, if it is the next one, several ranks want it and nothing changes before it."""
+        """Draw for the next cut, where several ranks want it and nothing is known that comes before it."""
         position, entry = self.position, key % self.spec.depth
         if len(self.consumed) == 1 or self.spec.kind != "random" or position[KEY] != key:
             return
-        if position[AHEAD] == key or position[NUM_DIRTY] or self._late(int(self.heads[entry, KEY])):
+        if position[AHEAD] == key or position[NUM_DIRTY] or self.peers.late(int(self.heads[entry, KEY])):
             return
         self.heads[entry, KEY] = NOTHING
         total = self.total
@@ -344,7 +318,7 @@ class Stream:
             self._apply()  # nothing is drawn between now and the next cut, so it sees the same tree
         waiting = self._leaves[slots] != 0
         for entry, head in enumerate(self.heads):
-            if head[KEY] != NOTHING and self._late(int(head[KEY])):
+            if head[KEY] != NOTHING and self.peers.late(int(head[KEY])):
                 waiting |= np.isin(slots, ring[entry])
         entry, done = int(position[KEY]) % self.spec.depth, int(position[DONE])
         return np.asarray(waiting | np.isin(slots, ring[entry, :done]))
@@ -355,7 +329,7 @@ class Stream:
         """Continue at a global batch. Wants the lock."""
         self.heads[:, KEY] = NOTHING
         self.consumed[:] = key
-        self.position[DONE] = self.position[AHEAD] = 0
+        self.position[DONE], self.position[AHEAD] = 0, NOTHING
         words = [KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL]
         self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)
 
@@ -387,7 +361,7 @@ class Stream:
         self._leaves[slots], self._queued[slots] = content["leaves"], content["queued"]
         waiting = np.nonzero(self._queued != NOTHING)[0]
         self._dirty[: len(waiting)] = waiting
-        self.position[NUM_DIRTY], self.position[APPLYING], self.position[AHEAD] = len(waiting), 0, 0
+        self.position[NUM_DIRTY], self.position[APPLYING], self.position[AHEAD] = len(waiting), 0, NOTHING
         self.ops.tree_build_(self._sums, len(self.table.slots))
         heads, ring = content["heads"], content["ring"]
         if ring.shape[1] != self.spec.batch or len(heads) > self.spec.depth or len(heads) == 0:

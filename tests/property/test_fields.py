@@ -60,7 +60,10 @@ def scenes(draw: st.DrawFn) -> Scene:
     options: dict[str, Any] = {"sampler": {"unit": draw(st.sampled_from(["step", "trajectory"]))}}
     options["seed"] = draw(st.integers(0, 100))
     if draw(st.booleans()):
-        options["n_step"] = {"n": draw(st.integers(1, 5)), "gamma": draw(st.sampled_from([1.0, 0.99, 0.5, 0.0]))}
+        options["n_step"] = {
+            "n": draw(st.integers(1, 5)),
+            "gamma": draw(st.sampled_from([1.0, 0.99, 0.5, 0.0])),
+        }
     options["fields"] = draw_fields(draw, schema, "n_step" in options)
     return Scene(schema, trajectories, options)
 
@@ -70,7 +73,7 @@ def draw_fields(draw: st.DrawFn, schema: Schema, has_n_step: bool) -> dict[str, 
     for i in range(draw(st.integers(1, 6))):
         source = draw(st.sampled_from([*schema.names, "return_to_go", "timestep"]))
         field: dict[str, Any] = {"derived" if source in ("return_to_go", "timestep") else "column": source}
-        column = schema[source] if source in schema else None
+        column = None if source not in schema else schema[source]  # noqa: SIM401 - a Schema has no get
         own = {"return_to_go": "float32", "timestep": "int64"}.get(source) or schema[source].dtype
         if column is None or column.rows != "1":
             field["offset"] = draw(st.integers(-12, 12) | st.sampled_from(["n_step"] * has_n_step or [0]))
@@ -83,7 +86,10 @@ def draw_fields(draw: st.DrawFn, schema: Schema, has_n_step: bool) -> dict[str, 
             field["scale"] = draw(st.sampled_from([0.001, -2.0, 3.0]))
         if source != "timestep" and draw(st.integers(0, 3)) == 0:
             field["as"] = draw(st.sampled_from(["float32", "float64"]))
-        fields[f"f{i}"] = {**field, "scale": field.get("scale", 1.0) * (1 + i * 2**-20) if "scale" in field else 1.0}
+        fields[f"f{i}"] = {
+            **field,
+            "scale": field.get("scale", 1.0) * (1 + i * 2**-20) if "scale" in field else 1.0,
+        }
     return drop_duplicates(fields)
 
 
@@ -92,7 +98,9 @@ def drop_duplicates(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, An
     kept: dict[str, dict[str, Any]] = {}
     for name, field in fields.items():
         source = (field.get("column"), field.get("derived"), field.get("offset", 0), field.get("length"))
-        taken = [(k.get("column"), k.get("derived"), k.get("offset", 0), k.get("length")) for k in kept.values()]
+        taken = [
+            (k.get("column"), k.get("derived"), k.get("offset", 0), k.get("length")) for k in kept.values()
+        ]
         if source not in taken:
             kept[name] = field
     return kept
@@ -141,7 +149,9 @@ class Oracle:
             return torch.tensor(found[::-1], dtype=torch.float64).float()
         return t[field["column"]]
 
-    def window(self, number: int, anchor: int, field: dict[str, Any]) -> tuple[list[torch.Tensor | None], list[bool]]:
+    def window(
+        self, number: int, anchor: int, field: dict[str, Any]
+    ) -> tuple[list[torch.Tensor | None], list[bool]]:
         """Return the value (None: the constant pad) and the mask of every place."""
         rows, edge = self.rows(number, field), field.get("pad") == "edge"
         if field.get("column") and self.scene.schema[field["column"]].rows == "1":
@@ -156,7 +166,9 @@ class Oracle:
         front = before[field.get("align", "in_place")]
         behind = len(wanted) - len(real) - front
         pads = [rows[real[0]] if edge else None] * front, [rows[real[-1]] if edge else None] * behind
-        return [*pads[0], *(rows[row] for row in real), *pads[1]], [False] * front + [True] * len(real) + [False] * behind
+        return [*pads[0], *(rows[row] for row in real), *pads[1]], [False] * front + [True] * len(real) + [
+            False
+        ] * behind
 
     def convert(self, value: torch.Tensor, field: dict[str, Any], target: torch.dtype) -> torch.Tensor:
         own = str(value.dtype)[6:]
@@ -249,7 +261,11 @@ def test_normalised_fields_of_data_sets(backend: str, scene: Scene, in_memory: b
             for trajectory in scene.trajectories:
                 writer.add({name: as_stored(value) for name, value in trajectory.items()})
         data = {"path": f"{folder}/d", "load": "memory" if in_memory else "map"}
-        section = {k: v for k, v in config_of(backend=backend, batch_size=BATCH, **scene.options).items() if k != "tables"}
+        section = {
+            k: v
+            for k, v in config_of(backend=backend, batch_size=BATCH, **scene.options).items()
+            if k != "tables"
+        }
         with Replay({**section, "data": data}) as replay:
             batch = replay.sample()
             oracle = Oracle(scene, replay.datasets["main"].statistics)

@@ -31,7 +31,7 @@ def test_is_a_mapping() -> None:
     assert batch.num_samples == 3
     assert "reward" in batch
     assert {**batch}["reward"] is batch["reward"]
-    with pytest.raises(KeyError, match="rewards: no such field in the batch; it has observation.image"):
+    with pytest.raises(KeyError, match=r"rewards: no such field in the batch; it has observation.image"):
         batch["rewards"]
 
 
@@ -114,7 +114,8 @@ def test_a_transform_may_set_fields() -> None:
 
 def test_repr_is_short() -> None:
     assert repr(make()) == (
-        "Batch(3 samples; observation.image: float32[3, 2, 2], observation.state: float32[3, 2], reward: float32[3])"
+        "Batch(3 samples; observation.image: float32[3, 2, 2], observation.state: float32[3, 2], "
+        "reward: float32[3])"
     )
 
 
@@ -123,7 +124,9 @@ def test_repr_is_short() -> None:
 
 @pytest.fixture
 def replay() -> Replay:
-    made = Replay(config_of(batch_size=4, fields={"observation": {}, "code": {"length": 3}}), schemas={"main": SCHEMA})
+    made = Replay(
+        config_of(batch_size=4, fields={"observation": {}, "code": {"length": 3}}), schemas={"main": SCHEMA}
+    )
     for number in range(6):
         made.add(trajectory(number, 5 + number))
     return made
@@ -180,7 +183,9 @@ def test_depth_of_the_ring(accumulation: int, prefetch: int, depth: int) -> None
 
 
 def test_nested_names_of_a_config() -> None:
-    schema = Schema([Column("observation.image", "uint8", (2, 2)), Column("observation.state", "float32", (3,))])
+    schema = Schema(
+        [Column("observation.image", "uint8", (2, 2)), Column("observation.state", "float32", (3,))]
+    )
     with Replay(config_of(batch_size=2), schemas={"main": schema}) as replay:
         replay.add({"observation.image": [[[1, 2], [3, 4]]], "observation.state": [[1.0, 2.0, 3.0]]})
         tree = replay.sample().tree()

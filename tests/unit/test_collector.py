@@ -20,7 +20,9 @@ def make() -> Iterator[Any]:
     made: list[Replay] = []
 
     def replay(fields: dict[str, Any], lengths: list[int] = [4, 9], **options: Any) -> Replay:  # noqa: B006
-        made.append(Replay(config_of(fields=fields, **{"batch_size": 8, **options}), schemas={"main": SCHEMA}))
+        made.append(
+            Replay(config_of(fields=fields, **{"batch_size": 8, **options}), schemas={"main": SCHEMA})
+        )
         for number, steps in enumerate(lengths):
             made[-1].add(trajectory(number, steps))
         return made[-1]
@@ -32,7 +34,9 @@ def make() -> Iterator[Any]:
 
 def test_equal_windows_share_a_mask(make: Any) -> None:
     window = {"offset": -2, "length": 4}
-    batch = make({"action": window, "code": window, "reward": {"offset": -1, "length": 4}, "observation": window}).sample()
+    batch = make(
+        {"action": window, "code": window, "reward": {"offset": -1, "length": 4}, "observation": window}
+    ).sample()
     assert batch.mask["action"] is batch.mask["code"]
     assert batch.mask["action"] is not batch.mask["reward"]
     assert batch.mask["action"] is not batch.mask["observation"]  # one row more: another window
@@ -77,7 +81,10 @@ def test_constant_elements_are_only_shifted(tmp_path: Path) -> None:
     rows = np.stack([np.linspace(-1, 3, 9), np.full(9, 7.0), np.full(9, 0.0)], axis=1).astype(np.float32)
     with DatasetWriter(tmp_path / "d", schema) as writer:
         writer.add({"x": rows})
-    fields = {"mean": {"column": "x", "normalize": "mean_std"}, "range": {"column": "x", "normalize": "min_max"}}
+    fields = {
+        "mean": {"column": "x", "normalize": "mean_std"},
+        "range": {"column": "x", "normalize": "min_max"},
+    }
     with Replay({"data": str(tmp_path / "d"), "fields": fields, "batch_size": 64}) as replay:
         batch = replay.sample()
     for name in fields:
@@ -89,7 +96,10 @@ def test_constant_elements_are_only_shifted(tmp_path: Path) -> None:
 
 def test_normalised_data_has_mean_0_and_deviation_1(tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "d", [40, 60])
-    fields = {"observation": {"normalize": "mean_std"}, "wide": {"column": "observation", "normalize": "mean_std", "scale": 3}}
+    fields = {
+        "observation": {"normalize": "mean_std"},
+        "wide": {"column": "observation", "normalize": "mean_std", "scale": 3},
+    }
     sampler = {"kind": "epoch", "unit": "step"}
     with Replay({"data": str(path), "fields": fields, "sampler": sampler, "batch_size": 100}) as replay:
         batch = replay.sample()
@@ -101,10 +111,14 @@ def test_normalised_data_has_mean_0_and_deviation_1(tmp_path: Path) -> None:
 def test_statistics_are_those_of_the_split_that_is_trained_on(tmp_path: Path) -> None:
     """A split of the config that differs from the data set's own is computed anew."""
     lengths = [5 + i for i in range(30)]
-    plain, own = (write_dataset(tmp_path / name, lengths, split) for name, split in (("a", None), ("b", {"eval": 0.4})))
+    plain, own = (
+        write_dataset(tmp_path / name, lengths, split) for name, split in (("a", None), ("b", {"eval": 0.4}))
+    )
     fields, found = {"code": {"normalize": "mean_std"}, "raw": {"column": "code"}}, []
     for path, split in ((plain, {"eval": 0.4}), (own, {}), (own, {"eval": 0.4}), (plain, {})):
-        with Replay({"data": {"path": str(path), "split": split}, "fields": fields, "batch_size": 64}) as replay:
+        with Replay(
+            {"data": {"path": str(path), "split": split}, "fields": fields, "batch_size": 64}
+        ) as replay:
             batch = replay.sample()
             # From two samples of a field and its source follow mean and deviation.
             raw, code = batch["raw"].double(), batch["code"].double()
@@ -117,5 +131,7 @@ def test_statistics_are_those_of_the_split_that_is_trained_on(tmp_path: Path) ->
 
 
 def test_normalising_needs_statistics() -> None:
-    with pytest.raises(ConfigError, match="gear.fields.code.normalize must not be given: column code has no stat"):
+    with pytest.raises(
+        ConfigError, match=r"gear.fields.code.normalize must not be given: column code has no stat"
+    ):
         Replay(config_of(fields={"code": {"normalize": "mean_std"}}, batch_size=2), schemas={"main": SCHEMA})

@@ -89,13 +89,29 @@ def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda t: Replay(t / "absent.json"), ConfigError, "config must be a readable file, got .*absent.json"),
+        (
+            lambda t: Replay(t / "absent.json"),
+            ConfigError,
+            "config must be a readable file, got .*absent.json",
+        ),
         (lambda t: Replay(t / "broken.json"), ConfigError, "broken.json must be JSON; Expecting"),
         (lambda t: Replay(config_of(t / "absent", batch_size=2)), DataError, "absent"),
-        (lambda t: Replay(config_of()), ConfigError, "gear.batch_size must be given where there is no engine"),
+        (
+            lambda t: Replay(config_of()),
+            ConfigError,
+            "gear.batch_size must be given where there is no engine",
+        ),
         (lambda t: online(batch_size=8, micro_batch_size=3), ConfigError, "gear.batch_size must be"),
-        (lambda t: Replay(config_of(batch_size=2)), ConfigError, r"gear.tables.main must have a schema; give it here or"),
-        (lambda t: online(sampler={"where": {"absent": {"min": 1}}}), ConfigError, "must name a column, got 'absent'"),
+        (
+            lambda t: Replay(config_of(batch_size=2)),
+            ConfigError,
+            r"gear.tables.main must have a schema; give it here or",
+        ),
+        (
+            lambda t: online(sampler={"where": {"absent": {"min": 1}}}),
+            ConfigError,
+            "must name a column, got 'absent'",
+        ),
         (
             lambda t: Replay(config_of(batch_size=2), schemas={"main": SCHEMA, "x": SCHEMA}),
             ConfigError,
@@ -115,7 +131,9 @@ def test_no_room_is_an_error_that_leaves_nothing() -> None:
     status, files = os.statvfs(SHM), len(os.listdir("/proc/self/fd"))
     capacity = status.f_bavail * status.f_frsize // 20
     tables = {"main": {"capacity_steps": capacity, "capacity_trajectories": 10}}
-    with pytest.raises(StoreFullError, match=r"/dev/shm must have \d+ bytes free, got .*; lower the table's capacity"):
+    with pytest.raises(
+        StoreFullError, match=r"/dev/shm must have \d+ bytes free, got .*; lower the table's capacity"
+    ):
         online(tables=tables)
     assert len(os.listdir("/proc/self/fd")) == files
 
@@ -155,7 +173,7 @@ def test_several_tables(data: Path) -> None:
             replay.add(trajectory(0, 3), table="demo")
         with pytest.raises(ConfigError, match="table must be one of demo, online, got 'offline'"):
             replay.read([0], table="offline")
-    with pytest.raises(ConfigError, match="gear.sampler.table must be given where there are several"):
+    with pytest.raises(ConfigError, match=r"gear.sampler.table must be given where there are several"):
         Replay(config_of(**{**options, "sampler": {}}), schemas={"online": SCHEMA})
 
 
@@ -177,7 +195,7 @@ def test_where(data: Path, where: dict[str, Any], admits: Callable[[int], bool],
 def test_where_nothing_is_admitted(data: Path) -> None:
     with (
         offline(data, sampler={"where": {"task": {"min": 1000}}}) as replay,
-        pytest.raises(StoreError, match="got '40 trajectories, none admitted'; check sampler.where"),
+        pytest.raises(StoreError, match=r"got '40 trajectories, none admitted'; check sampler.where"),
     ):
         replay.sample()
 
@@ -236,7 +254,10 @@ def test_evaluation_does_not_disturb_training(data: Path, prefetch: int) -> None
 
 
 def test_streams_of_a_config(data: Path) -> None:
-    with split(data) as replay, pytest.raises(ConfigError, match="stream must be one of train, eval, test, got 'evil'"):
+    with (
+        split(data) as replay,
+        pytest.raises(ConfigError, match="stream must be one of train, eval, test, got 'evil'"),
+    ):
         replay.iterator("evil")
     with split(data) as first, split(data) as second:
         found = [batch.clone() for _, batch in zip(range(3), first.iterator(), strict=False)]
@@ -291,7 +312,9 @@ def test_a_state_counts_whole_global_batches(data: Path) -> None:
         replay.load_state_dict(state)
         take(replay, 1)
         assert replay.state_dict()["train"]["batches"] == 4
-    assert [n for b in wanted for n in b.number.tolist()] == [j for k in range(3) for m in range(3) for j in range(12 * k + m, 12 * k + 12, 3)]
+    assert [n for b in wanted for n in b.number.tolist()] == [
+        j for k in range(3) for m in range(3) for j in range(12 * k + m, 12 * k + 12, 3)
+    ]
 
 
 def test_passes_after_loading(data: Path) -> None:
@@ -342,7 +365,11 @@ def test_other_data_are_refused(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_prefetched_batches_are_the_same(data: Path, accumulation: int) -> None:
-    options = {"micro_batch_size": 4, "batch_size": 4 * accumulation, "gradient_accumulation_steps": accumulation}
+    options = {
+        "micro_batch_size": 4,
+        "batch_size": 4 * accumulation,
+        "gradient_accumulation_steps": accumulation,
+    }
     with offline(data, **options) as plain, offline(data, **options, prefetch=3) as ahead:
         for _ in range(30):
             assert same(plain.sample(), ahead.sample())
@@ -476,10 +503,13 @@ def test_metrics(data: Path) -> None:
     assert set(found) >= {"huge_bytes", "payload_bytes", "bytes", "epoch"}
 
 
-@pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise ValueError('mine')", "replay.close()", "del replay"])
+@pytest.mark.parametrize(
+    "ending", ["pass", "sys.exit(3)", "raise ValueError('mine')", "replay.close()", "del replay"]
+)
 def test_ending_a_process_while_batches_are_prepared(data: Path, ending: str, run_python: Any) -> None:
     section = config_of(data, batch_size=16, prefetch=4)
-    program = f"import sys; from deepspeed_gear import Replay; replay = Replay({section!r}); replay.sample(); {ending}"
+    program = f"import sys; from deepspeed_gear import Replay; replay = Replay({section!r}); "
+    program += f"replay.sample(); {ending}"
     begin = time.monotonic()
     done = run_python("-c", program, env=environment(), timeout_s=60.0)
     assert done.returncode == {"sys.exit(3)": 3, "raise ValueError('mine')": 1}.get(ending, 0), done.stderr

@@ -1,0 +1,153 @@
+"""Draws that are made before their cut: never seen, except that ranks wait less for each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import StoreScene, check_whole, exit_status, in_child, stream_spec
+
+from deepspeed_gear.errors import StoreError
+from deepspeed_gear.replay import content
+from deepspeed_gear.selection.cut import AHEAD, KEY, NOTHING
+from deepspeed_gear.selection.stream import Stream
+
+LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[StoreScene, Stream, Stream]]:
+    """A store with two processes' view of one stream."""
+    scene = StoreScene(request.param, [stream_spec(unit="step", batch=16)], lengths=LENGTHS)
+    table, (other,) = scene.attach(1)
+    yield scene, scene.streams[0], other
+    table.close()
+    scene.close()
+
+
+def rows(stream: Stream, key: int) -> np.ndarray:
+    """Take a cut and have done with it."""
+    found = stream.take(key).resolutions.numpy().copy()
+    stream.consume(key)
+    return found
+
+
+def alone(steps: list[Any]) -> list[np.ndarray]:
+    """Make the cuts with one process that does each step (a function of the scene, or None) before a cut."""
+    scene = StoreScene("cpu", [stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=1)
+    found = []
+    for key, step in enumerate(steps):
+        if step is not None:
+            step(scene)
+        found.append(rows(scene.streams[0], key))
+        assert scene.streams[0].position[AHEAD] == NOTHING
+    scene.close()
+    return found
+
+
+def test_who_finds_a_cut_draws_for_the_next(pair: Any) -> None:
+    _, first, second = pair
+    wanted = alone([None] * 12)
+    for key in range(12):
+        assert (rows(first, key) == wanted[key]).all()
+        assert first.position[AHEAD] == (key if key else NOTHING)
+        assert (rows(second, key) == wanted[key]).all()
+        assert first.position[AHEAD] == key + 1
+        assert first.position[KEY] == key + 1, "what is drawn ahead is no cut yet"
+
+
+@pytest.mark.parametrize("what", ["add", "remove", "clear"])
+def test_a_change_forgets_what_was_drawn(pair: Any, what: str) -> None:
+    def change(scene: StoreScene) -> None:
+        if what == "add":
+            scene.add(500)
+        elif what == "remove":
+            content.remove(scene.table, scene.streams, [7])
+        else:
+            content.clear(scene.table, scene.streams)
+            scene.add(3)
+
+    scene, first, second = pair
+    wanted = alone([None, None, change, None])
+    for key in range(2):
+        rows(first, key)
+        rows(second, key)
+    assert first.position[AHEAD] == 2
+    change(scene)
+    assert first.position[AHEAD] == NOTHING
+    assert (rows(second, 2) == wanted[2]).all()
+    assert (rows(first, 2) == wanted[2]).all()
+    assert (rows(second, 3) == wanted[3]).all()
+
+
+def test_nothing_is_drawn_over_a_cut_that_a_peer_reads(pair: Any) -> None:
+    _, first, second = pair
+    for key in range(3):
+        rows(first, key)
+    late = second.take(0)
+    kept = late.resolutions.numpy().copy()
+    rows(first, 3)
+    assert (second.take(3).resolutions.numpy() == rows(first, 3)).all()
+    assert first.position[AHEAD] == NOTHING, "the ring has no room for cut 4"
+    assert (late.resolutions.numpy() == kept).all()
+
+
+def test_a_cut_that_is_drawn_over_is_gone(pair: Any) -> None:
+    _, first, second = pair
+    for key in range(4):
+        rows(first, key)
+        rows(second, key)
+    assert first.position[AHEAD] == 4
+    with pytest.raises(StoreError, match="global batch 0 must be the next one or in the ring"):
+        first.take(0)
+
+
+def test_seek_forgets_what_was_drawn(pair: Any) -> None:
+    scene, first, second = pair
+    wanted = alone([None] * 3)
+    for key in range(2):
+        rows(first, key)
+        rows(second, key)
+    assert first.position[AHEAD] == 2
+    with scene.table.lock:
+        first.seek(2, 0, 0, 0, 0)  # another position: the samples of the first cut come again
+    assert (rows(first, 2)[:, :7] == wanted[0][:, :7]).all()
+
+
+@pytest.mark.parametrize("kind", ["epoch", "pass"])
+def test_orders_are_not_drawn_ahead(kind: str) -> None:
+    scene = StoreScene("cpu", [stream_spec(kind, unit="step", batch=16)], lengths=LENGTHS)
+    table, (other,) = scene.attach(1)
+    for key in range(3):
+        assert (rows(scene.streams[0], key) == rows(other, key)).all()
+    assert other.position[AHEAD] == NOTHING
+    table.close()
+    scene.close()
+
+
+def test_a_death_while_drawing_ahead_leaves_a_whole_stream() -> None:
+    scene = StoreScene("cpu", [stream_spec(unit="step", batch=16)], lengths=LENGTHS)
+    wanted = alone([None] * 4)
+    stream = scene.streams[0]
+
+    def die() -> None:
+        _, (mine,) = scene.attach(1)
+
+        def draw(*_: Any) -> None:
+            mine._ring[1] = -7  # half of it is written
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        mine._draw = draw  # type: ignore[method-assign]
+        mine.take(0)
+
+    assert (rows(stream, 0) == wanted[0]).all()
+    child = in_child(die)
+    assert exit_status(child) == -signal.SIGKILL
+    for key in range(1, 4):
+        assert (rows(stream, key) == wanted[key]).all()
+    check_whole(scene.table, scene.streams)
+    scene.close()
