@@ -93,7 +93,7 @@ import sys
 
 import torch
 
-names = "deepspeed numpy pydantic h5py tqdm gymnasium mujoco matplotlib tensorboard minari pyarrow " \
+names = "deepspeed numpy pydantic h5py tqdm gymnasium imageio mujoco matplotlib tensorboard minari pyarrow " \
     "pytest hypothesis scipy tensordict ruff mypy"
 missing = [name for name in names.split() if importlib.util.find_spec(name) is None]
 ours = importlib.util.find_spec("deepspeed_gear")
