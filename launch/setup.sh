@@ -106,9 +106,11 @@ PYTHON
 
 install_all() {
   local version pin
-  if ! version="$("$python" -c 'import torch; print(torch.__version__)' 2>/dev/null)"; then
+  # The version that pip knows: torch.__version__ may say +cu130 where the package's does not.
+  local ask='import torch, importlib.metadata as m; print(m.version("torch"))'
+  if ! version="$("$python" -c "$ask" 2>/dev/null)"; then
     install_torch
-    version="$("$python" -c 'import torch; print(torch.__version__)')" || die "torch is installed but does not import"
+    version="$("$python" -c "$ask")" || die "torch is installed but does not import"
   fi
   "$python" -c 'import sys, torch
 sys.exit(tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 4))' ||

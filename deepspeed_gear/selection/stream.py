@@ -9,9 +9,9 @@ Order of a cut, so that a process may die at any instruction: queued masses go i
 the draws into a ring entry that is marked empty, then the entry's key (the commit point), then the
 position.
 
-Ranks that sample side by side would wait for each other's cuts in every step. So a rank that finds its cut
-made draws for the next one, as long as nothing has changed: AHEAD names the global batch whose draws lie
-in its ring entry already. Any change forgets them; the cut itself is made by whoever asks for it, as ever.
+Ranks that sample side by side would wait for each other's cuts in every step. So they draw ahead for the
+next cut, in turn, as long as nothing has changed: AHEAD names the global batch whose draws lie in its ring
+entry already. Any change forgets them; the cut itself is made by whoever asks for it, as ever.
 """
 
 from __future__ import annotations
@@ -166,7 +166,6 @@ class Stream:
             with self.table.lock:
                 held, at = int(self.heads[entry, KEY]), int(self.position[KEY])
                 if held == key:
-                    self._draw_ahead(key + 1)
                     return self._seen(key, entry)
                 skips = key > at and self.spec.kind != "pass"
                 if held > key or key < at or skips:
@@ -193,6 +192,8 @@ class Stream:
             time.sleep(_POLL_S)
 
     def _seen(self, key: int, entry: int) -> Cut:
+        if (key + 1) % len(self.consumed) == self._peer:
+            self._draw_ahead(key + 1)
         return Cut(key, self.heads[entry], self._ring[entry], self._epochs[entry])
 
     def consume(self, key: int) -> None:

@@ -1,0 +1,44 @@
+"""Exchange without a process group; with one: tests/distributed/test_plain_group.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.parallel.topology import Topology, node_identity
+
+
+def test_one_process_agrees_with_itself() -> None:
+    exchange = Exchange()
+    assert (exchange.rank, exchange.world_size) == (0, 1)
+    assert exchange.gather("x") == ["x"]
+    assert exchange.broadcast(7) == 7
+    exchange.barrier()
+    assert exchange.agree("adding", lambda: 1 + 1) == 2
+    exchange.close()
+    exchange.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), ConfigError("gear.seed", "must be an integer", "x")])
+def test_its_own_error_stays_as_it_is(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        Exchange().agree("failing", fail)
+    assert caught.value is error
+
+
+def test_place_of_one_process() -> None:
+    place = Topology.discover(Exchange(), 0, 1)
+    assert place == Topology(0, 1, 0, 1, 0, 1, 1)
+    assert place.leads_node
+    assert node_identity() == node_identity()
+
+
+@pytest.mark.parametrize(("data_rank", "data_world"), [(1, 2), (0, 2), (1, 1)])
+def test_what_is_not_data_parallel_is_refused(data_rank: int, data_world: int) -> None:
+    text = f"must give the 1 ranks one replica each, got 'rank 0: {data_rank} of {data_world}'"
+    with pytest.raises(ConfigError, match=text):
+        Topology.discover(Exchange(), data_rank, data_world)
