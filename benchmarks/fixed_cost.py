@@ -25,6 +25,7 @@ from support.workloads import workload
 from deepspeed_gear import Replay
 from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.replay.maker import BatchMaker
+from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.lock import StoreLock
@@ -39,7 +40,7 @@ PARTS: tuple[tuple[type, str, str], ...] = (
     (Peers, "late", "room in the ring of cuts"),
     (Stream, "_cut", "the cut's words"),
     (Stream, "_checked_total", "total mass"),
-    (Stream, "_resolve", "resolve_"),
+    (Masses, "resolve", "resolve_"),
     (BatchMaker, "make", "records, Batch"),
     (Collector, "collect", "ring, autograd versions"),
     (Collector, "fill", OP),

@@ -253,16 +253,14 @@ class StoreScene:
         timeout_s: float = 20.0,
     ) -> None:
         from deepspeed_gear.ops import load_backend
-        from deepspeed_gear.ops.functional import tree_size
-        from deepspeed_gear.selection.stream import Stream
+        from deepspeed_gear.selection.stream import Stream, regions_of
         from deepspeed_gear.store.spec import TableSpec, table_layout
         from deepspeed_gear.store.table import Table
 
         self.ops, self.specs, self.timeout_s = load_backend(backend), list(specs), timeout_s
         self.name, self.nonce = f"{prefix()}-{os.urandom(4).hex()}", "0" * 32
         self.spec = TableSpec("main", SCHEMA, num_slots, num_rows, None, True, True, num_peers)
-        words = tree_size(num_slots)
-        extra = [region for spec in self.specs for region in spec.regions(num_slots, num_peers, words)]
+        extra = [region for spec in self.specs for region in regions_of(spec, self.spec)]
         self.layout = table_layout(self.spec, extra, {})
         self.table = Table.create(self.spec, extra, {}, self.nonce, self.ops, timeout_s)
         self.streams = [Stream(spec, self.table) for spec in self.specs]
@@ -315,7 +313,8 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
 
 def check_whole(table: Any, streams: Sequence[Any]) -> None:
     """Check that everything derived in a store agrees with its slot table; takes the lock."""
-    from deepspeed_gear.selection.stream import NOTHING, NUM_DIRTY
+    from deepspeed_gear.selection.cut import NOTHING
+    from deepspeed_gear.selection.masses import NUM_DIRTY
     from deepspeed_gear.store.table import (
         COMMITTED,
         FIRST_ROW,
@@ -343,13 +342,14 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
         assert all(first >= end for (first, _), end in zip(extents, ends, strict=False))
         assert ends[-1] <= table.spec.num_rows
         for stream in streams:
-            sums = stream._sums.clone()
-            stream.ops.tree_build_(sums, len(slots))
-            assert sums.equal(stream._sums), "an inner node is not the sum of its children"
-            waiting = np.nonzero(stream._queued != NOTHING)[0]
-            dirty = stream._dirty[: int(stream.position[NUM_DIRTY])]
+            masses = stream.masses
+            sums = masses.sums.clone()
+            stream.ops.tree_build_(sums, masses.num_items)
+            assert sums.equal(masses.sums), "an inner node is not the sum of its children"
+            waiting = np.nonzero(masses.queued != NOTHING)[0]
+            dirty = masses._dirty[: masses.words[NUM_DIRTY]]
             assert sorted(dirty.tolist()) == waiting.tolist()
-            effective = np.where(stream._queued != NOTHING, stream._queued, stream._leaves)
+            effective = np.where(masses.queued != NOTHING, masses.queued, masses.applied)
             wanted = np.zeros(len(slots), np.int64)
-            wanted[committed] = stream.masses(committed)
+            wanted[committed] = masses.of(committed)
             assert (effective == wanted).all()

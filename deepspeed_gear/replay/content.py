@@ -38,7 +38,7 @@ def add(table: Table, streams: list[Stream], trajectory: Mapping[str, Any], max_
         number = table.commit(slot)
         slots = np.array([slot])
         for stream in streams:
-            stream.queue(slots, stream.masses(slots))
+            stream.queue(slots, stream.masses.of(slots))
     return number
 
 

@@ -94,6 +94,7 @@ class Replay:
         self._passes: dict[str, int] = {}
         self._prefetcher: Prefetcher[tuple[Batch, np.ndarray]] | None = None
         self._used = 0  # micro batches of the training stream that the user has had
+        self._head: np.ndarray | None = None  # of the last global batch that was used; None: see _position
         self._position = position.start()
         self._start = 0  # global batch at which the numbering of micro batches begins
         self._finalizer = weakref.finalize(
@@ -158,7 +159,7 @@ class Replay:
             batch, head = self._produce(self._used)
         self._used += 1
         if self._used % self.batch_info.accumulation == 0:
-            self._position = position.after(head)
+            self._head = head
         self.metrics.waited(time.perf_counter() - begin, int(head[EPOCH]))
         return batch
 
@@ -307,7 +308,10 @@ class Replay:
         Equal on all ranks; JSON-able. A global batch of which only some micro batches were used comes again.
         """
         self._check_open()
-        return position.state_of(self.config, self.fingerprint, self._passes, self._position)
+        return position.state_of(self.config, self.fingerprint, self._passes, self._where())
+
+    def _where(self) -> dict[str, int]:
+        return self._position if self._head is None else position.after(self._head)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Write what was added to tables with a capacity, and return the position. Collective.
@@ -323,7 +327,7 @@ class Replay:
             for name, table in self._changing_tables().items():
                 with table.lock:
                     streams = self._streams_of(table)
-                    snapshot.save_table(table, streams, Path(folder) / name, self._position["batches"])
+                    snapshot.save_table(table, streams, Path(folder) / name, self._where()["batches"])
 
         self._exchange.agree("saving the tables", write if self.topology.leads_node else lambda: None)
         return self.state_dict()
@@ -341,7 +345,7 @@ class Replay:
             for name, table in self._changing_tables().items():
                 with table.lock:
                     streams = self._streams_of(table)
-                    snapshot.load_table(table, streams, Path(folder) / name, self._position["batches"])
+                    snapshot.load_table(table, streams, Path(folder) / name, self._where()["batches"])
 
         self._exchange.agree("loading the tables", read if self.topology.leads_node else lambda: None)
 
@@ -360,6 +364,7 @@ class Replay:
         )
         self._stop_prefetch()
         self._exchange.barrier()
+        self._head = None
         self._position = {name: int(state["train"][name]) for name in position.WORDS}
         self._passes = {name: int(count) for name, count in state["passes"].items()}
         if self.topology.leads_node:

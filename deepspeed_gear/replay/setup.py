@@ -20,14 +20,13 @@ from deepspeed_gear.config import (
 )
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.functional import tree_size
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.anchors import AnchorRule, Reach
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.rules import Condition, MassRule, key_of
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.selection.stream import Stream, regions_of
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.memory import remove_garbage
@@ -234,9 +233,7 @@ class StorePlan:
     @property
     def extra(self) -> list[Region]:
         """What the streams keep in the store."""
-        words = tree_size(self.spec.num_slots)
-        slots, peers = self.spec.num_slots, self.spec.num_peers
-        return [region for stream in self.streams for region in stream.regions(slots, peers, words)]
+        return [region for stream in self.streams for region in regions_of(stream, self.spec)]
 
     def create(self, ops: Ops, config: GearConfig) -> tuple[Table, list[Stream]]:
         """Make the store and give it its name."""

@@ -11,11 +11,11 @@ from deepspeed_gear.selection.rules import MassRule
 from deepspeed_gear.store.layout import RESOLUTION_WORDS, Region
 
 NOTHING = -1
-FAN_OUT = 32  # kFanOut of ops/csrc/common/tree.h
 # words of a position, and of the head of a ring entry
 KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL, COUNT, FILLERS = range(8)
 HEAD_WORDS = 16
-NUM_DIRTY, APPLYING, DONE, AHEAD = 8, 9, 10, 11  # words of the position only
+CUT_WORDS = 8  # those that a cut sets
+DONE, AHEAD = 8, 9  # words of the position only
 PASS_SHIFT = 32  # a pass over an evaluation split: key = pass << 32 | batch
 
 
@@ -42,18 +42,19 @@ class StreamSpec:
     batch: int
     depth: int
 
-    def regions(self, num_slots: int, num_peers: int, tree_words: int) -> list[Region]:
-        """Return what the stream keeps in the store."""
-        at = f"stream/{self.name}/"
+    @property
+    def at(self) -> str:
+        """First part of the names of its regions."""
+        return f"stream/{self.name}/"
+
+    def regions(self, num_peers: int) -> list[Region]:
+        """Return what the cuts of the stream keep in the store; its masses have regions of their own."""
         return [
-            Region(at + "position", "int64", (HEAD_WORDS,)),
-            Region(at + "consumed", "int64", (num_peers,)),
-            Region(at + "sums", "int64", (tree_words,)),
-            Region(at + "queued", "int64", (num_slots,)),
-            Region(at + "dirty", "int64", (num_slots,)),
-            Region(at + "heads", "int64", (self.depth, HEAD_WORDS)),
-            Region(at + "ring", "int64", (self.depth, self.batch, RESOLUTION_WORDS)),
-            Region(at + "epochs", "int64", (self.depth, self.batch)),
+            Region(self.at + "position", "int64", (HEAD_WORDS,)),
+            Region(self.at + "consumed", "int64", (num_peers,)),
+            Region(self.at + "heads", "int64", (self.depth, HEAD_WORDS)),
+            Region(self.at + "ring", "int64", (self.depth, self.batch, RESOLUTION_WORDS)),
+            Region(self.at + "epochs", "int64", (self.depth, self.batch)),
         ]
 
 

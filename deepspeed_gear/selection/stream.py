@@ -25,26 +25,26 @@ from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT
 from deepspeed_gear.selection.cut import (
     AHEAD,
-    APPLYING,
     COUNT,
+    CUT_WORDS,
     DONE,
     EPOCH,
     EPOCH_FIRST,
     EPOCH_SIZE,
-    FAN_OUT,
     FILLERS,
     KEY,
     NOTHING,
-    NUM_DIRTY,
     PASS_SHIFT,
     SAMPLES,
     TOTAL,
     Cut,
     StreamSpec,
 )
+from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.peers import Peers
-from deepspeed_gear.selection.rules import UNIT_CODES
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, STATE, Table
+from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.spec import TableSpec
+from deepspeed_gear.store.table import FIRST_ROW, Table
 
 _POLL_S = 100e-6
 
@@ -57,22 +57,18 @@ class Stream:
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         self.spec, self.table, self.ops = spec, table, table.ops
-        at = f"stream/{spec.name}/"
         views = table.views
-        self.position: np.ndarray = views[at + "position"]
-        self.consumed: np.ndarray = views[at + "consumed"]
-        self.heads: np.ndarray = views[at + "heads"]
-        self._queued: np.ndarray = views[at + "queued"]
-        self._dirty: np.ndarray = views[at + "dirty"]
-        self._sums = torch.from_numpy(views[at + "sums"])
-        self._leaves: np.ndarray = views[at + "sums"][: len(table.slots)]
-        self._top: np.ndarray = views[at + "sums"][-FAN_OUT:]  # the last level is one node's children
-        self._ring = torch.from_numpy(views[at + "ring"])
-        self._epochs = torch.from_numpy(views[at + "epochs"])
-        self._slots = torch.from_numpy(table.slots)
-        self._rule_words = spec.rule.anchors.as_list()
-        self._unit = UNIT_CODES[spec.rule.unit]
-        self._peer = table.memory.peer
+        self.masses = Masses(spec, table)
+        self.position: np.ndarray = views[spec.at + "position"]
+        self.consumed: np.ndarray = views[spec.at + "consumed"]
+        self.heads: np.ndarray = views[spec.at + "heads"]
+        self._ring = torch.from_numpy(views[spec.at + "ring"])
+        self._epochs = torch.from_numpy(views[spec.at + "epochs"])
+        # Words one by one: behind a batch that has emptied the caches, a NumPy call takes 10 us and more.
+        self._words, self._head_words = self.position.data, self.heads.data
+        self._entries = list(zip(self.heads, self._ring, self._epochs, strict=True))
+        self._coordinates = torch.empty(spec.batch, dtype=torch.int64)
+        self._peer, self._num_peers = table.memory.peer, len(self.consumed)
         self.stopped = False  # set by another thread: ends a wait of `take`
         self._timeout_s = table.lock.timeout_s
         self.peers = Peers(spec, table, self.consumed, self._timeout_s)
@@ -83,75 +79,22 @@ class Stream:
     def initialise(self) -> None:
         """Set masses and position in new memory, before it is linked."""
         self.heads[:, KEY] = self.position[AHEAD] = NOTHING
-        slots = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
-        self._leaves[slots] = self.masses(slots)
-        self.ops.tree_build_(self._sums, len(self.table.slots))
-        self._queued[:] = NOTHING
-
-    def masses(self, slots: np.ndarray) -> np.ndarray:
-        """Return the masses that the rule gives to committed slots. [n] -> [n], int64."""
-        records = self.table.slots[slots]
-        return self.spec.rule.masses(
-            records[:, ID], records[:, NUM_STEPS], lambda name: self.table.values(name, slots)
-        )
+        self.masses.initialise()
 
     def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """Queue changes for the next cut; the last one of a slot wins. Wants the lock."""
         self.position[AHEAD] = NOTHING
-        for slot, mass in zip(slots.tolist(), masses.tolist(), strict=True):
-            if self._queued[slot] == NOTHING:
-                count = self.position[NUM_DIRTY]
-                self._dirty[count] = slot
-                self._queued[slot] = mass
-                self.position[NUM_DIRTY] = count + 1
-            else:
-                self._queued[slot] = mass
-
-    def _apply(self) -> None:
-        count = int(self.position[NUM_DIRTY])
-        if count == 0:
-            return
-        dirty = self._dirty[:count]
-        self.position[APPLYING] = 1
-        masses = self._queued[dirty]
-        self.ops.tree_update_(
-            self._sums, len(self.table.slots), torch.from_numpy(dirty), torch.from_numpy(masses)
-        )
-        self._queued[dirty] = NOTHING
-        self.position[NUM_DIRTY] = 0
-        self.position[APPLYING] = 0
+        self.masses.queue(slots, masses)
 
     def _recover(self) -> None:
         """Make the stream whole after a process died inside it."""
-        slots = self.table.slots
         self.position[AHEAD] = NOTHING
-        if self.position[APPLYING]:  # every leaf of the queue is old or new: finish the application
-            waiting = np.nonzero(self._queued != NOTHING)[0]
-            self._leaves[waiting] = self._queued[waiting]
-            self._queued[waiting] = NOTHING
-            self.position[NUM_DIRTY] = self.position[APPLYING] = 0
-        else:
-            waiting = np.nonzero(self._queued != NOTHING)[0]
-            self._dirty[: len(waiting)] = waiting
-            self.position[NUM_DIRTY] = len(waiting)
-        # A slot that was committed or retired without its change being queued: the slot table is the truth.
-        effective = np.where(self._queued != NOTHING, self._queued, self._leaves)
-        committed = np.nonzero(slots[:, STATE] == COMMITTED)[0]
-        wanted = np.zeros(len(slots), np.int64)
-        wanted[committed] = self.masses(committed)
-        missed = np.nonzero(effective != wanted)[0]
-        self.queue(missed, wanted[missed])
-        self.ops.tree_build_(self._sums, len(slots))
+        self.masses.recover()
         newest = int(self.heads[:, KEY].argmax())
         if self.heads[newest, KEY] >= self.position[KEY] and self.heads[newest, KEY] != NOTHING:
-            self._advance(self.heads[newest])
+            self._advance(newest)
 
     # ---- cuts ------------------------------------------------------------------------------------
-
-    @property
-    def total(self) -> int:
-        """Sum of all masses in the tree."""
-        return sum(self._top.tolist())  # plain integers: with cold caches a NumPy reduction costs 30 us
 
     def take(self, key: int) -> Cut:
         """Return the cut of a global batch; make it if nobody has.
@@ -164,7 +107,7 @@ class Stream:
         entry = key % self.spec.depth
         while True:
             with self.table.lock:
-                held, at = int(self.heads[entry, KEY]), int(self.position[KEY])
+                held, at = self._head_words[entry, KEY], self._words[KEY]
                 if held == key:
                     return self._seen(key, entry)
                 skips = key > at and self.spec.kind != "pass"
@@ -192,50 +135,50 @@ class Stream:
             time.sleep(_POLL_S)
 
     def _seen(self, key: int, entry: int) -> Cut:
-        if (key + 1) % len(self.consumed) == self._peer:
+        if (key + 1) % self._num_peers == self._peer:
             self._draw_ahead(key + 1)
-        return Cut(key, self.heads[entry], self._ring[entry], self._epochs[entry])
+        return Cut(key, *self._entries[entry])
 
     def consume(self, key: int) -> None:
         """Say that this process has copied what it needs of all cuts up to `key`."""
         self.consumed[self._peer] = key + 1
 
     def _cut(self, key: int, entry: int) -> None:
-        head, rows = self.heads[entry], self._ring[entry]
-        head[KEY] = NOTHING
-        after: list[int] = self.position.tolist()
+        _, rows, epochs = self._entries[entry]
+        self._head_words[entry, KEY] = NOTHING
+        after: list[int] = self._words[:CUT_WORDS].tolist()
         self._begin(key, after)
         count = self.spec.batch
         if self.spec.kind == "random":
-            self._apply()
+            self.masses.apply()
             after[TOTAL] = self._checked_total()
-            if self.position[AHEAD] != key:
+            if self._words[AHEAD] != key:
                 self._draw(rows, after[SAMPLES], after[TOTAL])
         else:
-            self._walk(rows, self._epochs[entry], torch.empty(count, dtype=torch.int64), after)
+            self._walk(rows, epochs, torch.empty(count, dtype=torch.int64), after)
         after[KEY], after[COUNT] = key + 1, count
         after[SAMPLES] += count
-        head[1:] = after[1:]
-        head[KEY] = key  # the commit point
-        self._advance(head)
+        for word in range(1, CUT_WORDS):
+            self._head_words[entry, word] = after[word]
+        self._head_words[entry, KEY] = key  # the commit point
+        self._advance(entry)
 
     def _draw_ahead(self, key: int) -> None:
         """Draw for the next cut, where several ranks want it and nothing is known that comes before it."""
-        position, entry = self.position, key % self.spec.depth
-        if len(self.consumed) == 1 or self.spec.kind != "random" or position[KEY] != key:
+        words, entry = self._words, key % self.spec.depth
+        if self._num_peers == 1 or self.spec.kind != "random" or words[KEY] != key:
             return
-        if position[AHEAD] == key or position[NUM_DIRTY] or self.peers.late(int(self.heads[entry, KEY])):
+        if words[AHEAD] == key or self.masses.waiting or self.peers.late(self._head_words[entry, KEY]):
             return
-        self.heads[entry, KEY] = NOTHING
-        total = self.total
+        self._head_words[entry, KEY] = NOTHING
+        total = self.masses.total
         if total:
-            self._draw(self._ring[entry], int(position[SAMPLES]), total)
-            position[AHEAD] = key
+            self._draw(self._entries[entry][1], words[SAMPLES], total)
+            words[AHEAD] = key
 
     def _draw(self, rows: torch.Tensor, first: int, total: int) -> None:
-        coordinates = torch.empty(len(rows), dtype=torch.int64)
-        self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
-        self._resolve(rows, coordinates, first)
+        self.ops.draw_(self._coordinates, self.spec.seed, self.spec.key, first, total)
+        self.masses.resolve(rows, self._coordinates, first)
 
     def _begin(self, key: int, after: list[int]) -> None:
         """Reset what belongs to one pass when a new pass begins."""
@@ -253,7 +196,7 @@ class Stream:
         A cut that fails or dies after that point cannot resolve the old epoch's last items again, since the
         tree has changed: it is taken up behind them (DONE), where their resolutions lie in the ring already.
         """
-        done, count = after[DONE], self.spec.batch
+        done, count = self._words[DONE], self.spec.batch
         while done < count:
             at = after[SAMPLES] + done - after[EPOCH_FIRST]
             if at >= after[EPOCH_SIZE]:
@@ -264,9 +207,9 @@ class Stream:
                     if after[EPOCH_SIZE] > 0:
                         after[EPOCH] += 1
                     after[EPOCH_FIRST] = after[SAMPLES] + done
-                    if self.position[NUM_DIRTY]:
+                    if self.masses.waiting:
                         self.position[DONE] = done
-                    self._apply()
+                    self.masses.apply()
                     after[EPOCH_SIZE] = after[TOTAL] = self._checked_total()
                     at = 0
             n = min(count - done, after[EPOCH_SIZE] - at)
@@ -277,17 +220,13 @@ class Stream:
                 self.ops.permute_(part, self.spec.seed, self.spec.key, epoch, at, size)
             else:
                 torch.arange(at, at + n, out=part)
-            self._resolve(rows[done : done + n], part, after[SAMPLES] + done)
+            self.masses.resolve(rows[done : done + n], part, after[SAMPLES] + done)
             if self.spec.kind == "pass" and after[FILLERS]:
                 after[EPOCH_FIRST] = after[SAMPLES] + done + n - after[EPOCH_SIZE]
             done += n
 
-    def _resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
-        how = self._rule_words, self._unit, self.spec.seed, self.spec.key, first
-        self.ops.resolve_(rows, self._sums, self._slots, coordinates, *how)
-
     def _checked_total(self) -> int:
-        total = self.total
+        total = self.masses.total
         if total == 0:
             raise StoreError(
                 f"stream {self.spec.name}: table {self.table.spec.name}",
@@ -297,10 +236,11 @@ class Stream:
             )
         return total
 
-    def _advance(self, head: np.ndarray) -> None:
-        self.position[1:NUM_DIRTY] = head[1:NUM_DIRTY]
-        self.position[DONE] = 0
-        self.position[KEY] = head[KEY] + 1
+    def _advance(self, entry: int) -> None:
+        for word in range(1, CUT_WORDS):
+            self._words[word] = self._head_words[entry, word]
+        self._words[DONE] = 0
+        self._words[KEY] = self._head_words[entry, KEY] + 1
 
     def restart(self) -> None:
         """Let changes that wait for the end of an epoch take effect at the next cut. Wants the lock."""
@@ -316,8 +256,8 @@ class Stream:
         position, ring = self.position, self._ring[:, :, R_SLOT].numpy()
         num_walked = position[SAMPLES] + position[DONE] - position[EPOCH_FIRST]
         if self.spec.kind == "random" or num_walked >= position[EPOCH_SIZE]:
-            self._apply()  # nothing is drawn between now and the next cut, so it sees the same tree
-        waiting = self._leaves[slots] != 0
+            self.masses.apply()  # nothing is drawn between now and the next cut, so it sees the same tree
+        waiting = self.masses.applied[slots] != 0
         for entry, head in enumerate(self.heads):
             if head[KEY] != NOTHING and self.peers.late(int(head[KEY])):
                 waiting |= np.isin(slots, ring[entry])
@@ -345,9 +285,8 @@ class Stream:
         ring = self._ring.numpy()[unused].copy()
         ring[..., R_SLOT] = np.searchsorted(slots, ring[..., R_SLOT])
         return {
-            "leaves": self._leaves[slots],
-            "queued": self._queued[slots],
-            "position": self.position[:NUM_DIRTY].copy(),
+            **self.masses.export(slots),
+            "position": self.position[:CUT_WORDS].copy(),
             "heads": self.heads[unused],
             "ring": ring,
             "epochs": self._epochs.numpy()[unused],
@@ -358,12 +297,8 @@ class Stream:
 
         Cuts that were not used are kept if the global batch has still the same size and the ring the room.
         """
-        self._leaves[:], self._queued[:] = 0, NOTHING
-        self._leaves[slots], self._queued[slots] = content["leaves"], content["queued"]
-        waiting = np.nonzero(self._queued != NOTHING)[0]
-        self._dirty[: len(waiting)] = waiting
-        self.position[NUM_DIRTY], self.position[APPLYING], self.position[AHEAD] = len(waiting), 0, NOTHING
-        self.ops.tree_build_(self._sums, len(self.table.slots))
+        self.masses.restore(slots, content)
+        self.position[AHEAD] = NOTHING
         heads, ring = content["heads"], content["ring"]
         if ring.shape[1] != self.spec.batch or len(heads) > self.spec.depth or len(heads) == 0:
             return
@@ -372,7 +307,13 @@ class Stream:
         entries = heads[:, KEY] % self.spec.depth
         self.heads[entries] = heads
         self._ring.numpy()[entries], self._epochs.numpy()[entries] = ring, content["epochs"]
-        self.position[:NUM_DIRTY] = content["position"]
+        self.position[:CUT_WORDS] = content["position"]
+
+
+def regions_of(spec: StreamSpec, table: TableSpec) -> list[Region]:
+    """Return what a stream keeps in the store of a table."""
+    masses = Masses.regions(spec, table.num_slots, table.num_rows, table.num_peers)
+    return [*spec.regions(table.num_peers), *masses]
 
 
 def reclaim(table: Table, streams: list[Stream]) -> None:

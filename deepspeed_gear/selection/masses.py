@@ -1,0 +1,167 @@
+"""The masses of a stream's items: a tree of integer sums in the store, and the changes that wait for a cut.
+
+A changed slot is queued with the mass that its rule gives it; the next cut puts the queue into the tree. So
+a tree never changes under a draw. The slot table is the truth: after a death, whatever the queue has missed
+is found by comparing the two.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deepspeed_gear.ops.constants import FAN_OUT, tree_size
+from deepspeed_gear.selection.cut import NOTHING, StreamSpec
+from deepspeed_gear.selection.rules import UNIT_CODES
+from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.table import COMMITTED, ID, NUM_STEPS, STATE, Table
+
+NUM_DIRTY, APPLYING = 0, 1  # words of the changes
+CHANGE_WORDS = 8
+
+
+class Masses:
+    """One mass for each slot.
+
+    Process safety: every method wants the table's lock, `initialise` memory that is not linked yet.
+
+    Args:
+        spec: The stream.
+        table: Its table.
+    """
+
+    def __init__(self, spec: StreamSpec, table: Table) -> None:
+        self.spec, self.table, self.ops = spec, table, table.ops
+        views = table.views
+        self.num_items = self.count_items(spec, len(table.slots), table.spec.num_rows)
+        self.words = views[spec.at + "changes"].data
+        self.queued: np.ndarray = views[spec.at + "queued"]
+        self._dirty: np.ndarray = views[spec.at + "dirty"]
+        self.sums = torch.from_numpy(views[spec.at + "sums"])
+        self.leaves: np.ndarray = views[spec.at + "sums"][: self.num_items]
+        self._top: np.ndarray = views[spec.at + "sums"][-FAN_OUT:]  # the last level is one node's children
+        self._slots = torch.from_numpy(table.slots)
+        self._how = (spec.rule.anchors.as_list(), UNIT_CODES[spec.rule.unit], spec.seed, spec.key)
+
+    @staticmethod
+    def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
+        """Return the leaves of the tree."""
+        del spec, num_rows
+        return num_slots
+
+    @classmethod
+    def regions(cls, spec: StreamSpec, num_slots: int, num_rows: int, num_peers: int) -> list[Region]:
+        """Return what the masses of a stream keep in the store."""
+        del num_peers
+        return [
+            Region(spec.at + "changes", "int64", (CHANGE_WORDS,)),
+            Region(spec.at + "queued", "int64", (num_slots,)),
+            Region(spec.at + "dirty", "int64", (num_slots,)),
+            Region(spec.at + "sums", "int64", (tree_size(cls.count_items(spec, num_slots, num_rows)),)),
+        ]
+
+    def initialise(self) -> None:
+        """Set the masses of what the table holds."""
+        self.queued[:] = NOTHING
+        slots = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
+        self._set(slots, self.of(slots))
+        self._build()
+
+    def of(self, slots: np.ndarray) -> np.ndarray:
+        """Return the masses that the rule gives to committed slots. [n] -> [n], int64."""
+        records = self.table.slots[slots]
+        return self.spec.rule.masses(
+            records[:, ID], records[:, NUM_STEPS], lambda name: self.table.values(name, slots)
+        )
+
+    # ---- changes ---------------------------------------------------------------------------------
+
+    def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
+        """Queue changes for the next cut; the last one of a slot wins."""
+        for slot, mass in zip(slots.tolist(), masses.tolist(), strict=True):
+            if self.queued[slot] == NOTHING:
+                count = self.words[NUM_DIRTY]
+                self._dirty[count] = slot
+                self.queued[slot] = mass
+                self.words[NUM_DIRTY] = count + 1
+            else:
+                self.queued[slot] = mass
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the next cut would change the tree."""
+        return self.words[NUM_DIRTY] != 0
+
+    def apply(self) -> None:
+        """Put what is queued into the tree. A death in between is mended by `recover`."""
+        count = self.words[NUM_DIRTY]
+        if count == 0:
+            return
+        dirty = self._dirty[:count]
+        self.words[APPLYING] = 1
+        self._set(dirty, self.queued[dirty])
+        self.queued[dirty] = NOTHING
+        self.words[NUM_DIRTY] = 0
+        self.words[APPLYING] = 0
+
+    def recover(self) -> None:
+        """Make masses and queue whole after a process died inside them."""
+        waiting = np.nonzero(self.queued != NOTHING)[0]
+        if self.words[APPLYING]:  # each queued slot is in the tree or not: finish
+            self._set(waiting, self.queued[waiting])
+            self.queued[waiting] = NOTHING
+            self.words[NUM_DIRTY] = self.words[APPLYING] = 0
+        else:
+            self._dirty[: len(waiting)] = waiting
+            self.words[NUM_DIRTY] = len(waiting)
+        # A slot that was committed or retired without its change being queued: the slot table is the truth.
+        effective = np.where(self.queued != NOTHING, self.queued, self.applied)
+        committed = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
+        wanted = np.zeros(len(effective), np.int64)
+        wanted[committed] = self.of(committed)
+        missed = np.nonzero(effective != wanted)[0]
+        self.queue(missed, wanted[missed])
+        self._build()
+
+    @property
+    def applied(self) -> np.ndarray:
+        """The rule's masses of the slots as the tree knows them. [slots], int64."""
+        return self.leaves
+
+    def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
+        self.ops.tree_update_(self.sums, self.num_items, torch.from_numpy(slots), torch.from_numpy(masses))
+
+    def _build(self) -> None:
+        self.ops.tree_build_(self.sums, self.num_items)
+
+    # ---- draws -----------------------------------------------------------------------------------
+
+    @property
+    def total(self) -> int:
+        """Sum of all masses in the tree."""
+        return sum(self._top.tolist())  # plain integers: with cold caches a NumPy reduction costs 30 us
+
+    def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
+        """Find what coordinates hit.
+
+        Args:
+            rows: Gets the resolutions. [n, 8], int64.
+            coordinates: In [0, total). [n], int64.
+            first: Sample number of the first one.
+        """
+        self.ops.resolve_(rows, self.sums, self._slots, coordinates, *self._how, first)
+
+    # ---- content ---------------------------------------------------------------------------------
+
+    def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what is known of slots."""
+        return {"leaves": self.leaves[slots], "queued": self.queued[slots]}
+
+    def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
+        """Take up what `export` has returned; everything else is gone."""
+        self.leaves[:], self.queued[:] = 0, NOTHING
+        self.leaves[slots], self.queued[slots] = content["leaves"], content["queued"]
+        waiting = np.nonzero(self.queued != NOTHING)[0]
+        self._dirty[: len(waiting)] = waiting
+        self.words[NUM_DIRTY], self.words[APPLYING] = len(waiting), 0
+        self._build()
