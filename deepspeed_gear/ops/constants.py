@@ -8,6 +8,17 @@ SLOT_STATE, SLOT_GENERATION, SLOT_ID, SLOT_FIRST_ROW, SLOT_NUM_STEPS, SLOT_NUM_R
 RESOLUTION_WORDS = 8
 R_ID, R_SLOT, R_GENERATION, R_FIRST_ROW, R_NUM_STEPS, R_ANCHOR, R_MASS, R_NUMBER = range(8)
 UNIT_TRAJECTORY, UNIT_STEP = 0, 1
+COMMITTED = 2  # the state of a slot whose trajectory can be drawn
+UPDATE_WORDS = 4
+U_SLOT, U_GENERATION, U_ANCHOR, U_PRIORITY = range(4)
+
+# cpu/ops.h: what updates of priorities did.
+APPLIED, STALE, CLAMPED, HIGHEST_PRIORITY, DRAWABLE = range(5)
+NUM_UPDATE_COUNTS = 5
+
+# common/power.h: masses are Q24, exponents Q62.
+MASS_BITS, MOST_MASS_BITS = 24, 40
+ONE_Q62 = 1 << 62
 
 # common/philox.h: what a random word is for.
 FOR_COORDINATE, FOR_ANCHOR, FOR_PERMUTATION, FOR_SPLIT = range(4)
@@ -45,3 +56,18 @@ def tree_size(num_items: int) -> int:
     """Return the words of a tree of `num_items` masses."""
     offset, width = tree_levels(num_items)[-1]
     return offset + width
+
+
+def minima_levels(num_items: int) -> list[tuple[int, int]]:
+    """Lay out the tree of minima: the levels >= 1 of the tree of sums, empty for one group of items.
+
+    Returns:
+        Offset and width of every level from 1 on, in words.
+    """
+    (_, leaves), *levels = tree_levels(num_items)
+    return [(offset - leaves, width) for offset, width in levels]
+
+
+def minima_size(num_items: int) -> int:
+    """Return the words of the tree of minima over `num_items` masses."""
+    return sum(width for _, width in minima_levels(num_items))

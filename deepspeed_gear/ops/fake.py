@@ -12,10 +12,19 @@ OP_NAMES = (
     "tree_build_",
     "tree_update_",
     "resolve_",
+    "resolve_rows_",
+    "mass_",
+    "importance_",
+    "minima_build_",
+    "minima_update_",
+    "top_k_",
+    "prioritize_",
     "suffix_sum_",
     "n_step_",
     "gather_",
 )
+#: Ops of the host's store, which have no kernels.
+HOST_ONLY = ("top_k_", "prioritize_")
 
 _lock = threading.Lock()
 _registered = False

@@ -7,15 +7,15 @@ or write outside a tensor. The functions of this module allocate their results a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import BuildError, ConfigError, ShapeError
-from . import fake, reference
+from ..errors import ShapeError
+from . import reference
+from .backends import Ops, load_backend
+from .checks import check_key, check_range, check_tensor
 from .constants import (
     ALIGN_IN_PLACE,
     FIELD_INTS,
@@ -27,89 +27,50 @@ from .constants import (
     SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
     UNIT_TRAJECTORY,
+    minima_size,
     tree_levels,
     tree_size,
+)
+from .priorities import (
+    importance,
+    least_mass,
+    mass,
+    minima,
+    minima_update,
+    prioritize,
+    q62,
+    resolve_rows,
+    top_k,
 )
 
 __all__ = [
     "Ops",
     "draw",
     "gather",
+    "importance",
+    "least_mass",
     "load_backend",
+    "mass",
+    "minima",
+    "minima_size",
+    "minima_update",
     "n_step",
     "permute",
     "powers_of",
+    "prioritize",
+    "q62",
     "resolve",
+    "resolve_rows",
     "scaling",
     "suffix_sum",
+    "top_k",
     "tree",
     "tree_levels",
     "tree_size",
     "tree_total",
 ]
 
-Op = Callable[..., None]
 _SCALING_ELEMENTS = 128
-
-
-@dataclass(frozen=True)
-class Ops:
-    """The ops of one backend: they write into tensors of the caller and return nothing.
-
-    What they mean stands in `reference`, under the same names. Calls are thread safe as long as their outputs
-    differ. `native` is the loaded module with the functions `mutex_*` of the stores, None for the reference.
-    """
-
-    name: str
-    draw_: Op
-    permute_: Op
-    tree_build_: Op
-    tree_update_: Op
-    resolve_: Op
-    suffix_sum_: Op
-    n_step_: Op
-    gather_: Op
-    native: ModuleType | None = None
-
-
-def load_backend(name: str = "auto") -> Ops:
-    """Load the ops of a backend.
-
-    Args:
-        name: "reference" (plain PyTorch, never compiles), "cpu" (C++), "cuda" (the kernels for tensors on a
-            GPU, the C++ ops for those in host memory), or "auto" (the same as "cpu").
-    Raises:
-        ConfigError: There is no backend of this name.
-        BuildError: The native op cannot be built or loaded, or CUDA is asked for where there is none.
-    """
-    if name == "reference":
-        return Ops(name, **{op: getattr(reference, op) for op in fake.OP_NAMES})
-    if name in ("auto", "cpu"):
-        from .load import load_native
-
-        return _native_ops("cpu", load_native())
-    if name == "cuda":
-        return _native_ops(name, _load_cuda())
-    raise ConfigError("gear.backend", "must be auto, reference, cpu or cuda", name)
-
-
-def _native_ops(name: str, native: ModuleType) -> Ops:
-    fake.register()
-    return Ops(name, **{op: getattr(torch.ops.gear, op).default for op in fake.OP_NAMES}, native=native)
-
-
-def _load_cuda() -> ModuleType:
-    if not torch.cuda.is_available():
-        raise BuildError(
-            "gear.backend",
-            "is cuda, which needs a CUDA build of torch and a GPU that it sees",
-            f"torch {torch.__version__}, CUDA {torch.version.cuda}",
-            'set gear.backend to "cpu": the store, selection and collection run in host memory',
-        )
-    from .load import load_native, load_native_cuda
-
-    load_native_cuda()
-    return load_native()
 
 
 def draw(seed: int, stream: int, first: int, total: int, count: int, *, ops: Ops | None = None) -> Tensor:
@@ -127,10 +88,10 @@ def draw(seed: int, stream: int, first: int, total: int, count: int, *, ops: Ops
     Raises:
         ShapeError: An argument is out of its range.
     """
-    _check_key(seed, stream)
-    _check_range("first", first, 0, 1 << 63)
-    _check_range("total", total, 1, 1 << 63)
-    coordinates = torch.empty(_check_range("count", count, 0, 1 << 40), dtype=torch.int64)
+    check_key(seed, stream)
+    check_range("first", first, 0, 1 << 63)
+    check_range("total", total, 1, 1 << 63)
+    coordinates = torch.empty(check_range("count", count, 0, 1 << 40), dtype=torch.int64)
     (ops or load_backend()).draw_(coordinates, seed, stream, first, total)
     return coordinates
 
@@ -153,11 +114,11 @@ def permute(
     Raises:
         ShapeError: An argument is out of its range.
     """
-    _check_key(seed, stream)
-    _check_range("epoch", epoch, 0, 1 << 63)
-    _check_range("size", size, 0, 1 << 62)
-    _check_range("first", first, 0, size + 1)
-    items = torch.empty(_check_range("count", count, 0, size - first + 1), dtype=torch.int64)
+    check_key(seed, stream)
+    check_range("epoch", epoch, 0, 1 << 63)
+    check_range("size", size, 0, 1 << 62)
+    check_range("first", first, 0, size + 1)
+    items = torch.empty(check_range("count", count, 0, size - first + 1), dtype=torch.int64)
     (ops or load_backend()).permute_(items, seed, stream, epoch, first, size)
     return items
 
@@ -174,7 +135,7 @@ def tree(masses: Tensor, *, ops: Ops | None = None) -> Tensor:
         ShapeError: Wrong shape or dtype, or a mass is negative.
     Cost: one pass over the masses.
     """
-    _check_tensor("masses", masses, torch.int64, (None,))
+    check_tensor("masses", masses, torch.int64, (None,))
     if len(masses) and int(masses.min()) < 0:
         raise ShapeError("masses", "must not be negative", int(masses.min()))
     sums = torch.zeros(tree_size(len(masses)), dtype=torch.int64)
@@ -217,10 +178,10 @@ def resolve(
     Raises:
         ShapeError: Wrong shape or dtype, or a coordinate is outside the tree's total.
     """
-    _check_key(seed, stream)
-    _check_tensor("slots", slots, torch.int64, (None, SLOT_WORDS))
-    _check_tensor("sums", sums, torch.int64, (tree_size(len(slots)),))
-    _check_tensor("coordinates", coordinates, torch.int64, (None,))
+    check_key(seed, stream)
+    check_tensor("slots", slots, torch.int64, (None, SLOT_WORDS))
+    check_tensor("sums", sums, torch.int64, (tree_size(len(slots)),))
+    check_tensor("coordinates", coordinates, torch.int64, (None,))
     if len(rule) != 5 or rule[2] < 1:
         raise ShapeError("rule", "must be first, trim, stride >= 1, most, from_end", list(rule))
     total = tree_total(sums, len(slots))
@@ -244,8 +205,8 @@ def suffix_sum(reward: Tensor, extents: Tensor, *, ops: Ops | None = None) -> Te
     Raises:
         ShapeError: Wrong shape or dtype, or an extent lies outside the rows.
     """
-    _check_tensor("reward", reward, None, (None,))
-    _check_tensor("extents", extents, torch.int64, (None, 2))
+    check_tensor("reward", reward, None, (None,))
+    check_tensor("extents", extents, torch.int64, (None, 2))
     reference.check_extents(extents, len(reward))
     out = torch.zeros(len(reward), dtype=torch.float32)
     (ops or load_backend()).suffix_sum_(out, reward, extents)
@@ -287,14 +248,14 @@ def n_step(
     Raises:
         ShapeError: Wrong shape, dtype or range, or a resolution lies outside the rows.
     """
-    _check_tensor("reward", reward, None, (None,))
+    check_tensor("reward", reward, None, (None,))
     for name, flags in (("terminated", terminated), ("truncated", truncated)):
         if flags is not None:
-            _check_tensor(name, flags, torch.bool, (len(reward),))
-    _check_range("n", n, 1, 1 << 31)
+            check_tensor(name, flags, torch.bool, (len(reward),))
+    check_range("n", n, 1, 1 << 31)
     if not 0 <= gamma <= 1:
         raise ShapeError("gamma", "must be in [0, 1]", gamma)
-    _check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
+    check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
     reference.check_rows(resolutions, len(reward))
     returns, discount = torch.empty(2, len(resolutions), dtype=torch.float32).unbind()
     steps = torch.empty(len(resolutions), dtype=torch.int64)
@@ -332,13 +293,13 @@ def gather(
     Raises:
         ShapeError: Wrong shape, dtype or range, or a resolution lies outside the column.
     """
-    _check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
+    check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
     target = dtype or column.dtype
     if not reference.is_allowed(column.dtype, target):
         raise ShapeError("dtype", f"must be one that {column.dtype} can be converted to", target)
     if source == SOURCE_TIMESTEP or (source == SOURCE_TRAJECTORY and length is not None):
         raise ShapeError("source", "must be a column of steps where there is a window", source)
-    steps = 1 if length is None else _check_range("length", length, 1, 1 << 40)
+    steps = 1 if length is None else check_range("length", length, 1, 1 << 40)
     elements = math.prod(column.shape[1:])
     is_step = source != SOURCE_TRAJECTORY
     final_row = int(source != SOURCE_STEPS and is_step)
@@ -370,26 +331,3 @@ def scaling(shift: Tensor, gain: Tensor, source: torch.dtype, target: torch.dtyp
     dtype = reference.arithmetic_dtype(source, target)
     repeats = 1 if shift.numel() == 1 else -(-_SCALING_ELEMENTS // shift.numel())
     return shift.reshape(-1).to(dtype).repeat(repeats), gain.reshape(-1).to(dtype).repeat(repeats)
-
-
-def _check_key(seed: int, stream: int) -> None:
-    _check_range("seed", seed, 0, 1 << 63)
-    _check_range("stream", stream, 0, 1 << 32)
-
-
-def _check_range(name: str, value: int, low: int, end: int) -> int:
-    if not low <= value < end:
-        raise ShapeError(name, f"must be in [{low}, {end})", value)
-    return value
-
-
-def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: Sequence[int | None]) -> None:
-    """Check dtype (None: any), shape (None: any size) and memory order."""
-    if dtype is not None and tensor.dtype != dtype:
-        raise ShapeError(name, f"must be {dtype}", tensor.dtype)
-    expected = [m if n is None else n for n, m in zip(shape, tensor.shape, strict=False)]
-    if tensor.dim() != len(shape) or list(tensor.shape) != expected:
-        sizes = ", ".join("*" if n is None else str(n) for n in shape)
-        raise ShapeError(name, f"must have shape [{sizes}]", list(tensor.shape))
-    if not tensor.is_contiguous():
-        raise ShapeError(name, "must be contiguous", tensor.stride(), "call .contiguous() on it")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops, fake
-from deepspeed_gear.ops.constants import tree_size
+from deepspeed_gear.ops.constants import minima_size, tree_size
 
 NUM_SLOTS, COUNT = 40, 7
 
@@ -33,12 +33,26 @@ def arguments(name: str) -> tuple[Any, ...]:
     windows = [torch.zeros(COUNT, 4, 3), torch.zeros(COUNT, 1, 3, dtype=torch.float16)]
     mask, counters = torch.zeros(COUNT, 4, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     two, pads = [none, none], [0.0, 1.0]
+    masses = torch.full((COUNT,), 9)
+    weighed = torch.cat((resolutions[:, :6], masses[:, None], masses[:, None]), dim=1)
+    row_slots = torch.arange(NUM_SLOTS // 5, dtype=torch.int32).repeat_interleave(5)
+    table = slots.clone()
+    table[:, 0] = 2
+    minima, priorities = torch.zeros(minima_size(NUM_SLOTS), dtype=torch.int64), torch.rand(NUM_SLOTS)
+    updates = torch.tensor([[1, 0, 2, 0x3F000000], [1, 0, 2, 0x40000000], [9, 1, 2, 0x3F000000]])
     return {
         "draw_": (out, 5, 1, 100, 1 << 40),
         "permute_": (out, 5, 1, 2, 3, 100),
         "tree_build_": (torch.cat((sums[:64], slot.new_full((32,), 9))), NUM_SLOTS),
         "tree_update_": (sums, NUM_SLOTS, torch.tensor([1, 1, 39]), torch.tensor([7, 9, 0])),
         "resolve_": (resolutions * 0, sums, slots, out + 11, [0, 0, 1, 9, 0], 0, 5, 1, 100),
+        "resolve_rows_": (resolutions * 0, sums.clone(), slots, row_slots, out + 11, 100),
+        "mass_": (out, torch.rand(COUNT), 1 << 61),
+        "importance_": (torch.zeros(COUNT), weighed, 3, 1, 1 << 61),
+        "minima_build_": (minima, sums, NUM_SLOTS),
+        "minima_update_": (minima, sums, NUM_SLOTS, torch.tensor([1, 1, 39])),
+        "top_k_": (out, priorities, sums),
+        "prioritize_": (sums, minima, priorities, out[:5].clone(), table, updates, 1 << 61, 0),
         "suffix_sum_": (rows[:, 0] * 0, rows[:, 0].contiguous(), extents),
         "n_step_": (*torch.zeros(2, COUNT), out, rows[:, 0].contiguous(), ends, ends, powers, resolutions, 2),
         "gather_": (windows, [mask], counters, [rows] * 2, two, two, resolutions, out + 1, fields, pads, 1),

@@ -9,6 +9,7 @@
 
 #include "common/convert.h"
 #include "common/permutation.h"
+#include "common/power.h"
 #include "common/slot.h"
 #include "common/tree.h"
 #include "common/window.h"
@@ -53,6 +54,31 @@ bool Answer() {
   } else if (is("narrow")) {  // a float to both 16-bit types
     const float x = BitCast<float>(static_cast<uint32_t>(next()));
     std::printf("%u %u\n", ToHalf(x).bits, ToBfloat(x).bits);
+  } else if (is("mass")) {  // bits of a priority, alpha
+    const uint64_t bits = next(), alpha = next();
+    const Mass mass = MassOfPriority(static_cast<uint32_t>(bits), alpha);
+    std::printf("%" PRIu64 " %d\n", mass.value, mass.clamped);
+  } else if (is("falls")) {  // how often the mass falls while the priority rises by `step` bits
+    const uint64_t alpha = next(), step = next();
+    uint64_t falls = 0, before = 0;
+    for (uint64_t bits = 0; bits < 0x7F800000u; bits += step) {
+      const uint64_t mass = MassOfPriority(static_cast<uint32_t>(bits), alpha).value;
+      falls += mass < before;
+      before = mass;
+    }
+    std::printf("%" PRIu64 " %" PRIu64 "\n", falls, before);
+  } else if (is("weight")) {  // numerator, count, mass, beta
+    const uint64_t numerator = next(), count = next(), mass = next(), beta = next();
+    std::printf("%u\n", ImportanceBits(Log2(numerator) - Log2(count), mass, beta));
+  } else if (is("float")) {  // significand, exponent + 1000
+    const uint64_t significand = next(), exponent = next();
+    std::printf("%u\n", FloatBits({significand, static_cast<int>(exponent) - 1000}));
+  } else if (is("log2")) {
+    std::printf("%" PRId64 "\n", Log2(next()));
+  } else if (is("exp2")) {  // fraction, Q64
+    std::printf("%" PRIu64 "\n", Exp2Fraction(next()));
+  } else if (is("priority")) {
+    std::printf("%d\n", IsPriority(static_cast<uint32_t>(next())));
   } else {
     std::printf("unknown function %s\n", name);
   }

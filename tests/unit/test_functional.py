@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,20 @@ def test_every_op_of_every_backend_is_there() -> None:
         assert all(callable(getattr(load_backend(name), op)) for op in fake.OP_NAMES)
 
 
+def prioritize(ops: Ops, **changes: Any) -> None:
+    """Call `functional.prioritize` on three trajectories, with some arguments changed."""
+    arguments: dict[str, Any] = {
+        "sums": functional.tree(MASSES, ops=ops),
+        "minima": MASSES[:0],
+        "priorities": torch.ones(3),
+        "counts": torch.zeros(5).long(),
+        "slots": torch.tensor([[2, 1, 10 + i, i * 5, 5, 5, 0, 0] for i in range(3)]),
+        "updates": torch.tensor([[1, 1, 4, 0x40000000]]),
+        "alpha": 1.0,
+    }
+    functional.prioritize(**{**arguments, **changes}, ops=ops)
+
+
 REFUSED: dict[str, tuple[Callable[[Ops], object], str]] = {
     "seed": (lambda o: functional.draw(-1, 0, 0, 5, 1, ops=o), r"seed must be in \[0, "),
     "stream": (lambda o: functional.draw(0, 1 << 32, 0, 5, 1, ops=o), r"stream must be in \[0, "),
@@ -69,6 +84,70 @@ REFUSED: dict[str, tuple[Callable[[Ops], object], str]] = {
             functional.tree(MASSES, ops=o), torch.ones(3, 8).long(), MASSES, (0, 0, 0, 1, 0), ops=o
         ),
         "rule must be first, trim, stride >= 1",
+    ),
+    "priorities": (
+        lambda o: functional.mass(torch.tensor([1, -1.0]), 0.6, ops=o),
+        "priority 1 must be finite",
+    ),
+    "alpha": (lambda o: functional.mass(torch.ones(3), 1.5, ops=o), r"alpha must be in \[0, 1\], got 1.5"),
+    "dtype of priorities": (
+        lambda o: functional.mass(MASSES, 0.6, ops=o),
+        "priorities must be torch.float32",
+    ),
+    "beta": (
+        lambda o: functional.importance(RESOLUTIONS, 1, 1, -0.5, ops=o),
+        r"beta must be in \[0, 1\], got -0.5",
+    ),
+    "numerator": (
+        lambda o: functional.importance(RESOLUTIONS, 0, 1, 0.5, ops=o),
+        r"numerator must be in \[1",
+    ),
+    "count of items": (
+        lambda o: functional.importance(RESOLUTIONS, 1, 0, 0.5, ops=o),
+        r"count must be in \[1",
+    ),
+    "no mass": (
+        lambda o: functional.importance(RESOLUTIONS * 0, 1, 1, 0.5, ops=o),
+        "masses must be positive",
+    ),
+    "sums of minima": (
+        lambda o: functional.minima(MASSES, 3, ops=o),
+        r"sums must have shape \[32\], got \[3\]",
+    ),
+    "minima": (
+        lambda o: functional.minima_update(MASSES, functional.tree(MASSES, ops=o), 3, MASSES, ops=o),
+        r"minima must have shape \[0\], got \[3\]",
+    ),
+    "items": (
+        lambda o: functional.minima_update(MASSES[:0], functional.tree(MASSES, ops=o), 3, MASSES, ops=o),
+        r"items must lie in \[0, 3\)",
+    ),
+    "row_slots": (
+        lambda o: functional.resolve_rows(MASSES, MASSES, MASSES, MASSES, ops=o),
+        "row_slots must be torch.int32",
+    ),
+    "coordinates of rows": (
+        lambda o: functional.resolve_rows(
+            functional.tree(MASSES, ops=o), torch.ones(1, 8).long(), MASSES.int() * 0, MASSES + 4, ops=o
+        ),
+        r"coordinates must lie in \[0, 7\)",
+    ),
+    "k": (lambda o: functional.top_k(torch.ones(3), MASSES, -1, ops=o), r"k must be in \[0"),
+    "sums of k": (lambda o: functional.top_k(torch.ones(4), MASSES, 1, ops=o), "sums must have at least 4"),
+    "infinite": (
+        lambda o: functional.top_k(torch.tensor([1, float("inf")]), MASSES, 1, ops=o),
+        "priority 1 must be finite",
+    ),
+    "counts": (lambda o: prioritize(o, counts=torch.zeros(4).long()), r"counts must have shape \[5\]"),
+    "updates": (
+        lambda o: prioritize(o, updates=torch.zeros(1, 3).long()),
+        r"updates must have shape \[\*, 4\]",
+    ),
+    "minima of updates": (lambda o: prioritize(o, minima=MASSES), r"minima must have shape \[0\]"),
+    "unit": (lambda o: prioritize(o, unit=2), "unit must be 0 or 1, got 2"),
+    "priority of an update": (
+        lambda o: prioritize(o, updates=torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0x7FC00000]])),
+        "priority 1 must be finite and at least 0, got nan",
     ),
     "extents": (
         lambda o: functional.suffix_sum(COLUMN[:, 0].contiguous(), torch.tensor([[8, 3]]), ops=o),
@@ -130,6 +209,22 @@ def test_results() -> None:
     assert functional.suffix_sum(reward, torch.tensor([[1, 3]])).tolist() == [0, 14, 12, 8, 0, 0, 0]
     assert sorted(functional.permute(0, 0, 0, 0, 9, 9).tolist()) == list(range(9))
     assert functional.draw(0, 0, 0, 1, 3).tolist() == [0, 0, 0]
+    assert functional.mass(torch.tensor([0.0, 1.0, 4.0]), 0.5).tolist() == [0, 1 << 24, 2 << 24]
+    weights = functional.importance(torch.tensor([[0, 0, 0, 0, 1, 0, m, 0] for m in (3, 12)]), 3, 1, 0.5)
+    assert weights.tolist() == [1.0, 0.5]
+    minima = functional.minima(sums, 3)
+    assert minima.shape == (0,)
+    assert functional.least_mass(sums, minima, 3) == 3
+    found = functional.resolve_rows(sums, slots, torch.tensor([0, 0, 0]).int(), torch.tensor([2, 3]), first=6)
+    assert found.tolist() == [[10, 0, 1, 0, 5, 0, 3, 6], [10, 0, 1, 0, 5, 2, 4, 7]]
+    assert functional.top_k(torch.tensor([0.5, 9.0, 0.5, 7.0]), sums, 3).tolist() == [0, 2, -1]
+    priorities, counts = torch.zeros(3), torch.zeros(5).long()
+    updates = torch.tensor([[1, 1, 4, 0x40000000], [1, 2, 4, 0]])
+    functional.prioritize(sums, minima, priorities, counts, slots, updates, 1.0)
+    assert priorities.tolist() == [0, 2, 0]
+    assert sums[:3].tolist() == [3, 2 << 24, 4]
+    assert counts.tolist() == [1, 1, 0, 0x40000000, 1]
+    functional.minima_update(minima, sums, 3, torch.tensor([1]))
     assert functional.powers_of(0.5, 2).tolist() == [1.0, 0.5, 0.25]
 
 

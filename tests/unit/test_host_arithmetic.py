@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from deepspeed_gear.ops import constants, reference
+from deepspeed_gear.ops.reference import power
 from deepspeed_gear.ops.reference.integers import multiply_high, signed
 from deepspeed_gear.schema import DTYPE_CODES
 
@@ -181,10 +182,132 @@ def half_by_python(value: float) -> int:
         return 0xFC00 if value < 0 else 0x7C00
 
 
+def priorities_and_exponents(count: int) -> list[tuple[int, int]]:
+    """Bits of positive finite floats of any magnitude, and exponents as Q62; the common ones often."""
+    generator, one = random.Random(8), constants.ONE_Q62
+    alphas = [0, one, round(0.6 * one), one - 1, 1]
+    edges = [1, 2, 0x7FFFFF, 0x800000, 0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x7F7FFFFF]
+    # Beside the ends of the masses with alpha 1: 2^-25 is rounded to 1, 2^16 is 2^40.
+    edges += [0x32FFFFFF, 0x33000000, 0x33000001, 0x477FFFFF, 0x47800000, 0x47800001]
+    cases = [(bits, alpha) for bits in edges for alpha in alphas]
+    for _ in range(count):
+        # Half of them within the masses' range, where rounding matters.
+        low, end = (1, 0x7F800000) if generator.random() < 0.5 else (0x33000000, 0x47800000)
+        alpha = generator.choice(alphas) if generator.random() < 0.5 else generator.randrange(one + 1)
+        cases.append((generator.randrange(low, end), alpha))
+    return cases
+
+
+def test_masses_are_the_rounded_exact_powers(ask: Ask) -> None:
+    mp = pytest.importorskip("mpmath", reason="mpmath gives the exact powers").mp
+    cases, different = priorities_and_exponents(25_000), 0
+    answers = ask(f"mass {bits} {alpha}" for bits, alpha in cases)
+    with mp.workprec(200):
+        for (bits, alpha), (mass, is_clamped) in zip(cases, answers, strict=True):
+            (priority,) = struct.unpack("<f", struct.pack("<I", bits))
+            exact = mp.mpf(priority) ** (mp.mpf(alpha) / (1 << 62)) * (1 << 24)
+            expected = min(max(int(mp.floor(exact + 0.5)), 1), 1 << 40)
+            assert is_clamped == (exact < 0.5 or exact > 1 << 40)
+            assert abs(mass - expected) <= (0 if alpha == constants.ONE_Q62 else 1)
+            different += mass != expected
+    assert different <= 3
+
+
+def test_masses_are_the_same_in_both(ask: Ask) -> None:
+    cases = priorities_and_exponents(500)
+    by_alpha: dict[int, list[int]] = {}
+    for bits, alpha in cases[:240]:
+        by_alpha.setdefault(alpha, []).append(bits)
+    for alpha, bits in by_alpha.items():
+        both = torch.stack(reference.mass_of(torch.tensor(bits), alpha), dim=1)
+        assert ask(f"mass {b} {alpha}" for b in bits) == both.tolist()
+
+
+def test_zero_has_no_mass(ask: Ask) -> None:
+    assert ask(f"mass {b} {a}" for b in (0, 1 << 31) for a in (0, 1 << 61, 1 << 62)) == [[0, 0]] * 6
+
+
+def test_mass_never_falls_while_the_priority_rises(ask: Ask) -> None:
+    alphas = [round(alpha * constants.ONE_Q62) for alpha in (0.05, 0.37, 0.5, 0.6, 1.0)]
+    for falls, highest in ask(f"falls {alpha} 10007" for alpha in alphas):
+        assert falls == 0
+        assert highest > 1 << 24
+
+
+def test_weights_are_half_a_last_place_from_the_exact_powers(ask: Ask) -> None:
+    mp = pytest.importorskip("mpmath", reason="mpmath gives the exact powers").mp
+    generator, cases = random.Random(9), []
+    for _ in range(3000):
+        numerator, count, mass = (generator.getrandbits(generator.randrange(1, 63)) + 1 for _ in range(3))
+        beta = generator.choice([0, 1 << 62, round(0.4 * 2**62), generator.randrange((1 << 62) + 1)])
+        cases.append((numerator, count, mass, beta))
+    answers = ask(" ".join(map(str, ("weight", *case))) for case in cases)
+    with mp.workprec(200):
+        for (numerator, count, mass, beta), (bits,) in zip(cases, answers, strict=True):
+            (weight,) = struct.unpack("<f", struct.pack("<I", bits))
+            exact = (mp.mpf(numerator) / count / mass) ** (mp.mpf(beta) / (1 << 62))
+            assert abs(weight - exact) <= exact * mp.mpf(2) ** -24 * (1 + mp.mpf(2) ** -20)
+    same = [n for n, *_ in cases]
+    assert {a for (a,) in ask(f"weight {n} 1 {n} {1 << 61}" for n in same)} == {0x3F800000}
+
+
+def test_powers_as_floats(ask: Ask) -> None:
+    """Ties, carries and both ends of the range, against exact fractions."""
+    one, generator = 1 << 62, random.Random(10)
+    ends = [one, one + (1 << 38), one + (3 << 38), one + (1 << 38) + 1, (1 << 63) - 1, (1 << 63) - (1 << 38)]
+    cases = [(s, e) for s in ends for e in (-1000, -127, -126, -1, 0, 127, 128, 900)]
+    cases += [(generator.randrange(one, 2 * one), generator.randrange(-130, 130)) for _ in range(500)]
+    answers = [bits for (bits,) in ask(f"float {s} {e + 1000}" for s, e in cases)]
+    for (significand, exponent), bits in zip(cases, answers, strict=True):
+        if exponent < -126:
+            assert bits == 0
+        elif exponent > 127:
+            assert bits == 0x7F7FFFFF
+        else:
+            # Python rounds a fraction to even; one of 24 bits is a float32.
+            kept = round(Fraction(significand, 1 << 39))
+            value = Fraction(kept, 1 << 23) * Fraction(2) ** exponent
+            largest = Fraction((1 << 24) - 1, 1 << 23) * 2**127
+            assert struct.unpack("<f", struct.pack("<I", bits))[0] == min(value, largest)
+    both = power.float_bits(*torch.tensor(cases).unbind(1))
+    assert both.tolist() == answers
+
+
+def test_logarithms_and_powers_at_their_ends(ask: Ask) -> None:
+    numbers = [1 << i for i in range(64)]
+    assert ask(f"log2 {n}" for n in numbers) == [[i << 54] for i in range(64)]
+    some = [w or 1 for w in words(11, 300)]
+    assert [x for (x,) in ask(f"log2 {n}" for n in some if n < 1 << 63)] == power.log2(
+        torch.tensor([n for n in some if n < 1 << 63])
+    ).tolist()
+    fractions = [0, 1, MASK - 1, MASK, *words(12, 300)]
+    answers = [x for (x,) in ask(f"exp2 {n}" for n in fractions)]
+    assert answers[0] == constants.ONE_Q62
+    assert all(constants.ONE_Q62 <= x < 2 * constants.ONE_Q62 for x in answers)
+    assert max(answers) == answers[fractions.index(MASK)]
+
+
+def test_what_a_priority_is(ask: Ask) -> None:
+    bits = [
+        0,
+        1,
+        0x3F800000,
+        0x7F7FFFFF,
+        0x7F800000,
+        0x7FC00000,
+        0x80000000,
+        0x80000001,
+        0xBF800000,
+        0xFF800000,
+    ]
+    assert ask(f"priority {b}" for b in bits) == [[x] for x in (1, 1, 1, 1, 0, 0, 1, 0, 0, 0)]
+
+
 def test_python_repeats_the_headers_numbers() -> None:
     """Enumerators of the headers against `constants` and `schema`."""
     text = "".join(
-        (CSRC / name).read_text() for name in ("common/slot.h", "common/philox.h", "common/window.h")
+        (CSRC / name).read_text()
+        for name in ("common/slot.h", "common/philox.h", "common/window.h", "common/power.h")
     )
     text += (CSRC / "cpu" / "ops.h").read_text() + (CSRC / "common" / "convert.h").read_text()
     named = {k: int(v) for k, v in re.findall(r"\b(k\w+) = (\d+)", text)}
@@ -204,6 +327,15 @@ def test_python_repeats_the_headers_numbers() -> None:
         "kStepRowsPlusOne": constants.SOURCE_STEPS_PLUS_ONE,
         "kTrajectoryRow": constants.SOURCE_TRAJECTORY,
         "kTimestep": constants.SOURCE_TIMESTEP,
+        "kCommitted": constants.COMMITTED,
+        "kApplied": constants.APPLIED,
+        "kStale": constants.STALE,
+        "kClamped": constants.CLAMPED,
+        "kHighestPriority": constants.HIGHEST_PRIORITY,
+        "kDrawable": constants.DRAWABLE,
+        "kNumUpdateCounts": constants.NUM_UPDATE_COUNTS,
+        "kMassBits": constants.MASS_BITS,
+        "kMostMassBits": constants.MOST_MASS_BITS,
     }
     assert {name: named.get(name) for name in expected} == expected
     codes = re.search(r"enum Dtype : int64_t \{([^}]*)\}", text)

@@ -1,7 +1,8 @@
 """The meaning of every op, in plain PyTorch: slow, readable, and equal to the native ops to the last bit.
 
-Read it in this order: `select` (draws, permutation, tree, resolutions), `collect` (windows and padding),
-`convert` (dtypes), `returns` (sums of rewards). Tensors live on the CPU.
+Read it in this order: `select` (draws, permutation, tree, resolutions), `priorities` (masses, weights, the
+least mass, updates; their powers in `power`), `collect` (windows and padding), `convert` (dtypes), `returns`
+(sums of rewards). Tensors live on the CPU.
 """
 
 from __future__ import annotations
@@ -9,9 +10,22 @@ from __future__ import annotations
 from .checks import check_extents, check_rows
 from .collect import FieldSpec, Span, bounds, gather_, window_rows
 from .convert import arithmetic_dtype, convert, is_allowed
+from .priorities import (
+    importance_,
+    mass_,
+    mass_of,
+    minima_build_,
+    minima_update_,
+    order_of,
+    prioritize_,
+    resolve_rows_,
+    top_k_,
+)
 from .returns import n_step_, suffix_sum_
 from .select import (
     anchor_at,
+    check_coordinates,
+    check_items,
     coordinate,
     descend,
     draw_,
@@ -29,20 +43,31 @@ __all__ = [
     "anchor_at",
     "arithmetic_dtype",
     "bounds",
+    "check_coordinates",
     "check_extents",
+    "check_items",
     "check_rows",
     "convert",
     "coordinate",
     "descend",
     "draw_",
     "gather_",
+    "importance_",
     "is_allowed",
+    "mass_",
+    "mass_of",
+    "minima_build_",
+    "minima_update_",
     "n_step_",
     "num_anchors",
+    "order_of",
     "permute_",
     "philox",
+    "prioritize_",
     "resolve_",
+    "resolve_rows_",
     "suffix_sum_",
+    "top_k_",
     "tree_build_",
     "tree_update_",
     "window_rows",

@@ -126,14 +126,23 @@ def tree_update_(sums: Tensor, num_items: int, items: Tensor, masses: Tensor) ->
     """Set leaves and add the changes to the nodes above them; of equal items the last wins."""
     if len(items) == 0:
         return
-    if int(items.min()) < 0 or int(items.max()) >= num_items:
-        raise ShapeError("items", f"must lie in [0, {num_items})", items.tolist())
+    check_items(items, num_items)
     nodes, group = torch.unique(items, return_inverse=True)
     last = torch.zeros_like(nodes).scatter_reduce_(0, group, torch.arange(len(items)), "amax")
     change = masses[last] - sums[nodes]
     for offset, _ in tree_levels(num_items):
         sums.index_add_(0, offset + nodes, change)
         nodes = nodes // FAN_OUT
+
+
+def check_items(items: Tensor, num_items: int) -> None:
+    """Refuse items outside the tree.
+
+    Raises:
+        ShapeError: An item is outside [0, num_items).
+    """
+    if len(items) and not 0 <= int(items.min()) <= int(items.max()) < num_items:
+        raise ShapeError("items", f"must lie in [0, {num_items})", items.tolist())
 
 
 def descend(sums: Tensor, num_items: int, coordinates: Tensor) -> tuple[Tensor, Tensor]:

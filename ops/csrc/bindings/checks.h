@@ -68,6 +68,16 @@ inline uint64_t* Unsigned(at::Tensor& tensor) {
   return reinterpret_cast<uint64_t*>(tensor.mutable_data_ptr<int64_t>());
 }
 
+inline const uint64_t* Unsigned(const at::Tensor& tensor) {
+  return reinterpret_cast<const uint64_t*>(tensor.const_data_ptr<int64_t>());
+}
+
+// The rows of a tensor that CheckRecords has seen.
+template <typename Record>
+const Record* Records(const at::Tensor& tensor) {
+  return reinterpret_cast<const Record*>(tensor.const_data_ptr<int64_t>());
+}
+
 inline const Resolution* Resolutions(const at::Tensor& tensor) {
   CheckRecords(tensor, "resolutions", kResolutionWords);
   return reinterpret_cast<const Resolution*>(tensor.const_data_ptr<int64_t>());

@@ -12,7 +12,9 @@
 #include <thread>
 #include <vector>
 
+#include "bindings/check_priorities.h"
 #include "bindings/checks.h"
+#include "common/convert.h"
 #include "cpu/mutex.h"
 #include "cpu/ops.h"
 
@@ -41,17 +43,22 @@ void TreeBuild(at::Tensor sums, int64_t num_items) {
   cpu::TreeBuild(Unsigned(sums), num_items);
 }
 
-void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items,
-                const at::Tensor& masses) {
-  CheckTree(sums, num_items);
+const int64_t* ItemsIn(const at::Tensor& items, int64_t num_items) {
   CheckTensor(items, "items", at::kLong);
-  CheckTensor(masses, "masses", at::kLong);
-  TORCH_CHECK(items.numel() == masses.numel(), "gear: items and masses must have equal sizes");
   const int64_t* data = items.const_data_ptr<int64_t>();
   TORCH_CHECK(
       std::all_of(data, data + items.numel(), [&](int64_t i) { return i >= 0 && i < num_items; }),
       "gear: items must lie in [0, ", num_items, ")");
-  cpu::TreeUpdate(Unsigned(sums), num_items, data, masses.const_data_ptr<int64_t>(), items.numel());
+  return data;
+}
+
+void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items,
+                const at::Tensor& masses) {
+  CheckTree(sums, num_items);
+  CheckTensor(masses, "masses", at::kLong);
+  TORCH_CHECK(items.numel() == masses.numel(), "gear: items and masses must have equal sizes");
+  cpu::TreeUpdate(Unsigned(sums), num_items, ItemsIn(items, num_items),
+                  masses.const_data_ptr<int64_t>(), items.numel());
 }
 
 // A coordinate below the total hits an item with a mass, so never the padding behind the last slot.
@@ -76,6 +83,78 @@ void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& s
                AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit,
                static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first,
                reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()));
+}
+
+void ResolveRows(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots,
+                 const at::Tensor& row_slots, const at::Tensor& coordinates, int64_t first) {
+  CheckResolveRows(resolutions, sums, slots, row_slots, coordinates);
+  CheckCoordinates(sums, row_slots.numel(), coordinates);
+  const int64_t resolved = cpu::ResolveRows(
+      Unsigned(sums), Records<Slot>(slots), slots.size(0), row_slots.const_data_ptr<int32_t>(),
+      row_slots.numel(), coordinates.const_data_ptr<int64_t>(), coordinates.numel(), first,
+      reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()));
+  TORCH_CHECK(resolved == coordinates.numel(), "gear: coordinate ", resolved,
+              " must hit a row that is a step of its slot");
+}
+
+void CheckPriority(uint32_t bits, int64_t index) {
+  TORCH_CHECK(IsPriority(bits), "gear: priority ", index, " must be finite and at least 0, got ",
+              BitCast<float>(bits));
+}
+
+void MassOf(at::Tensor masses, const at::Tensor& priorities, int64_t alpha) {
+  CheckMass(masses, priorities, alpha);
+  const float* data = priorities.const_data_ptr<float>();
+  for (int64_t i = 0; i < priorities.numel(); ++i) CheckPriority(BitCast<uint32_t>(data[i]), i);
+  cpu::MassOf(data, priorities.numel(), static_cast<uint64_t>(alpha),
+              masses.mutable_data_ptr<int64_t>());
+}
+
+void Importance(at::Tensor weights, const at::Tensor& resolutions, int64_t numerator, int64_t count,
+                int64_t beta) {
+  CheckImportance(weights, resolutions, numerator, count, beta);
+  const Resolution* records = Resolutions(resolutions);
+  for (int64_t i = 0; i < resolutions.size(0); ++i)
+    TORCH_CHECK(records[i].mass > 0, "gear: the mass of resolution ", i, " must be positive, got ",
+                records[i].mass);
+  cpu::Importance(records, resolutions.size(0), static_cast<uint64_t>(numerator),
+                  static_cast<uint64_t>(count), static_cast<uint64_t>(beta),
+                  weights.mutable_data_ptr<float>());
+}
+
+void MinimaBuild(at::Tensor minima, const at::Tensor& sums, int64_t num_items) {
+  CheckMinima(minima, sums, num_items);
+  cpu::MinimaBuild(Unsigned(sums), num_items, Unsigned(minima));
+}
+
+void MinimaUpdate(at::Tensor minima, const at::Tensor& sums, int64_t num_items,
+                  const at::Tensor& items) {
+  CheckMinima(minima, sums, num_items);
+  cpu::MinimaUpdate(Unsigned(sums), num_items, ItemsIn(items, num_items), items.numel(),
+                    Unsigned(minima));
+}
+
+void TopK(at::Tensor items, const at::Tensor& priorities, const at::Tensor& sums) {
+  CheckTopK(items, priorities, sums);
+  cpu::TopK(priorities.const_data_ptr<float>(), Unsigned(sums), priorities.numel(), items.numel(),
+            items.mutable_data_ptr<int64_t>());
+}
+
+void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::Tensor counts,
+                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit) {
+  CheckPrioritize(sums, minima, priorities, counts, slots, updates, alpha, unit);
+  const auto* records = Records<PriorityUpdate>(updates);
+  const int64_t count = updates.size(0), num_items = priorities.numel();
+  for (int64_t i = 0; i < count; ++i) CheckPriority(static_cast<uint32_t>(records[i].priority), i);
+  std::vector<int64_t> items(static_cast<size_t>(count));
+  const int64_t found = cpu::ItemsOf(Records<Slot>(slots), slots.size(0), unit, records, count,
+                                     num_items, items.data());
+  TORCH_CHECK(found == count, "gear: update ", found, " must be of an item in [0, ", num_items,
+              ")");
+  const cpu::Priorities target{Unsigned(sums), minima.numel() > 0 ? Unsigned(minima) : nullptr,
+                               priorities.mutable_data_ptr<float>(), num_items};
+  cpu::Prioritize(target, records, items.data(), count, static_cast<uint64_t>(alpha),
+                  counts.mutable_data_ptr<int64_t>());
 }
 
 void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& extents) {
@@ -192,6 +271,19 @@ TORCH_LIBRARY(gear, m) {
       "resolve_(Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor coordinates, int[] rule, "
       "int unit, "
       "int seed, int stream, int first) -> ()");
+  m.def(
+      "resolve_rows_(Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor row_slots, Tensor "
+      "coordinates, int first) -> ()");
+  m.def("mass_(Tensor(a!) masses, Tensor priorities, int alpha) -> ()");
+  m.def(
+      "importance_(Tensor(a!) weights, Tensor resolutions, int numerator, int count, int beta) -> "
+      "()");
+  m.def("minima_build_(Tensor(a!) minima, Tensor sums, int num_items) -> ()");
+  m.def("minima_update_(Tensor(a!) minima, Tensor sums, int num_items, Tensor items) -> ()");
+  m.def("top_k_(Tensor(a!) items, Tensor priorities, Tensor sums) -> ()");
+  m.def(
+      "prioritize_(Tensor(a!) sums, Tensor(b!) minima, Tensor(c!) priorities, Tensor(d!) counts, "
+      "Tensor slots, Tensor updates, int alpha, int unit) -> ()");
   m.def("suffix_sum_(Tensor(a!) out, Tensor reward, Tensor extents) -> ()");
   m.def(
       "n_step_(Tensor(a!) returns, Tensor(b!) discount, Tensor(c!) steps, Tensor reward, Tensor "
@@ -210,6 +302,13 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("tree_build_", gear::TreeBuild);
   m.impl("tree_update_", gear::TreeUpdate);
   m.impl("resolve_", gear::Resolve);
+  m.impl("resolve_rows_", gear::ResolveRows);
+  m.impl("mass_", gear::MassOf);
+  m.impl("importance_", gear::Importance);
+  m.impl("minima_build_", gear::MinimaBuild);
+  m.impl("minima_update_", gear::MinimaUpdate);
+  m.impl("top_k_", gear::TopK);
+  m.impl("prioritize_", gear::Prioritize);
   m.impl("suffix_sum_", gear::SuffixSum);
   m.impl("n_step_", gear::NStepReturn);
   m.impl("gather_", gear::Gather);

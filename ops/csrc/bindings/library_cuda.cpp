@@ -9,6 +9,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "bindings/check_priorities.h"
 #include "bindings/checks.h"
 #include "cuda/ops.h"
 
@@ -94,6 +95,56 @@ void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& s
                 device.stream());
 }
 
+void ResolveRows(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots,
+                 const at::Tensor& row_slots, const at::Tensor& coordinates, int64_t first) {
+  CheckResolveRows(resolutions, sums, slots, row_slots, coordinates);
+  CheckDevice(sums, resolutions, "sums");
+  CheckDevice(slots, resolutions, "slots");
+  CheckDevice(row_slots, resolutions, "row_slots");
+  CheckDevice(coordinates, resolutions, "coordinates");
+  const OnDevice device(resolutions);
+  cuda::ResolveRows(
+      Unsigned(sums), Records<Slot>(slots), slots.size(0), row_slots.const_data_ptr<int32_t>(),
+      row_slots.numel(), coordinates.const_data_ptr<int64_t>(), coordinates.numel(), first,
+      reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()), device.stream());
+}
+
+void MassOf(at::Tensor masses, const at::Tensor& priorities, int64_t alpha) {
+  CheckMass(masses, priorities, alpha);
+  CheckDevice(priorities, masses, "priorities");
+  const OnDevice device(masses);
+  cuda::MassOf(priorities.const_data_ptr<float>(), priorities.numel(), static_cast<uint64_t>(alpha),
+               masses.mutable_data_ptr<int64_t>(), device.stream());
+}
+
+void Importance(at::Tensor weights, const at::Tensor& resolutions, int64_t numerator, int64_t count,
+                int64_t beta) {
+  CheckImportance(weights, resolutions, numerator, count, beta);
+  CheckDevice(resolutions, weights, "resolutions");
+  const OnDevice device(weights);
+  cuda::Importance(Resolutions(resolutions), resolutions.size(0), static_cast<uint64_t>(numerator),
+                   static_cast<uint64_t>(count), static_cast<uint64_t>(beta),
+                   weights.mutable_data_ptr<float>(), device.stream());
+}
+
+void MinimaBuild(at::Tensor minima, const at::Tensor& sums, int64_t num_items) {
+  CheckMinima(minima, sums, num_items);
+  CheckDevice(sums, minima, "sums");
+  const OnDevice device(minima);
+  cuda::MinimaBuild(Unsigned(sums), num_items, Unsigned(minima), device.stream());
+}
+
+void MinimaUpdate(at::Tensor minima, const at::Tensor& sums, int64_t num_items,
+                  const at::Tensor& items) {
+  CheckMinima(minima, sums, num_items);
+  CheckTensor(items, "items", at::kLong);
+  CheckDevice(sums, minima, "sums");
+  CheckDevice(items, minima, "items");
+  const OnDevice device(minima);
+  cuda::MinimaUpdate(Unsigned(sums), num_items, items.const_data_ptr<int64_t>(), items.numel(),
+                     Unsigned(minima), device.stream());
+}
+
 void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& extents) {
   CheckTensor(out, "out", at::kFloat);
   CheckRecords(extents, "extents", 2);
@@ -162,6 +213,11 @@ TORCH_LIBRARY_IMPL(gear, CUDA, m) {
   m.impl("tree_build_", gear::TreeBuild);
   m.impl("tree_update_", gear::TreeUpdate);
   m.impl("resolve_", gear::Resolve);
+  m.impl("resolve_rows_", gear::ResolveRows);
+  m.impl("mass_", gear::MassOf);
+  m.impl("importance_", gear::Importance);
+  m.impl("minima_build_", gear::MinimaBuild);
+  m.impl("minima_update_", gear::MinimaUpdate);
   m.impl("suffix_sum_", gear::SuffixSum);
   m.impl("n_step_", gear::NStepReturn);
   m.impl("gather_", gear::Gather);

@@ -24,6 +24,15 @@ GEAR_HOST_DEVICE uint64_t MulHi(uint64_t a, uint64_t b) {
 #endif
 }
 
+// Position of the highest set bit; x > 0.
+GEAR_HOST_DEVICE int HighestBit(uint64_t x) {
+#if defined(__CUDA_ARCH__)
+  return 63 - __clzll(static_cast<long long>(x));
+#else
+  return 63 - __builtin_clzll(x);
+#endif
+}
+
 template <typename T>
 GEAR_HOST_DEVICE T Min(T a, T b) {
   return b < a ? b : a;

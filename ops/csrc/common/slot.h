@@ -12,6 +12,8 @@ struct Slot {
 };
 static_assert(sizeof(Slot) == 64, "a slot is a row of 8 int64");
 
+inline constexpr int64_t kCommitted = 2;  // the state of a slot whose trajectory can be drawn
+
 // What a draw resolves to; a row of the resolutions of a cut.
 struct Resolution {
   int64_t id, slot, generation;
@@ -19,6 +21,13 @@ struct Resolution {
   int64_t mass, number;
 };
 static_assert(sizeof(Resolution) == 64, "a resolution is a row of 8 int64");
+
+// The new priority of a trajectory, or of one of its steps.
+struct PriorityUpdate {
+  int64_t slot, generation, anchor;
+  uint64_t priority;  // float32 bits in the low half; the high half is ignored
+};
+static_assert(sizeof(PriorityUpdate) == 32, "an update is a row of 4 int64");
 
 // The anchors that a trajectory admits: an arithmetic progression of steps, from the front or from
 // the end.
@@ -53,6 +62,26 @@ GEAR_HOST_DEVICE int64_t ChooseAnchor(const AnchorRule& rule, int64_t unit, int6
                                        : Coordinate(Philox(seed, number, stream, kForAnchor),
                                                     static_cast<uint64_t>(anchors));
   return AnchorAt(rule, num_steps, static_cast<int64_t>(index));
+}
+
+// What a draw of the store's row `row` resolves to; false, and nothing written, if the row is not
+// a step of its slot.
+GEAR_HOST_DEVICE bool ResolveRow(const Slot* slots, int64_t num_slots, int64_t slot_index,
+                                 int64_t row, uint64_t mass, int64_t number,
+                                 Resolution* resolution) {
+  if (slot_index < 0 || slot_index >= num_slots) return false;
+  const Slot& slot = slots[slot_index];
+  const int64_t anchor = row - slot.first_row;
+  if (slot.first_row < 0 || anchor < 0 || anchor >= slot.num_steps) return false;
+  *resolution = {slot.id,
+                 slot_index,
+                 slot.generation,
+                 slot.first_row,
+                 slot.num_steps,
+                 anchor,
+                 static_cast<int64_t>(mass),
+                 number};
+  return true;
 }
 
 }  // namespace gear

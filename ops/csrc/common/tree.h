@@ -44,4 +44,23 @@ GEAR_HOST_DEVICE Hit Descend(const uint64_t* sums, const TreeShape& shape, int l
   return {hit.item * kFanOut + child, hit.remainder};
 }
 
+// Sets the mass of an item and mends the nodes above it.
+inline void SetMass(uint64_t* sums, const TreeShape& shape, int64_t item, uint64_t mass) {
+  const uint64_t change = mass - sums[item];  // modulo 2^64, as the sums
+  if (change == 0) return;
+  for (int level = 0; level < shape.levels; ++level) {
+    sums[shape.offset[level] + item] += change;
+    item >>= kFanOutBits;
+  }
+}
+
+// The tree of minima: a node is the least non-zero of its children, 0 if there is none. It has the
+// levels >= 1 of the tree of sums and shares its leaves. Where a level begins in it:
+GEAR_HOST_DEVICE int64_t MinimaOffset(const TreeShape& shape, int level) {
+  return shape.offset[level] - shape.width[0];
+}
+
+// Whether a is the lesser where zero stands for nothing: 0 - 1 wraps round to the greatest.
+GEAR_HOST_DEVICE bool IsLess(uint64_t a, uint64_t b) { return a - 1 < b - 1; }
+
 }  // namespace gear

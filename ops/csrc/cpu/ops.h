@@ -29,6 +29,58 @@ void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const i
              int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed, uint32_t stream,
              int64_t first, Resolution* resolutions);
 
+// What each coordinate hits in a tree whose items are the rows of the store. Returns `count`, or
+// the index of the first draw whose row is no step of its slot: the draws before it are written.
+int64_t ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
+                    const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
+                    int64_t count, int64_t first, Resolution* resolutions);
+
+// The mass of each priority; alpha in [0, 1] as Q62. All are finite and at least 0.
+void MassOf(const float* priorities, int64_t count, uint64_t alpha, int64_t* masses);
+
+// weights[i] = (numerator / (count * mass of resolution i))^beta, for `size` resolutions.
+void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
+                uint64_t beta, float* weights);
+
+// Sets every node of the tree of minima above leaves that are set.
+void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima);
+
+// Mends the minima above leaves that have changed; items may repeat.
+void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
+                  uint64_t* minima);
+
+// The k leaves with a mass of highest priority, in falling order, equal ones by their number; -1
+// behind the last. Cost: about one pass over the priorities.
+void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int64_t k,
+          int64_t* items);
+
+// The item of each update, -1 where its trajectory is gone. Returns `count`, or the index of the
+// first one whose item would lie outside.
+int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const PriorityUpdate* updates,
+                int64_t count, int64_t num_items, int64_t* items);
+
+// What an update changes; `minima` is null where nobody keeps them.
+struct Priorities {
+  uint64_t* sums;
+  uint64_t* minima;
+  float* values;  // [num_items]
+  int64_t num_items;
+};
+
+// What updates did.
+enum UpdateCount {
+  kApplied = 0,          // += updates that were applied
+  kStale = 1,            // += updates whose trajectory is gone
+  kClamped = 2,          // += masses that were clamped
+  kHighestPriority = 3,  // float32 bits of the highest priority seen
+  kDrawable = 4,         // += items that got a mass, less those that lost it
+  kNumUpdateCounts = 5
+};
+
+// Sets priorities in order, so that the last of equal items wins, and mends sums and minima.
+void Prioritize(const Priorities& priorities, const PriorityUpdate* updates, const int64_t* items,
+                int64_t count, uint64_t alpha, int64_t* counts);
+
 // out[row] = sum of reward over [row, end of its trajectory), summed in double from the end.
 void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_t num_extents,
                float* out);

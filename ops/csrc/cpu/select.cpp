@@ -2,17 +2,26 @@
 #include "common/permutation.h"
 #include "common/tree.h"
 #include "cpu/ops.h"
+#include "cpu/prefetch.h"
 
 namespace gear::cpu {
 namespace {
 
-// Draws that go down the tree together, one level after another, so that their cache misses
-// overlap.
-constexpr int64_t kBlock = 64;
-constexpr int kLineWords = 8;
-
-void PrefetchNode(const uint64_t* children) {
-  for (int i = 0; i < kFanOut; i += kLineWords) __builtin_prefetch(children + i);
+// Finds what up to kBlock coordinates hit. They go down the tree together, one level after another,
+// so that their cache misses overlap; `prefetch` starts the load of what follows an item.
+template <typename Prefetch>
+void DescendTogether(const uint64_t* sums, const TreeShape& shape, const int64_t* coordinates,
+                     int64_t count, Hit* hits, const Prefetch& prefetch) {
+  for (int64_t i = 0; i < count; ++i) hits[i] = {0, static_cast<uint64_t>(coordinates[i])};
+  for (int level = shape.levels - 1; level >= 0; --level) {
+    for (int64_t i = 0; i < count; ++i) {
+      hits[i] = Descend(sums, shape, level, hits[i]);
+      if (level > 0)
+        PrefetchNode(sums + shape.offset[level - 1] + hits[i].item * kFanOut);
+      else
+        prefetch(hits[i].item);
+    }
+  }
 }
 
 }  // namespace
@@ -50,16 +59,8 @@ void TreeBuild(uint64_t* sums, int64_t num_items) {
 void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const int64_t* masses,
                 int64_t count) {
   const TreeShape shape = ShapeOfTree(num_items);
-  for (int64_t i = 0; i < count; ++i) {
-    int64_t node = items[i];
-    const uint64_t change =
-        static_cast<uint64_t>(masses[i]) - sums[node];  // modulo 2^64, as the sums
-    if (change == 0) continue;
-    for (int level = 0; level < shape.levels; ++level) {
-      sums[shape.offset[level] + node] += change;
-      node >>= kFanOutBits;
-    }
-  }
+  for (int64_t i = 0; i < count; ++i)
+    SetMass(sums, shape, items[i], static_cast<uint64_t>(masses[i]));
 }
 
 void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates,
@@ -69,16 +70,8 @@ void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const i
   Hit hits[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t n = Min(kBlock, count - begin);
-    for (int64_t i = 0; i < n; ++i) hits[i] = {0, static_cast<uint64_t>(coordinates[begin + i])};
-    for (int level = shape.levels - 1; level >= 0; --level) {
-      for (int64_t i = 0; i < n; ++i) {
-        hits[i] = Descend(sums, shape, level, hits[i]);
-        if (level > 0)
-          PrefetchNode(sums + shape.offset[level - 1] + hits[i].item * kFanOut);
-        else
-          __builtin_prefetch(slots + hits[i].item);
-      }
-    }
+    DescendTogether(sums, shape, coordinates + begin, n, hits,
+                    [&](int64_t item) { __builtin_prefetch(slots + item); });
     for (int64_t i = 0; i < n; ++i) {
       const Hit& hit = hits[i];
       const Slot& slot = slots[hit.item];
@@ -95,6 +88,26 @@ void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const i
                                 number};
     }
   }
+}
+
+int64_t ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
+                    const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
+                    int64_t count, int64_t first, Resolution* resolutions) {
+  const TreeShape shape = ShapeOfTree(num_rows);
+  Hit hits[kBlock];
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t n = Min(kBlock, count - begin);
+    DescendTogether(sums, shape, coordinates + begin, n, hits,
+                    [&](int64_t row) { __builtin_prefetch(row_slots + row); });
+    for (int64_t i = 0; i < n; ++i) Prefetch(slots, row_slots[hits[i].item]);
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t row = hits[i].item;
+      const bool good = ResolveRow(slots, num_slots, row_slots[row], row, sums[row],
+                                   first + begin + i, &resolutions[begin + i]);
+      if (!good) return begin + i;
+    }
+  }
+  return count;
 }
 
 }  // namespace gear::cpu

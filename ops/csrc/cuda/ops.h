@@ -31,6 +31,22 @@ void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const i
              int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed,
              uint32_t stream_number, int64_t first, Resolution* resolutions, void* stream);
 
+// A row that is no step of its slot ends the kernel.
+void ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
+                 const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
+                 int64_t count, int64_t first, Resolution* resolutions, void* stream);
+
+// TopK and Prioritize run on the host only: they belong to the store.
+void MassOf(const float* priorities, int64_t count, uint64_t alpha, int64_t* masses, void* stream);
+
+void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
+                uint64_t beta, float* weights, void* stream);
+
+void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima, void* stream);
+
+void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
+                  uint64_t* minima, void* stream);
+
 void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_t num_extents,
                int64_t num_rows, float* out, void* stream);
 

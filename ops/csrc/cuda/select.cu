@@ -79,6 +79,23 @@ __global__ void ResolveKernel(const uint64_t* __restrict__ sums, const Slot* __r
   }
 }
 
+__global__ void ResolveRowsKernel(const uint64_t* __restrict__ sums, const Slot* __restrict__ slots,
+                                  int64_t num_slots, const int32_t* __restrict__ row_slots,
+                                  int64_t num_rows, const TreeShape shape,
+                                  const int64_t* __restrict__ coordinates, int64_t count,
+                                  int64_t first, Resolution* __restrict__ resolutions) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
+    const Hit hit = DescendWarp(sums, shape, static_cast<uint64_t>(coordinates[i]), lane);
+    if (lane != 0) continue;
+    Require(hit.item < num_rows);
+    const uint64_t mass = sums[hit.item];
+    Require(hit.remainder < mass);  // else the coordinate was beyond the total
+    Require(ResolveRow(slots, num_slots, row_slots[hit.item], hit.item, mass, first + i,
+                       &resolutions[i]));
+  }
+}
+
 }  // namespace
 
 void Draw(uint64_t seed, uint32_t stream_number, int64_t first, uint64_t total, int64_t count,
@@ -107,6 +124,16 @@ void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const i
       sums, slots, num_slots, ShapeOfTree(num_slots), coordinates, count,
       Second{rule, unit, seed, stream_number}, first, resolutions);
   CheckLaunch("Resolve");
+}
+
+void ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
+                 const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
+                 int64_t count, int64_t first, Resolution* resolutions, void* stream) {
+  if (count == 0) return;
+  ResolveRowsKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
+      sums, slots, num_slots, row_slots, num_rows, ShapeOfTree(num_rows), coordinates, count, first,
+      resolutions);
+  CheckLaunch("ResolveRows");
 }
 
 }  // namespace gear::cuda

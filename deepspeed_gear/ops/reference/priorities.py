@@ -1,0 +1,217 @@
+"""What the ops of priorities mean: masses, importance weights, the least mass, the highest, and updates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ..constants import (
+    APPLIED,
+    CLAMPED,
+    COMMITTED,
+    DRAWABLE,
+    FAN_OUT,
+    HIGHEST_PRIORITY,
+    MASS_BITS,
+    MOST_MASS_BITS,
+    ONE_Q62,
+    R_MASS,
+    SLOT_FIRST_ROW,
+    SLOT_GENERATION,
+    SLOT_ID,
+    SLOT_NUM_STEPS,
+    SLOT_STATE,
+    STALE,
+    U_ANCHOR,
+    U_GENERATION,
+    U_PRIORITY,
+    U_SLOT,
+    UNIT_STEP,
+    minima_levels,
+)
+from .integers import LOW_32
+from .power import exp2, float_bits, log2, power_of_priority, scale
+from .select import check_coordinates, check_items, descend, tree_update_
+
+_INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
+_NOTHING = (1 << 63) - 1  # stands for "no mass" while the least one is sought
+
+
+def mass_(masses: Tensor, priorities: Tensor, alpha: int) -> None:
+    """Set masses[i] to round(priorities[i]^alpha * 2^24) in [1, 2^40], 0 where the priority is 0.
+
+    Integer arithmetic only, halves are rounded up; alpha 2^62 (that is, 1) is exact.
+
+    Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016, equation 1.
+    """
+    _check_exponent("alpha", alpha)
+    masses.copy_(mass_of(order_of(priorities.view(torch.int32).long() & LOW_32), alpha)[0])
+
+
+def order_of(bits: Tensor) -> Tensor:
+    """Check the float32 bits of priorities; without the sign of -0.0 they are ordered as the priorities.
+
+    Raises:
+        ShapeError: One is NaN, infinite or negative.
+    """
+    bad = torch.nonzero((bits >= _INFINITY) & (bits != _MINUS_ZERO))
+    if len(bad):
+        i = int(bad[0])
+        value = float(bits[i].to(torch.int32).view(torch.float32))
+        raise ShapeError(f"priority {i}", "must be finite and at least 0", value)
+    return bits & (_MINUS_ZERO - 1)
+
+
+def mass_of(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
+    """Return masses, and where they are clamped: where the power times 2^24 is below 0.5 or above 2^40.
+
+    Args:
+        bits: Of priorities, from `order_of`. [n], int64.
+        alpha: Q62.
+    """
+    is_zero = bits == 0
+    significand, exponent = power_of_priority(torch.where(is_zero, 1, bits), alpha)
+    shift, least_shift = 62 - MASS_BITS - exponent, 62 - MOST_MASS_BITS
+    is_low = shift > 63
+    is_high = (shift < least_shift) | ((shift == least_shift) & (significand > ONE_Q62))
+    mass = ((significand >> (shift.clamp(least_shift, 63) - 1)) + 1) >> 1
+    mass = torch.where(is_low, 1, torch.where(is_high, 1 << MOST_MASS_BITS, mass))
+    return torch.where(is_zero, 0, mass), (is_low | is_high) & ~is_zero
+
+
+def importance_(weights: Tensor, resolutions: Tensor, numerator: int, count: int, beta: int) -> None:
+    """Set weights[i] to (numerator / (count * mass of resolution i))^beta, rounded to float32.
+
+    With numerator the total mass and count the number of items these are (N * P(i))^-beta; with numerator the
+    least mass and count 1 they are divided by the greatest of them.
+
+    Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016, section 3.4.
+    """
+    _check_exponent("beta", beta)
+    mass = resolutions[:, R_MASS]
+    bad = torch.nonzero(mass <= 0)
+    if len(bad):
+        raise ShapeError(f"the mass of resolution {int(bad[0])}", "must be positive", int(mass[bad[0]]))
+    if numerator <= 0 or count <= 0:
+        raise ShapeError("numerator and count", "must be positive", (numerator, count))
+    log_ratio = log2(torch.tensor(numerator)) - log2(torch.tensor(count))
+    bits = float_bits(*exp2(scale(log_ratio - log2(mass), beta)))
+    weights.copy_(bits.to(torch.int32).view(torch.float32))
+
+
+def minima_build_(minima: Tensor, sums: Tensor, num_items: int) -> None:
+    """Set every node to the least non-zero of its 32 children, 0 if there is none.
+
+    `minima` has the levels >= 1 of the tree of sums; the children of its first level are the leaves there.
+    """
+    children = sums[: -(-max(num_items, 1) // FAN_OUT) * FAN_OUT]
+    for offset, width in minima_levels(num_items):
+        nodes = minima[offset : offset + width]
+        least = _least(children.view(-1, FAN_OUT))
+        nodes.zero_()[: len(least)] = least
+        children = nodes
+
+
+def minima_update_(minima: Tensor, sums: Tensor, num_items: int, items: Tensor) -> None:
+    """Mend the minima above leaves that have changed; items may repeat."""
+    check_items(items, num_items)
+    levels = minima_levels(num_items)
+    below, nodes = sums, items
+    for offset, width in levels:
+        nodes = nodes // FAN_OUT
+        level = minima[offset : offset + width]
+        level[nodes] = _least(below[nodes[:, None] * FAN_OUT + torch.arange(FAN_OUT)])
+        below = level
+
+
+def _least(children: Tensor) -> Tensor:
+    """Return the least non-zero value of each row, 0 if there is none."""
+    least = torch.where(children == 0, _NOTHING, children).amin(dim=1)
+    return torch.where(least == _NOTHING, 0, least)
+
+
+def resolve_rows_(
+    resolutions: Tensor, sums: Tensor, slots: Tensor, row_slots: Tensor, coordinates: Tensor, first: int
+) -> None:
+    """Set resolutions[i] to what coordinates[i] hits in a tree whose items are the rows of the store.
+
+    The slot is row_slots[row], the anchor is the row's distance from the slot's first row.
+    """
+    check_coordinates(sums, len(row_slots), coordinates)
+    row, _ = descend(sums, len(row_slots), coordinates)
+    index = row_slots[row].long()
+    is_slot = (index >= 0) & (index < len(slots))
+    slot = slots[torch.where(is_slot, index, 0)] if len(slots) else slots.new_zeros(len(row), slots.shape[1])
+    first_row, num_steps = slot[:, SLOT_FIRST_ROW], slot[:, SLOT_NUM_STEPS]
+    anchor = row - first_row
+    bad = torch.nonzero(~(is_slot & (first_row >= 0) & (anchor >= 0) & (anchor < num_steps)))
+    if len(bad):
+        i = int(bad[0])
+        raise ShapeError(f"coordinate {i}", "must hit a row that is a step of its slot", int(row[i]))
+    parts = (slot[:, SLOT_ID], index, slot[:, SLOT_GENERATION], first_row, num_steps, anchor, sums[row])
+    resolutions.copy_(torch.stack((*parts, torch.arange(len(row)) + first), dim=1))
+
+
+def top_k_(items: Tensor, priorities: Tensor, sums: Tensor) -> None:
+    """Set items to the leaves with a mass of highest priority: falling, equal ones by number, -1 behind."""
+    leaves = torch.nonzero(sums[: len(priorities)] > 0)[:, 0]
+    order = torch.sort(priorities[leaves], descending=True, stable=True).indices[: len(items)]
+    items.fill_(-1)[: len(order)] = leaves[order]
+
+
+def prioritize_(
+    sums: Tensor,
+    minima: Tensor,
+    priorities: Tensor,
+    counts: Tensor,
+    slots: Tensor,
+    updates: Tensor,
+    alpha: int,
+    unit: int,
+) -> None:
+    """Set the priorities of items in order, so that the last of equal ones wins; mend sums and minima.
+
+    An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half of its
+    word). Updates of a trajectory that is gone change nothing. `counts` takes the numbers that `constants`
+    names; empty `minima` are not kept.
+    """
+    _check_exponent("alpha", alpha)
+    bits = order_of(updates[:, U_PRIORITY] & LOW_32)
+    current = _is_current(slots, updates)
+    item, bits = _items_of(slots, updates[current], unit), bits[current]
+    check_items(item, len(priorities))
+    masses, is_clamped = mass_of(bits, alpha)
+    changed = torch.unique(item)
+    num_before = (sums[changed] > 0).sum()
+    tree_update_(sums, len(priorities), item, masses)
+    if len(minima):
+        minima_update_(minima, sums, len(priorities), item)
+    for i, value in zip(item.tolist(), bits.to(torch.int32).view(torch.float32), strict=True):
+        priorities[i] = value
+    counts[APPLIED] += len(item)
+    counts[STALE] += len(updates) - len(item)
+    counts[CLAMPED] += is_clamped.sum()
+    counts[HIGHEST_PRIORITY] = max([int(counts[HIGHEST_PRIORITY]), *bits.tolist()])
+    counts[DRAWABLE] += (sums[changed] > 0).sum() - num_before
+
+
+def _is_current(slots: Tensor, updates: Tensor) -> Tensor:
+    """Tell which updates are of a trajectory that is still there. [n], bool."""
+    index, anchor = updates[:, U_SLOT], updates[:, U_ANCHOR]
+    is_slot = (index >= 0) & (index < len(slots))
+    if not is_slot.any():
+        return is_slot
+    slot = slots[torch.where(is_slot, index, 0)]
+    is_same = (slot[:, SLOT_STATE] == COMMITTED) & (slot[:, SLOT_GENERATION] == updates[:, U_GENERATION])
+    return is_slot & is_same & (anchor >= 0) & (anchor < slot[:, SLOT_NUM_STEPS])
+
+
+def _items_of(slots: Tensor, updates: Tensor, unit: int) -> Tensor:
+    index = updates[:, U_SLOT]
+    return slots[index, SLOT_FIRST_ROW] + updates[:, U_ANCHOR] if unit == UNIT_STEP else index
+
+
+def _check_exponent(name: str, value: int) -> None:
+    if not 0 <= value <= ONE_Q62:
+        raise ShapeError(name, "must be in [0, 2^62] (Q62)", value)

@@ -1,0 +1,85 @@
+// What the bindings of both devices check before an op of priorities runs.
+#pragma once
+#include "bindings/checks.h"
+#include "common/power.h"
+
+namespace gear {
+
+inline constexpr int64_t kUpdateWords = sizeof(PriorityUpdate) / sizeof(int64_t);
+
+inline void CheckExponent(const char* name, int64_t value) {
+  TORCH_CHECK(value >= 0 && value <= static_cast<int64_t>(kOneQ62), "gear: ", name,
+              " must be in [0, 2^62] (Q62), got ", value);
+}
+
+inline void CheckMass(const at::Tensor& masses, const at::Tensor& priorities, int64_t alpha) {
+  CheckTensor(masses, "masses", at::kLong);
+  CheckTensor(priorities, "priorities", at::kFloat);
+  CheckExponent("alpha", alpha);
+  TORCH_CHECK(masses.numel() == priorities.numel(),
+              "gear: masses and priorities must have equal sizes");
+}
+
+inline void CheckImportance(const at::Tensor& weights, const at::Tensor& resolutions,
+                            int64_t numerator, int64_t count, int64_t beta) {
+  CheckTensor(weights, "weights", at::kFloat);
+  CheckRecords(resolutions, "resolutions", kResolutionWords);
+  CheckExponent("beta", beta);
+  TORCH_CHECK(weights.numel() == resolutions.size(0),
+              "gear: weights must have a value per resolution");
+  TORCH_CHECK(numerator > 0 && count > 0, "gear: numerator and count must be positive, got ",
+              numerator, " and ", count);
+}
+
+// Words of the tree of minima.
+inline int64_t MinimaWords(int64_t num_items) {
+  const TreeShape shape = ShapeOfTree(num_items);
+  return shape.words - shape.width[0];
+}
+
+inline void CheckMinima(const at::Tensor& minima, const at::Tensor& sums, int64_t num_items) {
+  CheckTree(sums, num_items);
+  CheckTensor(minima, "minima", at::kLong);
+  TORCH_CHECK(minima.numel() == MinimaWords(num_items), "gear: minima of ", num_items,
+              " items must have ", MinimaWords(num_items), " words, got ", minima.numel());
+}
+
+inline void CheckResolveRows(const at::Tensor& resolutions, const at::Tensor& sums,
+                             const at::Tensor& slots, const at::Tensor& row_slots,
+                             const at::Tensor& coordinates) {
+  CheckRecords(slots, "slots", kSlotWords);
+  CheckTensor(row_slots, "row_slots", at::kInt);
+  CheckTree(sums, row_slots.numel());
+  CheckTensor(coordinates, "coordinates", at::kLong);
+  CheckRecords(resolutions, "resolutions", kResolutionWords);
+  TORCH_CHECK(resolutions.size(0) == coordinates.numel(),
+              "gear: resolutions must have a row per coordinate");
+}
+
+inline void CheckTopK(const at::Tensor& items, const at::Tensor& priorities,
+                      const at::Tensor& sums) {
+  CheckTensor(items, "items", at::kLong);
+  CheckTensor(priorities, "priorities", at::kFloat);
+  CheckTensor(sums, "sums", at::kLong);
+  TORCH_CHECK(priorities.numel() <= sums.numel(), "gear: sums must have a mass per priority");
+}
+
+// An empty tensor of minima: the caller keeps none.
+inline void CheckPrioritize(const at::Tensor& sums, const at::Tensor& minima,
+                            const at::Tensor& priorities, const at::Tensor& counts,
+                            const at::Tensor& slots, const at::Tensor& updates, int64_t alpha,
+                            int64_t unit) {
+  CheckTensor(priorities, "priorities", at::kFloat);
+  CheckTree(sums, priorities.numel());
+  CheckTensor(minima, "minima", at::kLong);
+  if (minima.numel() > 0) CheckMinima(minima, sums, priorities.numel());
+  CheckTensor(counts, "counts", at::kLong);
+  TORCH_CHECK(counts.numel() == cpu::kNumUpdateCounts, "gear: counts must have ",
+              static_cast<int64_t>(cpu::kNumUpdateCounts), " elements, got ", counts.numel());
+  CheckRecords(slots, "slots", kSlotWords);
+  CheckRecords(updates, "updates", kUpdateWords);
+  CheckExponent("alpha", alpha);
+  TORCH_CHECK(unit == kTrajectory || unit == kStep, "gear: unit must be 0 or 1, got ", unit);
+}
+
+}  // namespace gear
