@@ -73,6 +73,7 @@ def attach(
         replay = _make_replay(engine, config, schemas)
     engine.gear = replay
     engine.gear_sample = replay.sample
+    engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
     if owns:
         _carry_state(engine, replay)

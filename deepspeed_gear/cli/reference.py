@@ -36,12 +36,17 @@ def render() -> str:
     return "\n".join([_HEAD, *shown])
 
 
-def _sections(title: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Walk the models, each with the name of the option that holds it."""
-    yield title, model
+def _sections(title: str, model: type[BaseModel], kind: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Walk the models, each with the name of the option that holds it, and its kind if it is one of several."""
+    yield f"{title}{kind}", model
     for name, info in options(model).items():
-        for suffix, inner in _models_in(name, info.annotation):
-            yield from _sections(f"{title}.{name}{suffix}", inner)
+        inside = list(_models_in(name, info.annotation))
+        for suffix, inner in inside:
+            yield from _sections(f"{title}.{name}{suffix}", inner, _kind(inner) if len(inside) > 1 else "")
+
+
+def _kind(model: type[BaseModel]) -> str:
+    return f": {get_args(model.model_fields['kind'].annotation)[0]}"
 
 
 def _models_in(name: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -85,7 +90,7 @@ def _row(name: str, info: FieldInfo, titles: dict[type[BaseModel], str]) -> str:
 
 def _anchor(title: str) -> str:
     """Return the name that Markdown viewers give to a heading."""
-    return "".join(c for c in title.lower() if c.isalnum() or c in "_-")
+    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "_-")
 
 
 def _json(default: Any) -> str:

@@ -28,6 +28,7 @@ class Batch(Mapping[str, torch.Tensor]):
         step_items: Whether an item is a step, which has a mass of 1, rather than a trajectory.
         total: Sum of the masses of all items.
         epoch: Epoch of each sample, 0 where the sampler has none. [B], int64.
+        weight: Importance weights; None: all 1. [B], float32.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class Batch(Mapping[str, torch.Tensor]):
         step_items: bool,
         total: int,
         epoch: torch.Tensor,
+        weight: torch.Tensor | None = None,
     ) -> None:
         self._tensors, self.mask, self._records = tensors, mask, records
         self.valid = valid
-        self._step_items, self._total, self.epoch = step_items, total, epoch
+        self._step_items, self._total, self.epoch, self._weight = step_items, total, epoch, weight
+        self.host_records = records  # stay in host memory when the batch moves
 
     # ---- fields ----------------------------------------------------------------------------------
 
@@ -109,8 +112,8 @@ class Batch(Mapping[str, torch.Tensor]):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Importance weight: 1, and 0 for fillers. [B], float32."""
-        return self.valid.float()
+        """Importance weight; 0 for samples that only fill up an evaluation batch. [B], float32."""
+        return self.valid.float() if self._weight is None else self._weight
 
     # ---- forms -----------------------------------------------------------------------------------
 
@@ -126,7 +129,10 @@ class Batch(Mapping[str, torch.Tensor]):
         tensors = {name: once(tensor) for name, tensor in self._tensors.items()}
         mask = {name: once(tensor) for name, tensor in self.mask.items()}
         records, valid, epoch = once(self._records), once(self.valid), once(self.epoch)
-        return Batch(tensors, mask, records, valid, self._step_items, self._total, epoch)
+        weight = None if self._weight is None else once(self._weight)
+        batch = Batch(tensors, mask, records, valid, self._step_items, self._total, epoch, weight)
+        batch.host_records = self.host_records
+        return batch
 
     def clone(self) -> Batch:
         """Return a copy that is not overwritten."""
@@ -167,6 +173,7 @@ class Batch(Mapping[str, torch.Tensor]):
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:
     names, masks = list(batch._tensors), list(batch.mask)
     values = [*batch._tensors.values(), *batch.mask.values(), batch._records, batch.valid, batch.epoch]
+    values += [] if batch._weight is None else [batch._weight]
     return values, (names, masks, batch._step_items, batch._total)
 
 
@@ -175,7 +182,8 @@ def _unflatten(values: Any, context: Any) -> Batch:
     values = list(values)
     tensors = dict(zip(names, values[: len(names)], strict=True))
     mask = dict(zip(masks, values[len(names) : len(names) + len(masks)], strict=True))
-    return Batch(tensors, mask, values[-3], values[-2], step_items, total, values[-1])
+    records, valid, epoch, *weight = values[len(names) + len(masks) :]
+    return Batch(tensors, mask, records, valid, step_items, total, epoch, *weight)
 
 
 pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")

@@ -13,33 +13,55 @@ from deepspeed_gear.config.errors import translate
 from deepspeed_gear.config.fields import ResolvedField, check_against
 from deepspeed_gear.config.model import (
     DataConfig,
-    EveryConfig,
     FieldConfig,
     GearConfig,
     NStepConfig,
-    SamplerConfig,
     SharedMemoryConfig,
     TableConfig,
+)
+from deepspeed_gear.config.samplers import (
+    EpochSampler,
+    EveryConfig,
+    FifoSampler,
+    LengthSampler,
+    LifoSampler,
+    PrioritizedSampler,
+    RecentSampler,
+    Sampler,
+    TopKSampler,
+    UniformSampler,
+    WeightedSampler,
     WhereConfig,
 )
+from deepspeed_gear.config.schedules import value_at
 from deepspeed_gear.errors import ConfigError
 
 __all__ = [
     "DataConfig",
+    "EpochSampler",
     "EveryConfig",
     "FieldConfig",
+    "FifoSampler",
     "GearConfig",
+    "LengthSampler",
+    "LifoSampler",
     "NStepConfig",
+    "PrioritizedSampler",
+    "RecentSampler",
     "ResolvedField",
-    "SamplerConfig",
+    "Sampler",
     "SharedMemoryConfig",
     "TableConfig",
+    "TopKSampler",
+    "UniformSampler",
+    "WeightedSampler",
     "WhereConfig",
     "batch_sizes",
     "check_against",
     "difference",
     "parse",
     "refuse_batch_sizes",
+    "value_at",
 ]
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed_gear.config.model import DataConfig, FieldConfig, GearConfig, TableConfig, WhereConfig
+    from deepspeed_gear.config.model import DataConfig, FieldConfig, GearConfig, TableConfig
+    from deepspeed_gear.config.samplers import WhereConfig
 
 BATCH_NAMES = ("mask", "id", "handle", "anchor", "number", "probability", "weight", "epoch", "valid")
 N_STEP_NAMES = ("return_n", "discount", "steps_n")
@@ -124,6 +125,13 @@ def _check_sampler(config: GearConfig) -> None:
             'must not be "fits" where no field has a length or an offset',
             None,
             'every step fits: use "all", or give a field a length',
+        )
+    if sampler.kind == "recent" and sampler.newest is None and sampler.within is None:
+        raise ConfigError(
+            "gear.sampler.newest",
+            "or gear.sampler.within must be given",
+            None,
+            'without a window use "kind": "uniform"',
         )
     for column, where in sampler.where.items():
         _check_where(where, dotted("gear", "sampler", "where", column))

@@ -60,6 +60,7 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if not words:
         members = alternatives(bare)
         words = [text for member in members for text in _describe_one(*parts(member), notes)]
+        words = list(dict.fromkeys(words))
     if is_optional(bare):
         words.append("null")
     return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]

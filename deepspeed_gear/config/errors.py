@@ -55,11 +55,27 @@ def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[An
     return annotation, metadata, path
 
 
+def _kind(model: type[BaseModel]) -> str | None:
+    """Return the value of `kind` that stands for a member of a union of models."""
+    info = options(model).get("kind")
+    return get_args(info.annotation)[0] if info is not None else None
+
+
+def _is_chosen(model: type[BaseModel], where: Sequence[Any]) -> bool:
+    return _kind(model) is None or _kind(model) in where
+
+
 def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     *where, key = error["loc"]
     annotation, _, path = _locate(model, where)
     models = [model for model in map(as_model, alternatives(annotation)) if model is not None]
+    others = [model for model in models if not _is_chosen(model, where)]
+    models = [model for model in models if model not in others] or models
     known = [name for model in models for name in options(model)]
+    kinds = [_kind(model) for model in others if key in options(model)]
+    if kinds:
+        remedy = f"it belongs to kind {' or '.join(map(repr, kinds))}"
+        return ConfigError(dotted("gear", *path, key), "is not an option of this kind", None, remedy)
     near = (
         [SYNONYMS[key]] if SYNONYMS.get(key) in known else difflib.get_close_matches(str(key), known, 1, 0.7)
     )
@@ -77,6 +93,10 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     name, admitted = dotted("gear", *path), describe(annotation, metadata)
     if error["type"] == "missing":
         return ConfigError(name, "must be given", None, f"it is {admitted}")
+    if error["type"] == "union_tag_invalid":
+        kinds = [json.dumps(_kind(m)) for m in map(as_model, alternatives(annotation)) if m is not None]
+        rule = f"must be {', '.join(kinds[:-1])} or {kinds[-1]}"
+        return ConfigError(f"{name}.kind", rule, _short(error["input"].get("kind")))
     value = _short(error["input"])
     if value is None:
         return ConfigError(name, f"must be {admitted}, got null", None, "leave it out for its default")

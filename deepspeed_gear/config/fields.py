@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from deepspeed_gear.config.checks import check_field_name, check_nesting, dotted
-from deepspeed_gear.config.model import FieldConfig, GearConfig, WhereConfig
+from deepspeed_gear.config.model import FieldConfig, GearConfig
+from deepspeed_gear.config.samplers import RecentSampler, Sampler, WeightedSampler, WhereConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import DTYPES, Column, Schema
 
@@ -83,6 +84,8 @@ def check_against(
         statistics_available = config.resolved_tables[table].data is not None
     for column, where in config.sampler.where.items():
         _check_where(column, where, schema)
+    for option, column in _sampler_columns(config.sampler):
+        _check_number(column, option, schema)
     _check_n_step(config, schema)
     wanted = config.fields or {name: FieldConfig() for name in schema.names}
     if not config.fields:
@@ -96,6 +99,26 @@ def check_against(
 
 def _known(schema: Schema) -> str:
     return f"the table has {', '.join(schema.names)}"
+
+
+def _sampler_columns(sampler: Sampler) -> list[tuple[str, str]]:
+    """Return the options of a sampler that name a per-trajectory column, with the column."""
+    if isinstance(sampler, WeightedSampler):
+        return [("weight", sampler.weight)]
+    if isinstance(sampler, RecentSampler) and sampler.within is not None:
+        return [("within.column", sampler.within.column)]
+    return []
+
+
+def _check_number(name: str, option: str, schema: Schema) -> None:
+    numbers = [c.name for c in schema.trajectory_columns if not c.shape and c.dtype != "bool"]
+    if name not in numbers:
+        raise ConfigError(
+            f"gear.sampler.{option}",
+            "must name a column with one number per trajectory",
+            name,
+            f"there are: {', '.join(numbers) or 'none'}",
+        )
 
 
 def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, field_serializer, field_validator, 
 
 from deepspeed_gear.config import digest
 from deepspeed_gear.config.checks import check_options
+from deepspeed_gear.config.samplers import SamplerConfig, UniformSampler
 from deepspeed_gear.config.types import (
     Count,
     DtypeName,
@@ -20,11 +21,9 @@ from deepspeed_gear.config.types import (
     GearModel,
     Int,
     Name,
-    Number,
     Offset,
     Pad,
     Positive,
-    Scalar,
     Steps,
     StoredDtype,
     Text,
@@ -123,52 +122,6 @@ class TableConfig(GearModel):
     def schema(self) -> Schema | None:
         """The columns as the config gives them, or None."""
         return None if self.schema_ is None else self.schema_.build()
-
-
-class EveryConfig(GearModel):
-    """Anchors at the steps 0, k, 2k, ... of a trajectory."""
-
-    every: Steps = Field(description="Distance of two anchors in steps.")
-
-
-class WhereConfig(GearModel):
-    """Which values of a per-trajectory column are admitted; all given conditions must hold."""
-
-    min: Number | None = Field(default=None, description="Smallest admitted value.")
-    max: Number | None = Field(default=None, description="Largest admitted value.")
-    in_: Annotated[list[Scalar], MinLen(1)] | None = Field(
-        default=None, alias="in", description="The admitted values, compared exactly."
-    )
-
-
-class SamplerConfig(GearModel):
-    """How the samples of a global batch are selected."""
-
-    kind: Literal["uniform", "length", "epoch"] = Field(
-        default="uniform",
-        description=(
-            '"uniform" draws every item with the same probability; "length" draws trajectories in '
-            'proportion to their number of steps; "epoch" visits every item once, in an order given by '
-            "the seed, then again."
-        ),
-    )
-    unit: Literal["trajectory", "step"] = Field(default="trajectory", description="What an item is.")
-    table: Name | None = Field(default=None, description="The table to sample. null: the only one.")
-    anchors: Annotated[
-        Literal["all", "fits", "start", "end"] | EveryConfig,
-        Words('"all"', '"fits"', '"start"', '"end"', '{"every": k}'),
-    ] = Field(
-        default="all",
-        description=(
-            'Steps at which windows may stand: "all"; "fits", where every window lies inside the '
-            'trajectory; "start", the first step; "end", the last one; or every k-th step. A trajectory'
-            " without one is never drawn."
-        ),
-    )
-    where: dict[Name, WhereConfig] = Field(
-        default={},
-        description="Conditions on per-trajectory columns. Trajectories that fail one are never drawn.",
-    )
 
 
 class FieldConfig(GearModel):
@@ -271,7 +224,7 @@ class GearConfig(GearModel):
         default=None, description='The data set to train on: short for `tables: {"main": {"data": ...}}`.'
     )
     tables: dict[Name, TableConfig] = Field(default={}, description="The tables by name.")
-    sampler: SamplerConfig = Field(default=SamplerConfig(), description="How samples are selected.")
+    sampler: SamplerConfig = Field(default=UniformSampler(), description="How samples are selected.")
     fields: dict[Name, FieldConfig] = Field(
         default={},
         description="What a batch holds, by name. Empty: every column of the table, at the anchor.",

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from deepspeed_gear.replay.replay import Replay
-from deepspeed_gear.replay.setup import BatchInfo
+from deepspeed_gear.replay.sizes import BatchInfo
 
 __all__ = ["BatchInfo", "Replay"]

@@ -22,6 +22,8 @@ def add(table: Table, streams: list[Stream], trajectory: Mapping[str, Any], max_
             f"must have at most max_length = {max_length} steps",
             num_steps,
         )
+    for stream in streams:
+        stream.spec.rule.check(f"table {table.spec.name}", arrays)
     with table.lock:
         try:
             slot = table.reserve(num_steps)

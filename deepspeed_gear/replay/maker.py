@@ -11,8 +11,8 @@ from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.ops.constants import R_NUMBER
 from deepspeed_gear.replay import position
-from deepspeed_gear.replay.setup import TRAIN, BatchInfo
-from deepspeed_gear.selection.cut import TOTAL, Cut
+from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
+from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.statistics import ColumnStatistics
 from deepspeed_gear.store.table import Table
@@ -75,12 +75,15 @@ class BatchMaker:
         epoch = self._no_epoch
         if stream.spec.kind != "random":
             epoch = cut.epochs.view(micro, num_parts)[:, part].clone()
+        words: list[int] = cut.head.tolist()
         tensors, mask = self._collectors[name].collect(records)
-        total = int(cut.head[TOTAL])
+        total = words[TOTAL]
         if last:
             stream.consume(cut.key)
         valid = self._valid if pass_size is None else records[:, R_NUMBER] < pass_size
-        batch = Batch(tensors, mask, records, valid, stream.spec.rule.unit == "step", total, epoch)
+        unit_masses = stream.spec.rule.unit == "step" and not stream.has_item_masses
+        weight = None if stream.spec.priorities is None else self._weigh(stream, words, records)
+        batch = Batch(tensors, mask, records, valid, unit_masses, total, epoch, weight)
         if self._device.type != "cpu":
             batch = batch.to(self._device)
         if self.transform is not None:
@@ -88,6 +91,13 @@ class BatchMaker:
                 batch, position.transform_keys(self._config.seed, stream.spec.key, records[:, R_NUMBER])
             )
         return batch
+
+    @staticmethod
+    def _weigh(stream: Stream, words: list[int], records: torch.Tensor) -> torch.Tensor:
+        """Return the importance weights of samples of a cut. [B], float32."""
+        weight = torch.empty(len(records))
+        stream.ops.importance_(weight, records, words[NUMERATOR], words[DIVISOR], words[EXPONENT])
+        return weight
 
     def _collector(self, stream: str) -> Collector:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation

@@ -18,15 +18,19 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
-from deepspeed_gear.replay import content, position, setup, snapshot
+from deepspeed_gear.replay import content, feedback, position, setup, snapshot
 from deepspeed_gear.replay.maker import BatchMaker, Transform
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.setup import TRAIN, BatchInfo
+from deepspeed_gear.replay.samplers import stream_specs
+from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import EPOCH, EPOCH_SIZE, PASS_SHIFT
+from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.statistics import statistics_of
 from deepspeed_gear.store.table import Table
+
+Ids = Sequence[int] | torch.Tensor
 
 
 class Replay:
@@ -104,7 +108,11 @@ class Replay:
     def _attach(self, ops: Any) -> None:
         config, peers = self.config, self.topology.num_peers
         specs = setup.table_specs(config, self.schemas, self.datasets, self.fields, peers)
-        streams = setup.stream_specs(config, self.fields, self._split, self.batch_info)
+        dataset = self.datasets.get(config.sampled_table)
+        streams = self._exchange.agree(
+            "the sampler",
+            lambda: stream_specs(config, self.fields, self._split, self.batch_info, dataset),
+        )
         self.tables, self.streams = setup.attach_tables(
             self._exchange, self.topology, config, ops, specs, streams
         )
@@ -146,6 +154,9 @@ class Replay:
         """
         self._check_open()
         begin = time.perf_counter()
+        step, micro = divmod(self._used, self.batch_info.accumulation)
+        if micro == 0:
+            self.streams[TRAIN].masses.ask(self._start + step)
         if self.config.prefetch:
             if self._prefetcher is None:
                 self._start_prefetch()
@@ -224,6 +235,63 @@ class Replay:
             self.streams[TRAIN].stopped = False
         self._prefetcher = None
         self._prefetch_cell.clear()
+
+    # ---- priorities ------------------------------------------------------------------------------
+
+    def update_priorities(
+        self, batch: Batch, priorities: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> None:
+        """Report the priorities of a batch's items, as of their TD errors.
+
+        The selection of global batch n sees what all ranks reported before they asked for batch
+        n - prefetch. Of several reports of an item the one with the highest sample number of the newest batch
+        wins. Items that are gone are ignored, and counted in `statistics()`.
+
+        Args:
+            batch: From `sample`.
+            priorities: [B], or [B, T] to be reduced over a window as `sampler.reduce` says; of any
+                floating dtype and device, finite, at least 0.
+            mask: Which steps count. None: the batch's mask of this shape, or every step. [B, T], bool.
+        Raises:
+            ConfigError: The sampler has no priorities.
+            DataError: A priority is negative, infinite or NaN; nothing has changed.
+            ShapeError: A wrong shape.
+            StoreError: More were reported than `sample` takes up.
+        """
+        self._check_open()
+        feedback.report(self._priorities(), self.config.sampler, batch, priorities, mask)
+
+    def set_priorities(
+        self, ids: Ids, priorities: torch.Tensor | Sequence[float], steps: Ids | None = None
+    ) -> int:
+        """Report priorities of items by id; they count behind those of the batch that was asked for last.
+
+        Args:
+            ids: Trajectories. [n].
+            priorities: [n], finite, at least 0.
+            steps: Where the unit is a step: which step of each trajectory. [n].
+        Returns:
+            How many of the items are stored and admitted by the sampler; the others are ignored.
+        Raises:
+            ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
+        """
+        self._check_open()
+        return feedback.report_by_id(self._priorities(), ids, priorities, steps)
+
+    def priorities(self, ids: Ids, steps: Ids | None = None) -> torch.Tensor:
+        """Return the priorities that the latest cut has drawn with, 0 for what is gone. [n], float32."""
+        self._check_open()
+        return feedback.priorities_of(self._priorities(), ids, steps)
+
+    def _priorities(self) -> PriorityMasses:
+        masses = self.streams[TRAIN].masses
+        if not isinstance(masses, PriorityMasses):
+            raise ConfigError(
+                "gear.sampler.kind",
+                'must be "prioritized" or "top_k" for priorities to be reported',
+                self.config.sampler.kind,
+            )
+        return masses
 
     # ---- content ---------------------------------------------------------------------------------
 
@@ -325,8 +393,8 @@ class Replay:
 
         def write() -> None:
             for name, table in self._changing_tables().items():
+                streams = self._streams_of(table)
                 with table.lock:
-                    streams = self._streams_of(table)
                     snapshot.save_table(table, streams, Path(folder) / name, self._where()["batches"])
 
         self._exchange.agree("saving the tables", write if self.topology.leads_node else lambda: None)
@@ -343,14 +411,18 @@ class Replay:
 
         def read() -> None:
             for name, table in self._changing_tables().items():
+                streams = self._streams_of(table)
                 with table.lock:
-                    streams = self._streams_of(table)
                     snapshot.load_table(table, streams, Path(folder) / name, self._where()["batches"])
 
         self._exchange.agree("loading the tables", read if self.topology.leads_node else lambda: None)
 
     def _changing_tables(self) -> dict[str, Table]:
-        return {name: table for name, table in self.tables.items() if table.spec.dataset is None}
+        """Return the tables whose content or priorities are not in the data set."""
+        kept = {s.table.spec.name for s in self.streams.values() if s.spec.priorities is not None}
+        return {
+            name: table for name, table in self.tables.items() if table.spec.dataset is None or name in kept
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken, on any number of ranks; tables keep their content. Collective.
@@ -390,8 +462,13 @@ class Replay:
             "huge_bytes": table.memory.huge_bytes,
             "payload_bytes": self.num_steps * table.spec.schema.row_bytes,
             "batches": self.metrics.num_batches,
+            **self._priority_statistics(),
             **self.take_metrics(),
         }
+
+    def _priority_statistics(self) -> dict[str, int]:
+        masses = self.streams[TRAIN].masses
+        return masses.statistics() if isinstance(masses, PriorityMasses) else {}
 
     # ---- end -------------------------------------------------------------------------------------
 

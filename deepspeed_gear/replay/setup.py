@@ -22,10 +22,9 @@ from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.replay.sizes import BatchInfo
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.anchors import AnchorRule, Reach
 from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.rules import Condition, MassRule, key_of
 from deepspeed_gear.selection.stream import Stream, regions_of
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import Region
@@ -33,33 +32,7 @@ from deepspeed_gear.store.memory import remove_garbage
 from deepspeed_gear.store.spec import TableSpec, table_layout
 from deepspeed_gear.store.table import Table
 
-TRAIN = "train"
-SPARE_CUTS = 4  # cuts that a rank may lag behind the fastest one of its node
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config does not say how many
-
-
-@dataclass(frozen=True)
-class BatchInfo:
-    """Sizes of a batch, in samples.
-
-    Args:
-        micro: Of one `sample()` on one rank.
-        accumulation: Micro batches of a rank in a global batch.
-        data_world: Replicas.
-    """
-
-    micro: int
-    accumulation: int
-    data_world: int
-
-    @property
-    def num_micro(self) -> int:
-        """Micro batches of a global batch, all ranks together."""
-        return self.accumulation * self.data_world
-
-    @property
-    def global_batch(self) -> int:
-        return self.micro * self.num_micro
 
 
 def read_config(exchange: Exchange, section: Any) -> GearConfig:
@@ -169,55 +142,6 @@ def table_specs(
         table_spec(name, table, schemas[name], datasets.get(name), name in returns, num_peers)
         for name, table in config.resolved_tables.items()
     ]
-
-
-def anchor_rule(config: GearConfig, fields: list[ResolvedField]) -> AnchorRule:
-    """Return which steps the sampler admits."""
-    anchors = config.sampler.anchors
-    if anchors == "fits":
-        n = config.n_step.n if config.n_step is not None else 0
-        windows = []
-        for field in fields:
-            if field.column is not None and field.column.rows == "1":
-                continue
-            extra = 1 if field.column is not None and field.column.rows == "T+1" else 0
-            offset = n if field.offset == "n_step" else int(field.offset)
-            windows.append(Reach(offset, field.length or 1, extra))
-        return AnchorRule.fits(windows)
-    if isinstance(anchors, str):
-        return {"all": AnchorRule.all, "start": AnchorRule.start, "end": AnchorRule.end}[anchors]()
-    return AnchorRule.every(anchors.every)
-
-
-def stream_specs(
-    config: GearConfig, fields: list[ResolvedField], split: Mapping[str, float], info: BatchInfo
-) -> list[StreamSpec]:
-    """Return the training stream and one evaluation stream per split of the sampled table."""
-    sampler, table = config.sampler, config.sampled_table
-    where = tuple(
-        Condition(
-            column,
-            bounds.min,
-            bounds.max,
-            None if bounds.in_ is None else tuple(bounds.in_),
-        )
-        for column, bounds in sampler.where.items()
-    )
-    anchors = anchor_rule(config, fields)
-
-    def rule(index: int) -> MassRule:
-        by_length = sampler.kind == "length" and index == 0  # a pass over a split visits each item once
-        return MassRule(sampler.unit, by_length, anchors, where, dict(split), index)
-
-    kind = "epoch" if sampler.kind == "epoch" else "random"
-    depth = config.prefetch + SPARE_CUTS
-    specs = [StreamSpec(TRAIN, kind, rule(0), config.seed, key_of(table, TRAIN), info.global_batch, depth)]
-    for index, name in enumerate(sorted(split)):
-        batch = info.micro * info.data_world
-        specs.append(
-            StreamSpec(name, "pass", rule(index + 1), config.seed, key_of(table, name), batch, SPARE_CUTS)
-        )
-    return specs
 
 
 @dataclass(frozen=True)

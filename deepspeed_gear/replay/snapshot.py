@@ -1,9 +1,9 @@
-"""The content of tables that were added to, as checksummed files of a checkpoint.
+"""What has changed in tables, as checksummed files of a checkpoint.
 
-A folder per table: the rows of its trajectories in stored order, their slots, and of each stream the masses
-of its latest cut, the changes that wait for the next one, and the cuts that nobody has used yet. So what is
-loaded continues with the batches that would have come, although prefetching was ahead and an epoch was under
-way.
+A folder per table: the rows of its trajectories in stored order and their slots, unless they are those of a
+data set, and of each stream the masses or priorities of its latest cut, the changes that wait for the next
+one, and the cuts that nobody has used yet. So what is loaded continues with the batches that would have come,
+although prefetching was ahead and an epoch was under way.
 """
 
 from __future__ import annotations
@@ -40,10 +40,27 @@ def save_table(table: Table, streams: list[Stream], folder: Path, batches: int) 
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     slots = np.nonzero(np.isin(table.slots[:, STATE], (COMMITTED, RETIRED)))[0]
+    if table.spec.dataset is None:
+        _save_rows(table, slots, partial)
+    for stream in streams:
+        for name, array in stream.export(slots, batches).items():
+            np.save(partial / f"stream.{stream.spec.name}.{name}.npy", array)
+    manifest = {
+        "format": FORMAT,
+        "schema": table.spec.schema.to_json(),
+        "next_id": int(table.control[NEXT_ID]),
+        "files": {path.name: _sha256(path) for path in sorted(partial.glob("*.npy"))},
+    }
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
+
+
+def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
     records = table.slots[slots]
-    np.save(partial / "slots.npy", records)
+    np.save(folder / "slots.npy", records)
     for column in table.spec.schema:
-        data, path = table.columns[column.name], partial / f"column.{column.name}.npy"
+        data, path = table.columns[column.name], folder / f"column.{column.name}.npy"
         if column.rows == "1":
             np.save(path, data[slots])
             continue
@@ -61,18 +78,6 @@ def save_table(table: Table, streams: list[Stream], folder: Path, batches: int) 
             out[at : at + count] = data[first : first + count]
             at += count
         out.flush()
-    for stream in streams:
-        for name, array in stream.export(slots, batches).items():
-            np.save(partial / f"stream.{stream.spec.name}.{name}.npy", array)
-    manifest = {
-        "format": FORMAT,
-        "schema": table.spec.schema.to_json(),
-        "next_id": int(table.control[NEXT_ID]),
-        "files": {path.name: _sha256(path) for path in sorted(partial.glob("*.npy"))},
-    }
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
 
 
 def load_table(table: Table, streams: list[Stream], folder: Path, batches: int) -> None:
@@ -83,6 +88,19 @@ def load_table(table: Table, streams: list[Stream], folder: Path, batches: int) 
         StoreFullError: The table is too small; nothing has changed.
     """
     manifest = check_saved(folder, table.spec.schema)
+    if table.spec.dataset is None:
+        slots = _load_rows(table, folder, int(manifest["next_id"]))
+    else:
+        slots = np.arange(len(table.slots))
+    for stream in streams:
+        prefix = f"stream.{stream.spec.name}."
+        names = [name for name in manifest["files"] if name.startswith(prefix)]
+        content = {name[len(prefix) : -len(".npy")]: np.load(folder / name) for name in names}
+        stream.restore(slots, content, batches)
+
+
+def _load_rows(table: Table, folder: Path, next_id: int) -> np.ndarray:
+    """Replace slots and rows; return the slots that are used."""
     records = np.load(folder / "slots.npy")
     rows = int(records[:, NUM_ROWS].sum())
     if len(records) > len(table.slots) or rows > table.spec.num_rows:
@@ -100,12 +118,8 @@ def load_table(table: Table, streams: list[Stream], folder: Path, batches: int) 
     for column in table.spec.schema:
         saved = np.load(folder / f"column.{column.name}.npy", mmap_mode="r")
         table.columns[column.name][: len(saved)] = saved
-    table.restored(int(manifest["next_id"]))
-    for stream in streams:
-        prefix = f"stream.{stream.spec.name}."
-        names = [name for name in manifest["files"] if name.startswith(prefix)]
-        content = {name[len(prefix) : -len(".npy")]: np.load(folder / name) for name in names}
-        stream.restore(slots, content, batches)
+    table.restored(next_id)
+    return slots
 
 
 def check_saved(folder: Path, schema: Schema) -> dict[str, Any]:

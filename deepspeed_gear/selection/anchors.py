@@ -69,3 +69,10 @@ class AnchorRule:
         """Return how many anchors trajectories of these lengths admit. [n], int64."""
         room = num_steps - self.first - self.trim
         return np.where(room <= 0, 0, np.minimum((room + self.stride - 1) // self.stride, self.most))
+
+    def admits(self, steps: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
+        """Return which steps are anchors of trajectories of these lengths. [n], [n] -> [n], bool."""
+        distance = (num_steps - 1 - steps if self.from_end else steps) - self.first
+        index = distance // self.stride
+        inside = (steps < num_steps) & (distance >= 0) & (distance % self.stride == 0)
+        return np.asarray(inside & (index < self.num_anchors(num_steps)))

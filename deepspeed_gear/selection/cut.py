@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepspeed_gear.selection.rules import MassRule
+from deepspeed_gear.selection.rules import MassRule, PriorityRule
 from deepspeed_gear.store.layout import RESOLUTION_WORDS, Region
 
 NOTHING = -1
 # words of a position, and of the head of a ring entry
-KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL, COUNT, FILLERS = range(8)
+KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL, COUNT, FILLERS, NUMERATOR, DIVISOR, EXPONENT = range(11)
 HEAD_WORDS = 16
-CUT_WORDS = 8  # those that a cut sets
-DONE, AHEAD = 8, 9  # words of the position only
+CUT_WORDS = 11  # those that a cut sets
+DONE, AHEAD = 11, 12  # words of the position only
 PASS_SHIFT = 32  # a pass over an evaluation split: key = pass << 32 | batch
 
 
@@ -25,13 +25,16 @@ class StreamSpec:
 
     Args:
         name: "train", or the name of a split.
-        kind: "random" (independent draws), "epoch" (a keyed order, again and again) or "pass" (stored
-            order, once).
+        kind: "random" (independent draws), "stratified" (draws from equal parts), "epoch" (a keyed order,
+            again and again), "pass" (stored order, once), "top" (the highest priorities), "oldest" or
+            "newest".
         rule: Masses of the trajectories.
         seed: Of the run.
         key: 32-bit key of table and stream.
         batch: Samples of a global batch.
         depth: Cuts that the ring keeps.
+        priorities: How masses follow priorities; None: masses are those of the rule.
+        drop: Leave the end of an epoch out that does not fill a global batch.
     """
 
     name: str
@@ -41,6 +44,8 @@ class StreamSpec:
     key: int
     batch: int
     depth: int
+    priorities: PriorityRule | None = None
+    drop: bool = False
 
     @property
     def at(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import FAN_OUT, tree_size
+from deepspeed_gear.ops.constants import FAN_OUT, R_MASS, R_NUM_STEPS, tree_levels, tree_size
 from deepspeed_gear.selection.cut import NOTHING, StreamSpec
 from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.layout import Region
@@ -41,7 +41,8 @@ class Masses:
         self.leaves: np.ndarray = views[spec.at + "sums"][: self.num_items]
         self._top: np.ndarray = views[spec.at + "sums"][-FAN_OUT:]  # the last level is one node's children
         self._slots = torch.from_numpy(table.slots)
-        self._how = (spec.rule.anchors.as_list(), UNIT_CODES[spec.rule.unit], spec.seed, spec.key)
+        unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
+        self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.key)
 
     @staticmethod
     def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
@@ -92,7 +93,26 @@ class Masses:
         """Whether the next cut would change the tree."""
         return self.words[NUM_DIRTY] != 0
 
-    def apply(self) -> None:
+    def ask(self, key: int) -> None:
+        """Say that this process asks for a global batch."""
+
+    def restart(self) -> None:
+        """Forget what was asked for, as when another position is loaded."""
+
+    def late(self, key: int) -> list[int]:
+        """Return the living processes that a cut of this global batch must wait for."""
+        del key
+        return []
+
+    def wait_awake(self, key: int) -> None:
+        """Wait for them without sleeping, but not for long."""
+
+    def apply(self, key: int) -> None:
+        """Bring the tree to the state that a cut of this global batch draws from."""
+        del key
+        self.apply_slots()
+
+    def apply_slots(self) -> None:
         """Put what is queued into the tree. A death in between is mended by `recover`."""
         count = self.words[NUM_DIRTY]
         if count == 0:
@@ -112,8 +132,7 @@ class Masses:
             self.queued[waiting] = NOTHING
             self.words[NUM_DIRTY] = self.words[APPLYING] = 0
         else:
-            self._dirty[: len(waiting)] = waiting
-            self.words[NUM_DIRTY] = len(waiting)
+            self._requeue()
         # A slot that was committed or retired without its change being queued: the slot table is the truth.
         effective = np.where(self.queued != NOTHING, self.queued, self.applied)
         committed = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
@@ -150,6 +169,25 @@ class Masses:
             first: Sample number of the first one.
         """
         self.ops.resolve_(rows, self.sums, self._slots, coordinates, *self._how, first)
+        if self.spec.rule.weight is not None and self.spec.rule.unit == "step":
+            words = rows.numpy()  # the mass of one step
+            words[:, R_MASS] //= self.spec.rule.anchors.num_anchors(words[:, R_NUM_STEPS])
+
+    def weigh(self, key: int, masses: np.ndarray, total: int) -> tuple[int, int, int]:
+        """Return numerator, divisor and exponent (Q62) of a cut's importance weights: 0 makes them all 1."""
+        del key, masses, total
+        return 1, 1, 0
+
+    def coordinates_of(self, items: torch.Tensor) -> torch.Tensor:
+        """Return the first coordinate of each item. [n] -> [n], int64. Cost: 32 additions a level."""
+        coordinates, nodes = torch.zeros_like(items), items
+        for offset, _ in tree_levels(self.num_items):
+            first = nodes // FAN_OUT * FAN_OUT
+            siblings = self.sums[offset + first[:, None] + torch.arange(FAN_OUT)]
+            before = torch.arange(FAN_OUT) < (nodes - first)[:, None]
+            coordinates += (siblings * before).sum(1)
+            nodes = nodes // FAN_OUT
+        return coordinates
 
     # ---- content ---------------------------------------------------------------------------------
 
@@ -161,7 +199,11 @@ class Masses:
         """Take up what `export` has returned; everything else is gone."""
         self.leaves[:], self.queued[:] = 0, NOTHING
         self.leaves[slots], self.queued[slots] = content["leaves"], content["queued"]
+        self._requeue()
+        self._build()
+
+    def _requeue(self) -> None:
+        """Derive the list of queued slots from their masses."""
         waiting = np.nonzero(self.queued != NOTHING)[0]
         self._dirty[: len(waiting)] = waiting
         self.words[NUM_DIRTY], self.words[APPLYING] = len(waiting), 0
-        self._build()

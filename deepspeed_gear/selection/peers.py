@@ -20,37 +20,40 @@ class Peers:
     Args:
         spec: The stream.
         table: Its table, whose memory knows who is alive.
-        consumed: Cuts that each process has done with, in the store. [peers], int64.
+        reached: A number that each process counts up, in the store: the cuts that it has done with, or the
+            global batch that it asked for. [peers], int64.
         timeout_s: How long the stream waits for them.
     """
 
-    def __init__(self, spec: StreamSpec, table: Table, consumed: np.ndarray, timeout_s: float) -> None:
-        self._spec, self._table, self._consumed, self._timeout_s = spec, table, consumed, timeout_s
+    def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray, timeout_s: float) -> None:
+        self._spec, self._table, self._reached, self._timeout_s = spec, table, reached, timeout_s
 
     def late(self, old_key: int) -> list[int]:
         """Return the living peers that still need a cut."""
-        if old_key == NOTHING:
-            return []
-        behind = [peer for peer, consumed in enumerate(self._consumed.tolist()) if consumed <= old_key]
+        return [] if old_key == NOTHING else self.behind(old_key + 1)
+
+    def behind(self, key: int) -> list[int]:
+        """Return the living peers whose word has not reached a key."""
+        behind = [peer for peer, reached in enumerate(self._reached.tolist()) if reached < key]
         attached = [peer for peer in behind if self._table.peers[peer, PEER_PID] != 0]
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
-    def wait_awake(self, old_key: int) -> None:
-        """Wait for the peers to consume a cut, without sleeping and without the lock, but not for long.
+    def wait_awake(self, key: int) -> None:
+        """Wait for the peers to reach a key, without sleeping and without the lock, but not for long.
 
         Ranks that run side by side are late by microseconds. A sleep takes up to milliseconds on a busy
         core; by then it is the others who wait, and so in turn for ever.
         """
         until = time.monotonic() + _AWAKE_S
-        while time.monotonic() < until and min(self._consumed.tolist()) <= old_key:
+        while time.monotonic() < until and min(self._reached.tolist()) < key:
             os.sched_yield()
 
-    def error(self, key: int, late: list[int]) -> PeerError:
+    def error(self, key: int, late: list[int], rule: str, missing: str) -> PeerError:
         """Return the error of a wait for peers that was too long."""
         peers = ", ".join(f"local rank {p} (process {int(self._table.peers[p, PEER_PID])})" for p in late)
         return PeerError(
             f"stream {self._spec.name}: global batch {key}",
-            f"must find room in the ring of {self._spec.depth} cuts in gear.timeout_s = {self._timeout_s} s",
-            f"{peers} still needs an older one",
+            f"must {rule} in gear.timeout_s = {self._timeout_s} s",
+            f"{peers} {missing}",
             "look why that rank stopped sampling; every rank must take every batch",
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from deepspeed_gear.errors import DataError
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.store.split import split_of
 
@@ -46,12 +47,52 @@ def _as_dtype(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class Window:
+    """The newest items.
+
+    Args:
+        newest: How many items; None for no limit.
+        column: A per-trajectory column that grows with time; None for no limit.
+        distance: How far its values may lie below the largest one.
+    """
+
+    newest: int | None = None
+    column: str | None = None
+    distance: float = 0
+
+    def admits(
+        self, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]
+    ) -> np.ndarray:
+        """Return which trajectories are in the window.
+
+        Args:
+            ids: A larger one is newer. [n], int64.
+            num_items: Items of each trajectory. [n].
+            column: Gives the values of a per-trajectory column. [n].
+        Returns:
+            [n], bool; the trajectory in which the window begins belongs to it.
+        """
+        inside = np.asarray(num_items) > 0
+        if self.newest is not None:
+            order = np.argsort(ids)[::-1]
+            newer = np.empty(len(ids), np.int64)
+            newer[order] = np.cumsum(num_items[order]) - num_items[order]
+            inside &= newer < self.newest
+        if self.column is not None and inside.any():
+            values = column(self.column)
+            inside &= values >= values[np.asarray(num_items) > 0].max() - self.distance
+        return inside
+
+
+@dataclass(frozen=True)
 class MassRule:
     """The integer mass of each trajectory in one stream.
 
     Args:
         unit: What an item is. A step item has one unit of mass per anchor, so all steps are equally likely.
         by_length: Trajectories in proportion to their number of steps.
+        weight: Per-trajectory column of weights, and log2 of the mass of weight 1.
+        window: Which of the admitted ones are new enough; a cut applies it.
         anchors: Which steps are admissible; a trajectory without one has mass 0.
         where: Filters that must all hold.
         split: Fractions of the splits.
@@ -64,6 +105,22 @@ class MassRule:
     where: tuple[Condition, ...] = ()
     split: Mapping[str, float] = field(default_factory=dict)
     split_index: int = 0
+    weight: tuple[str, int] | None = None
+    window: Window | None = None
+
+    @property
+    def draws_anchor(self) -> bool:
+        """Whether the anchor is a second draw; else one unit of a trajectory's mass is one anchor."""
+        return self.unit == "trajectory" or self.weight is not None
+
+    def check(self, name: str, columns: Mapping[str, np.ndarray]) -> None:
+        """Refuse a new trajectory whose weight is none.
+
+        Raises:
+            DataError: It is negative, infinite or NaN.
+        """
+        if self.weight is not None:
+            check_weights(f"{name}: column {self.weight[0]}", np.atleast_1d(columns[self.weight[0]]))
 
     def masses(
         self, ids: np.ndarray, num_steps: np.ndarray, column: Callable[[str], np.ndarray]
@@ -78,7 +135,10 @@ class MassRule:
             [n], int64.
         """
         anchors = self.anchors.num_anchors(num_steps)
-        if self.unit == "step":
+        if self.weight is not None:
+            name, bits = self.weight
+            masses = masses_of_weights(column(name), bits) * (anchors if self.unit == "step" else anchors > 0)
+        elif self.unit == "step":
             masses = anchors
         else:
             masses = np.where(anchors > 0, num_steps if self.by_length else 1, 0)
@@ -88,6 +148,65 @@ class MassRule:
         if self.split:
             keep &= split_of(ids, self.split) == self.split_index
         return np.where(keep, masses, 0).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class PriorityRule:
+    """How priorities become masses and importance weights.
+
+    Args:
+        alpha: Exponent of the priorities by global batch, in [0, 1].
+        beta: Exponent of the importance weights by global batch, in [0, 1].
+        initial: Priority of new items; None: the highest that was ever reported, 1 at the beginning.
+        normalize: What divides the weights: the largest of the global batch, of the table, or nothing.
+        lag: Global batches that are prepared ahead.
+        log_size: Reports of one rank that may wait.
+    """
+
+    alpha: Callable[[int], float]
+    beta: Callable[[int], float]
+    initial: float | None
+    normalize: Literal["batch", "table"] | None
+    lag: int
+    log_size: int
+
+
+# Bits of the total mass of given weights, and of weight 1 where the weights are not known yet.
+MOST_BITS, WEIGHT_BITS = 56, 24
+_MOST_SHIFT = 1000
+
+
+def check_weights(name: str, weights: np.ndarray) -> None:
+    """Refuse what is no weight.
+
+    Raises:
+        DataError: One is negative, infinite or NaN.
+    """
+    with np.errstate(invalid="ignore"):
+        good = (weights >= 0) & (weights < np.inf)
+    if not good.all():
+        at = int(np.nonzero(~good)[0][0])
+        raise DataError(f"{name}: weight {at}", "must be finite and at least 0", float(weights[at]))
+
+
+def masses_of_weights(weights: np.ndarray, bits: int) -> np.ndarray:
+    """Return round(weight * 2^bits), in [1, 2^MOST_BITS] for a positive weight. [n] -> [n], int64."""
+    scaled = np.ldexp(weights.astype(np.float64), bits)  # exact
+    masses = np.rint(np.clip(scaled, 0, 2.0**MOST_BITS)).astype(np.int64)
+    return np.where(weights > 0, np.maximum(masses, 1), 0)
+
+
+def weight_bits(weights: np.ndarray, counts: np.ndarray) -> int:
+    """Return the scale at which the masses of all items sum to less than 2^MOST_BITS.
+
+    Args:
+        weights: Finite, at least 0. [n].
+        counts: Items that have each. [n], int64.
+    """
+    total = float(weights.astype(np.float64) @ counts)
+    if total <= 0:
+        return WEIGHT_BITS
+    return int(np.clip(MOST_BITS - np.frexp(total)[1], -_MOST_SHIFT, _MOST_SHIFT))
 
 
 def key_of(*names: str) -> int:

@@ -21,19 +21,23 @@ import time
 import numpy as np
 import torch
 
-from deepspeed_gear.errors import StoreError
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT
+from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.ops.constants import R_FIRST_ROW, R_MASS, R_SLOT
+from deepspeed_gear.selection.age import AgeMasses
 from deepspeed_gear.selection.cut import (
     AHEAD,
     COUNT,
     CUT_WORDS,
+    DIVISOR,
     DONE,
     EPOCH,
     EPOCH_FIRST,
     EPOCH_SIZE,
+    EXPONENT,
     FILLERS,
     KEY,
     NOTHING,
+    NUMERATOR,
     PASS_SHIFT,
     SAMPLES,
     TOTAL,
@@ -42,11 +46,13 @@ from deepspeed_gear.selection.cut import (
 )
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.peers import Peers
+from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.spec import TableSpec
 from deepspeed_gear.store.table import FIRST_ROW, Table
 
 _POLL_S = 100e-6
+DRAWS, ORDERS, AGES = ("random", "stratified"), ("epoch", "pass"), ("oldest", "newest")  # kinds beside "top"
 
 
 class Stream:
@@ -58,17 +64,19 @@ class Stream:
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         self.spec, self.table, self.ops = spec, table, table.ops
         views = table.views
-        self.masses = Masses(spec, table)
+        self.masses = masses_of(spec)(spec, table)
         self.position: np.ndarray = views[spec.at + "position"]
         self.consumed: np.ndarray = views[spec.at + "consumed"]
         self.heads: np.ndarray = views[spec.at + "heads"]
-        self._ring = torch.from_numpy(views[spec.at + "ring"])
+        self._ring_words: np.ndarray = views[spec.at + "ring"]
+        self._ring = torch.from_numpy(self._ring_words)
         self._epochs = torch.from_numpy(views[spec.at + "epochs"])
         # Words one by one: behind a batch that has emptied the caches, a NumPy call takes 10 us and more.
         self._words, self._head_words = self.position.data, self.heads.data
         self._entries = list(zip(self.heads, self._ring, self._epochs, strict=True))
         self._coordinates = torch.empty(spec.batch, dtype=torch.int64)
         self._peer, self._num_peers = table.memory.peer, len(self.consumed)
+        self.has_item_masses = spec.priorities is not None or spec.rule.weight is not None
         self.stopped = False  # set by another thread: ends a wait of `take`
         self._timeout_s = table.lock.timeout_s
         self.peers = Peers(spec, table, self.consumed, self._timeout_s)
@@ -118,8 +126,8 @@ class Stream:
                         f"the stream is at {at}",
                         "ranks of a node must ask for the same batches in the same order",
                     )
-                late = self.peers.late(held)
-                if not late:
+                late, slow = self.peers.late(held), self.masses.late(key)
+                if not late and not slow:
                     self._cut(key, entry)
                     return self._seen(key, entry)
             if self.stopped:
@@ -128,11 +136,20 @@ class Stream:
                 )
             if until is None:
                 until = time.monotonic() + self._timeout_s
-                self.peers.wait_awake(held)
+                self.peers.wait_awake(held + 1)
+                self.masses.wait_awake(key)
                 continue
             if time.monotonic() > until:
-                raise self.peers.error(key, late)
+                raise self._too_late(key, late, slow)
             time.sleep(_POLL_S)
+
+    def _too_late(self, key: int, late: list[int], slow: list[int]) -> PeerError:
+        if late:
+            room = f"find room in the ring of {self.spec.depth} cuts"
+            return self.peers.error(key, late, room, "still needs an older one")
+        return self.peers.error(
+            key, slow, "have the priorities of all ranks", "has not asked for the batch behind them"
+        )
 
     def _seen(self, key: int, entry: int) -> Cut:
         if (key + 1) % self._num_peers == self._peer:
@@ -149,13 +166,17 @@ class Stream:
         after: list[int] = self._words[:CUT_WORDS].tolist()
         self._begin(key, after)
         count = self.spec.batch
-        if self.spec.kind == "random":
-            self.masses.apply()
-            after[TOTAL] = self._checked_total()
-            if self._words[AHEAD] != key:
-                self._draw(rows, after[SAMPLES], after[TOTAL])
+        if self.spec.kind in ORDERS:
+            self._walk(key, rows, epochs, torch.empty(count, dtype=torch.int64), after)
         else:
-            self._walk(rows, epochs, torch.empty(count, dtype=torch.int64), after)
+            self.masses.apply(key)
+            after[TOTAL] = self._checked_total()
+            if self.spec.kind not in DRAWS:
+                self._take_first(rows, after[SAMPLES])
+            elif self._words[AHEAD] != key:
+                self._draw(rows, after[SAMPLES], after[TOTAL])
+            masses = self._ring_words[entry, :, R_MASS]
+            after[NUMERATOR], after[DIVISOR], after[EXPONENT] = self.masses.weigh(key, masses, after[TOTAL])
         after[KEY], after[COUNT] = key + 1, count
         after[SAMPLES] += count
         for word in range(1, CUT_WORDS):
@@ -166,7 +187,7 @@ class Stream:
     def _draw_ahead(self, key: int) -> None:
         """Draw for the next cut, where several ranks want it and nothing is known that comes before it."""
         words, entry = self._words, key % self.spec.depth
-        if self._num_peers == 1 or self.spec.kind != "random" or words[KEY] != key:
+        if self._num_peers == 1 or self.spec.kind not in DRAWS or words[KEY] != key:
             return
         if words[AHEAD] == key or self.masses.waiting or self.peers.late(self._head_words[entry, KEY]):
             return
@@ -177,8 +198,27 @@ class Stream:
             words[AHEAD] = key
 
     def _draw(self, rows: torch.Tensor, first: int, total: int) -> None:
-        self.ops.draw_(self._coordinates, self.spec.seed, self.spec.key, first, total)
-        self.masses.resolve(rows, self._coordinates, first)
+        coordinates = self._coordinates
+        self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
+        if self.spec.kind == "stratified":
+            stratify_(coordinates, total)
+        self.masses.resolve(rows, coordinates, first)
+
+    def _take_first(self, rows: torch.Tensor, first: int) -> None:
+        """Take the items of highest priority, the oldest or the newest ones."""
+        if isinstance(self.masses, PriorityMasses):
+            coordinates = self.masses.highest(len(rows))
+        else:
+            assert isinstance(self.masses, AgeMasses)
+            coordinates = self.masses.extreme(len(rows), self.spec.kind == "newest")
+        if len(coordinates) < len(rows):
+            raise StoreError(
+                f"stream {self.spec.name}: table {self.table.spec.name}",
+                f"must hold as many items as a global batch ({len(rows)}), each with a mass",
+                len(coordinates),
+                "lower the batch size, or add trajectories first",
+            )
+        self.masses.resolve(rows, coordinates, first)
 
     def _begin(self, key: int, after: list[int]) -> None:
         """Reset what belongs to one pass when a new pass begins."""
@@ -189,7 +229,7 @@ class Stream:
             after[EPOCH] = key >> PASS_SHIFT
 
     def _walk(
-        self, rows: torch.Tensor, epochs: torch.Tensor, coordinates: torch.Tensor, after: list[int]
+        self, key: int, rows: torch.Tensor, epochs: torch.Tensor, coordinates: torch.Tensor, after: list[int]
     ) -> None:
         """Visit items in an order; at the end of an epoch the queue is applied and the next one begins.
 
@@ -197,6 +237,8 @@ class Stream:
         tree has changed: it is taken up behind them (DONE), where their resolutions lie in the ring already.
         """
         done, count = self._words[DONE], self.spec.batch
+        if self.spec.drop and done == 0 and after[SAMPLES] + count > after[EPOCH_FIRST] + after[EPOCH_SIZE]:
+            after[SAMPLES] = after[EPOCH_FIRST] + after[EPOCH_SIZE]
         while done < count:
             at = after[SAMPLES] + done - after[EPOCH_FIRST]
             if at >= after[EPOCH_SIZE]:
@@ -209,8 +251,10 @@ class Stream:
                     after[EPOCH_FIRST] = after[SAMPLES] + done
                     if self.masses.waiting:
                         self.position[DONE] = done
-                    self.masses.apply()
+                    self.masses.apply(key)
                     after[EPOCH_SIZE] = after[TOTAL] = self._checked_total()
+                    if self.spec.drop:
+                        self._check_epoch(after[EPOCH_SIZE])
                     at = 0
             n = min(count - done, after[EPOCH_SIZE] - at)
             part = coordinates[done : done + n]
@@ -236,6 +280,15 @@ class Stream:
             )
         return total
 
+    def _check_epoch(self, size: int) -> None:
+        if size < self.spec.batch:
+            raise StoreError(
+                f"stream {self.spec.name}: an epoch",
+                f"must hold a global batch ({self.spec.batch} items) where its tail is dropped",
+                size,
+                'lower the batch size, or use sampler.tail = "wrap"',
+            )
+
     def _advance(self, entry: int) -> None:
         for word in range(1, CUT_WORDS):
             self._words[word] = self._head_words[entry, word]
@@ -255,8 +308,8 @@ class Stream:
         """Return which retired slots this stream may still read. Wants the lock. [n] -> [n], bool."""
         position, ring = self.position, self._ring[:, :, R_SLOT].numpy()
         num_walked = position[SAMPLES] + position[DONE] - position[EPOCH_FIRST]
-        if self.spec.kind == "random" or num_walked >= position[EPOCH_SIZE]:
-            self.masses.apply()  # nothing is drawn between now and the next cut, so it sees the same tree
+        if self.spec.kind not in ORDERS or num_walked >= position[EPOCH_SIZE]:
+            self.masses.apply_slots()  # nothing is drawn before the next cut, so it sees the same tree
         waiting = self.masses.applied[slots] != 0
         for entry, head in enumerate(self.heads):
             if head[KEY] != NOTHING and self.peers.late(int(head[KEY])):
@@ -270,6 +323,7 @@ class Stream:
         """Continue at a global batch. Wants the lock."""
         self.heads[:, KEY] = NOTHING
         self.consumed[:] = key
+        self.masses.restart()
         self.position[DONE], self.position[AHEAD] = 0, NOTHING
         words = [KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL]
         self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)
@@ -310,9 +364,24 @@ class Stream:
         self.position[:CUT_WORDS] = content["position"]
 
 
+def masses_of(spec: StreamSpec) -> type[Masses]:
+    """Return what gives a stream its masses."""
+    if spec.priorities is not None:
+        return PriorityMasses
+    return AgeMasses if spec.kind in AGES or spec.rule.window is not None else Masses
+
+
+def stratify_(coordinates: torch.Tensor, total: int) -> None:
+    """Move the j-th of B coordinates into the j-th of B equal parts: floor((j * total + c) / B), in place."""
+    count = len(coordinates)
+    whole, rest = divmod(total, count)
+    j = torch.arange(count)
+    torch.add(j * whole, (j * rest + coordinates) // count, out=coordinates)
+
+
 def regions_of(spec: StreamSpec, table: TableSpec) -> list[Region]:
     """Return what a stream keeps in the store of a table."""
-    masses = Masses.regions(spec, table.num_slots, table.num_rows, table.num_peers)
+    masses = masses_of(spec).regions(spec, table.num_slots, table.num_rows, table.num_peers)
     return [*spec.regions(table.num_peers), *masses]
 
 

@@ -23,7 +23,7 @@ from deepspeed_gear.store.layout import Layout, Region, read_header, write_heade
 from deepspeed_gear.store.lock import StoreLock
 from deepspeed_gear.store.memory import SharedMemory
 from deepspeed_gear.store.spec import RETURN_TO_GO, TableSpec, table_layout
-from deepspeed_gear.store.trajectory import check_trajectory
+from deepspeed_gear.store.trajectory import as_numbers, check_trajectory
 
 FREE, RESERVED, COMMITTED, RETIRED = range(4)
 STATE, GENERATION, ID, FIRST_ROW, NUM_STEPS, NUM_ROWS, OWNER = range(7)  # words of a slot; common/slot.h
@@ -144,10 +144,7 @@ class Table:
 
     def values(self, name: str, slots: np.ndarray) -> np.ndarray:
         """Return a per-trajectory column's values as numbers, bfloat16 as float32. [n, *shape]."""
-        values = np.asarray(self.columns[name][slots])
-        if self.spec.schema[name].dtype == "bfloat16":
-            return torch.from_numpy(values).view(torch.bfloat16).float().numpy()
-        return values
+        return as_numbers(self.columns[name][slots], self.spec.schema[name])
 
     @property
     def num_trajectories(self) -> int:

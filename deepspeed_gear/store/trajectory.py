@@ -94,3 +94,11 @@ def _cast(array: np.ndarray, column: Column, name: str) -> np.ndarray:
     if not held.all():
         raise DataError(name, f"must hold values that {column.dtype} can hold", array[~held].flat[0].item())
     return stored
+
+
+def as_numbers(values: np.ndarray, column: Column) -> np.ndarray:
+    """Return a column's stored values as numbers: bfloat16, which is stored as uint16, as float32."""
+    array = np.asarray(values)
+    if column.dtype != "bfloat16":
+        return array
+    return torch.from_numpy(np.ascontiguousarray(array)).view(torch.bfloat16).float().numpy()

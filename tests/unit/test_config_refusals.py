@@ -140,7 +140,25 @@ WRONG: list[tuple[Any, str]] = [
     (_with("backend", "gpu"), 'gear.backend must be "auto", "reference", "cpu" or "cuda", got \'gpu\''),
     (
         _with("sampler", "kind", "prioritised"),
-        'gear.sampler.kind must be "uniform", "length" or "epoch", got \'prioritised\'',
+        'gear.sampler.kind must be "uniform", "length", "weighted", "prioritized", "top_k", "epoch", "fifo", '
+        '"lifo" or "recent", got \'prioritised\'',
+    ),
+    (
+        _with("sampler", "alpha", 0.6),
+        "gear.sampler.alpha is not an option of this kind; it belongs to kind 'prioritized'",
+    ),
+    (
+        {"data": "d", "sampler": {"kind": "prioritized", "beta": {"linear": [0.4, 1.2, 10]}}},
+        'gear.sampler.beta must be {"linear": [from, to, steps]} with from and to in [0, 1] and steps >= 1, '
+        "got {'linear': [0.4, 1.2, 10]}",
+    ),
+    (
+        {"data": "d", "sampler": {"kind": "prioritized", "beta": {"piecewise": [[5, 0.4]]}}},
+        "gear.sampler.beta must have ascending steps that begin at 0, got {'piecewise': [[5, 0.4]]}",
+    ),
+    (
+        {"data": "d", "sampler": {"kind": "recent"}},
+        'gear.sampler.newest or gear.sampler.within must be given; without a window use "kind": "uniform"',
     ),
     (
         _with("sampler", "anchors", "middle"),

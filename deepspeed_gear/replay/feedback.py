@@ -1,0 +1,155 @@
+"""Priorities that come back from training: of a batch, or of items by id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops.constants import R_ANCHOR, R_GENERATION, R_NUMBER, R_SLOT
+from deepspeed_gear.selection.priorities import BY_ID, PriorityMasses, check_priorities
+from deepspeed_gear.store.table import FIRST_ROW, GENERATION, NUM_STEPS
+
+_HANDLE = [R_SLOT, R_GENERATION, R_ANCHOR]
+
+
+def report(
+    masses: PriorityMasses,
+    sampler: Sampler,
+    batch: Batch,
+    priorities: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:
+    """Report the priorities of a batch; see `Replay.update_priorities`."""
+    values = priorities.detach()
+    if values.dim() == 2:
+        assert isinstance(sampler, (PrioritizedSampler, TopKSampler))
+        values = reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
+    if values.shape != (batch.num_samples,):
+        rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
+        raise ShapeError("priorities", rule, list(priorities.shape))
+    records = batch.host_records.cpu().numpy()
+    masses.report(records[:, _HANDLE], as_float32(values), records[:, R_NUMBER])
+
+
+def as_float32(values: torch.Tensor | Sequence[float]) -> np.ndarray:
+    """Return priorities as they are stored; one that is too small for it stays above 0. [n], float32."""
+    given = torch.as_tensor(values).detach().to("cpu")
+    rounded = given.to(torch.float32)
+    if given.dtype == torch.float64:
+        tiny = torch.finfo(torch.float32).smallest_normal
+        rounded = torch.where((given > 0) & (rounded == 0), tiny, rounded)
+        check_priorities(rounded.numpy())
+    return rounded.numpy()
+
+
+def mask_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return which steps of [B, T] count: what is given, else the batch's mask of this shape, else all.
+
+    Raises:
+        ShapeError: The batch has different masks of this shape, or the given one has another.
+    """
+    if mask is not None:
+        if mask.shape != values.shape:
+            raise ShapeError(
+                "mask", f"must have the shape of the priorities {list(values.shape)}", list(mask.shape)
+            )
+        return mask
+    fitting = [m for m in batch.mask.values() if m.shape == values.shape]
+    if any(m is not fitting[0] and not m.equal(fitting[0]) for m in fitting[1:]):
+        rule = "must be given where fields of the same length have different masks"
+        raise ShapeError("mask", rule, None, 'as batch.mask["reward"]')
+    return fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
+
+
+def reduce_steps(values: torch.Tensor, mask: torch.Tensor, how: str, eta: float) -> torch.Tensor:
+    """Reduce priorities over the steps that count.
+
+    Args:
+        values: [B, T].
+        mask: [B, T], bool.
+        how: "max", "mean" or "mix".
+        eta: Part of the maximum in "mix".
+    Returns:
+        [B], of the values' dtype.
+    Raises:
+        ShapeError: A sample has no step that counts.
+    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", ICLR
+        2019, section 2.3: p = eta * max_i d_i + (1 - eta) * mean(d).
+    """
+    counts = mask.sum(1)
+    if not bool((counts > 0).all()):
+        at = int(torch.nonzero(counts == 0)[0])
+        raise ShapeError(f"mask of sample {at}", "must have a step that counts", None, "give another mask")
+    zero = torch.zeros((), dtype=values.dtype, device=values.device)
+    # A NaN outside the mask does not count; one inside stays, and is refused.
+    counted = torch.where(mask, values, zero)
+    mean = counted.sum(1) / counts
+    if how == "mean":
+        return mean
+    highest = torch.where(mask, values, -torch.inf).amax(1)
+    return highest if how == "max" else eta * highest + (1 - eta) * mean
+
+
+def report_by_id(
+    masses: PriorityMasses,
+    ids: Sequence[int] | torch.Tensor,
+    priorities: torch.Tensor | Sequence[float],
+    steps: Sequence[int] | torch.Tensor | None,
+) -> int:
+    """Report priorities of items by id; see `Replay.set_priorities`."""
+    numbers, anchors = _items(masses, ids, steps)
+    values = as_float32(priorities)
+    if values.shape != numbers.shape:
+        raise ShapeError("priorities", f"must have shape [{len(numbers)}]", list(values.shape))
+    check_priorities(values)
+    with masses.table.lock:
+        updates, known = _handles(masses, numbers, anchors)
+    masses.report(updates[known], values[known], BY_ID)
+    return int(known.sum())
+
+
+def priorities_of(
+    masses: PriorityMasses, ids: Sequence[int] | torch.Tensor, steps: Sequence[int] | torch.Tensor | None
+) -> torch.Tensor:
+    """Return the priorities that the latest cut has drawn with. [n], float32."""
+    numbers, anchors = _items(masses, ids, steps)
+    with masses.table.lock:
+        updates, known = _handles(masses, numbers, anchors)
+        found = np.zeros(len(numbers), np.float32)
+        slots = updates[known, 0]
+        items = masses.table.slots[slots, FIRST_ROW] + updates[known, 2] if masses.by_step else slots
+        found[known] = masses.values[items]
+    return torch.from_numpy(found)
+
+
+def _items(
+    masses: PriorityMasses, ids: Sequence[int] | torch.Tensor, steps: Sequence[int] | torch.Tensor | None
+) -> tuple[np.ndarray, np.ndarray]:
+    numbers = np.asarray(ids, np.int64).reshape(-1)
+    if masses.by_step != (steps is not None):
+        need = (
+            "must be given, as an item is a step"
+            if masses.by_step
+            else "must not be given, as an item is a trajectory"
+        )
+        raise ShapeError("steps", need, None)
+    anchors = np.zeros_like(numbers) if steps is None else np.asarray(steps, np.int64).reshape(-1)
+    if anchors.shape != numbers.shape:
+        raise ShapeError("steps", f"must have shape [{len(numbers)}]", list(anchors.shape))
+    return numbers, anchors
+
+
+def _handles(masses: PriorityMasses, ids: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return slot, generation and anchor of items, and which of them the sampler can draw. Wants the lock."""
+    slots = masses.table.slots_of(ids)
+    known = slots >= 0
+    records = masses.table.slots[slots]
+    known[known] &= masses.of(slots[known]) > 0
+    if masses.by_step:
+        known &= masses.spec.rule.anchors.admits(anchors, records[:, NUM_STEPS]) & (anchors >= 0)
+    return np.stack([slots, records[:, GENERATION], anchors], axis=1), known

@@ -1,0 +1,140 @@
+"""From the sampler's config to the streams that select."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.config import (
+    GearConfig,
+    LengthSampler,
+    PrioritizedSampler,
+    RecentSampler,
+    ResolvedField,
+    Sampler,
+    TopKSampler,
+    WeightedSampler,
+    value_at,
+)
+from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
+from deepspeed_gear.selection.anchors import AnchorRule, Reach
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.rules import (
+    WEIGHT_BITS,
+    Condition,
+    MassRule,
+    PriorityRule,
+    Window,
+    check_weights,
+    key_of,
+    weight_bits,
+)
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.trajectory import as_numbers
+
+SPARE_CUTS = 4  # cuts that a rank may lag behind the fastest one of its node
+LEAST_LOG = 1 << 16  # reports of priorities that may wait on a rank
+KINDS = {"epoch": "epoch", "top_k": "top", "fifo": "oldest", "lifo": "newest"}
+
+
+def stream_specs(
+    config: GearConfig,
+    fields: list[ResolvedField],
+    split: Mapping[str, float],
+    info: BatchInfo,
+    dataset: Dataset | None,
+) -> list[StreamSpec]:
+    """Return the training stream and one evaluation stream per split of the sampled table.
+
+    Raises:
+        DataError: The data set's weights are none.
+    """
+    sampler, table = config.sampler, config.sampled_table
+    base = MassRule(sampler.unit, False, anchor_rule(config, fields), _conditions(sampler), dict(split))
+    train = StreamSpec(
+        name=TRAIN,
+        kind=_kind(sampler),
+        rule=_train_rule(sampler, base, dataset),
+        seed=config.seed,
+        key=key_of(table, TRAIN),
+        batch=info.global_batch,
+        depth=config.prefetch + SPARE_CUTS,
+        priorities=_priority_rule(sampler, config.prefetch, info),
+        drop=getattr(sampler, "tail", "wrap") == "drop",
+    )
+    specs = [train]
+    for index, name in enumerate(sorted(split)):  # a pass visits each item once, whatever the sampler
+        rule = replace(base, split_index=index + 1)
+        batch = info.micro * info.data_world
+        specs.append(StreamSpec(name, "pass", rule, config.seed, key_of(table, name), batch, SPARE_CUTS))
+    return specs
+
+
+def _kind(sampler: Sampler) -> str:
+    kind: str = sampler.kind
+    return KINDS.get(kind, "stratified" if getattr(sampler, "stratified", False) else "random")
+
+
+def _train_rule(sampler: Sampler, base: MassRule, dataset: Dataset | None) -> MassRule:
+    if isinstance(sampler, WeightedSampler):
+        return replace(base, weight=(sampler.weight, _weight_bits(sampler.weight, base, dataset)))
+    if isinstance(sampler, RecentSampler):
+        within = sampler.within
+        column, distance = (None, 0) if within is None else (within.column, within.distance)
+        return replace(base, window=Window(sampler.newest, column, distance))
+    return replace(base, by_length=isinstance(sampler, LengthSampler))
+
+
+def _weight_bits(name: str, base: MassRule, dataset: Dataset | None) -> int:
+    """Return the scale of the weights, the same on every rank: of the whole data set, or a fixed one."""
+    if dataset is None:
+        return WEIGHT_BITS
+    weights = as_numbers(dataset.columns[name], dataset.schema[name])
+    check_weights(f"table {dataset.path}: column {name}", weights)
+    anchors = base.anchors.num_anchors(dataset.lengths)
+    return weight_bits(weights, anchors if base.unit == "step" else (anchors > 0).astype(np.int64))
+
+
+def _priority_rule(sampler: Sampler, prefetch: int, info: BatchInfo) -> PriorityRule | None:
+    log_size = max(LEAST_LOG, 4 * info.micro * info.accumulation * (prefetch + 2))
+    if isinstance(sampler, TopKSampler):
+        return PriorityRule(lambda _: 1.0, lambda _: 0.0, sampler.initial, None, prefetch, log_size)
+    if not isinstance(sampler, PrioritizedSampler):
+        return None
+    alpha, beta = _schedule(sampler.alpha, "gear.sampler.alpha"), _schedule(sampler.beta, "gear.sampler.beta")
+    every = sampler.alpha_every
+    return PriorityRule(
+        lambda key: alpha(key - key % every), beta, sampler.initial, sampler.normalize, prefetch, log_size
+    )
+
+
+def _schedule(schedule: Any, name: str) -> Callable[[int], float]:
+    return lambda key: value_at(schedule, key, name)
+
+
+def _conditions(sampler: Sampler) -> tuple[Condition, ...]:
+    return tuple(
+        Condition(column, bounds.min, bounds.max, None if bounds.in_ is None else tuple(bounds.in_))
+        for column, bounds in sampler.where.items()
+    )
+
+
+def anchor_rule(config: GearConfig, fields: list[ResolvedField]) -> AnchorRule:
+    """Return which steps the sampler admits."""
+    anchors = config.sampler.anchors
+    if anchors == "fits":
+        n = config.n_step.n if config.n_step is not None else 0
+        windows = []
+        for field in fields:
+            if field.column is not None and field.column.rows == "1":
+                continue
+            extra = 1 if field.column is not None and field.column.rows == "T+1" else 0
+            offset = n if field.offset == "n_step" else int(field.offset)
+            windows.append(Reach(offset, field.length or 1, extra))
+        return AnchorRule.fits(windows)
+    if isinstance(anchors, str):
+        return {"all": AnchorRule.all, "start": AnchorRule.start, "end": AnchorRule.end}[anchors]()
+    return AnchorRule.every(anchors.every)
