@@ -37,7 +37,7 @@ def render() -> str:
 
 
 def _sections(title: str, model: type[BaseModel], kind: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Walk the models, each with the name of the option that holds it, and its kind if it is one of several."""
+    """Walk the models, each with the name of the option that holds it, and its kind if there are several."""
     yield f"{title}{kind}", model
     for name, info in options(model).items():
         inside = list(_models_in(name, info.annotation))

@@ -30,7 +30,7 @@ def test_every_option_is_explained() -> None:
 def test_links_lead_to_headings() -> None:
     text = reference.render()
     headings = {
-        "".join(c for c in heading.lower() if c.isalnum() or c in "_-")
+        "".join(c for c in heading.lower().replace(" ", "-") if c.isalnum() or c in "_-")
         for heading in re.findall(r"^## `(.+)`$", text, re.MULTILINE)
     }
     links = set(re.findall(r"\]\(#([^)]*)\)", text))
