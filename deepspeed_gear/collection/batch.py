@@ -29,6 +29,8 @@ class Batch(Mapping[str, torch.Tensor]):
         total: Sum of the masses of all items.
         epoch: Epoch of each sample, 0 where the sampler has none. [B], int64.
         weight: Importance weights; None: all 1. [B], float32.
+        source: Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
+        probability: Of each sample's item, where the masses alone do not tell. [B], float64.
     """
 
     def __init__(
@@ -41,10 +43,13 @@ class Batch(Mapping[str, torch.Tensor]):
         total: int,
         epoch: torch.Tensor,
         weight: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
+        probability: torch.Tensor | None = None,
     ) -> None:
         self._tensors, self.mask, self._records = tensors, mask, records
         self.valid = valid
         self._step_items, self._total, self.epoch, self._weight = step_items, total, epoch, weight
+        self._source, self._probability = source, probability
         self.host_records = records  # stay in host memory when the batch moves
 
     # ---- fields ----------------------------------------------------------------------------------
@@ -104,11 +109,18 @@ class Batch(Mapping[str, torch.Tensor]):
     @property
     def probability(self) -> torch.Tensor:
         """Probability of each sample's item in one draw: mass / total mass. [B], float64."""
+        if self._probability is not None:
+            return self._probability
         if self._step_items:
             return torch.full(
                 (self.num_samples,), 1 / self._total, dtype=torch.float64, device=self._records.device
             )
         return self._records[:, _MASS].double() / self._total
+
+    @property
+    def source(self) -> torch.Tensor:
+        """Table of each sample: its index in `sampler.shares` of a mixture, else 0. [B], int64."""
+        return torch.zeros_like(self.id) if self._source is None else self._source
 
     @property
     def weight(self) -> torch.Tensor:
@@ -129,8 +141,8 @@ class Batch(Mapping[str, torch.Tensor]):
         tensors = {name: once(tensor) for name, tensor in self._tensors.items()}
         mask = {name: once(tensor) for name, tensor in self.mask.items()}
         records, valid, epoch = once(self._records), once(self.valid), once(self.epoch)
-        weight = None if self._weight is None else once(self._weight)
-        batch = Batch(tensors, mask, records, valid, self._step_items, self._total, epoch, weight)
+        rest = [None if t is None else once(t) for t in (self._weight, self._source, self._probability)]
+        batch = Batch(tensors, mask, records, valid, self._step_items, self._total, epoch, *rest)
         batch.host_records = self.host_records
         return batch
 
@@ -173,17 +185,20 @@ class Batch(Mapping[str, torch.Tensor]):
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:
     names, masks = list(batch._tensors), list(batch.mask)
     values = [*batch._tensors.values(), *batch.mask.values(), batch._records, batch.valid, batch.epoch]
-    values += [] if batch._weight is None else [batch._weight]
-    return values, (names, masks, batch._step_items, batch._total)
+    optional = batch._weight, batch._source, batch._probability
+    present = tuple(tensor is not None for tensor in optional)
+    values += [tensor for tensor in optional if tensor is not None]
+    return values, (names, masks, present, batch._step_items, batch._total)
 
 
 def _unflatten(values: Any, context: Any) -> Batch:
-    names, masks, step_items, total = context
+    names, masks, present, step_items, total = context
     values = list(values)
     tensors = dict(zip(names, values[: len(names)], strict=True))
     mask = dict(zip(masks, values[len(names) : len(names) + len(masks)], strict=True))
-    records, valid, epoch, *weight = values[len(names) + len(masks) :]
-    return Batch(tensors, mask, records, valid, step_items, total, epoch, *weight)
+    records, valid, epoch, *given = values[len(names) + len(masks) :]
+    rest = [given.pop(0) if there else None for there in present]
+    return Batch(tensors, mask, records, valid, step_items, total, epoch, *rest)
 
 
 pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")

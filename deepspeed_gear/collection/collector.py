@@ -36,6 +36,14 @@ class Buffers:
     mask: dict[str, torch.Tensor]
     all: list[torch.Tensor]
 
+    def part(self, first: int, end: int) -> Buffers:
+        """Return the tensors of some samples of the batch."""
+
+        def cut(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [tensor[first:end] for tensor in tensors]
+
+        return Buffers(cut(self.outs), cut(self.masks), cut(self.n_step), {}, {}, [])
+
 
 class Collector:
     """Collects batches of fixed fields and size. Not thread-safe.
@@ -165,12 +173,34 @@ class Collector:
             Fields and masks by name: the next batch of the ring, whose older content is gone.
         Cost: every real row is read once and written once; no allocation.
         """
+        buffers = self._next()
+        self.fill(buffers, records)
+        return dict(buffers.tensors), dict(buffers.mask)
+
+    def collect_from(
+        self, parts: Sequence[tuple[Collector, torch.Tensor]]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Collect samples of several tables into one batch of this collector's ring.
+
+        Args:
+            parts: Collectors of equal fields, each with the records of its table. [n, 8] each, B together.
+        Returns:
+            As `collect`; the samples in the order of the parts.
+        """
+        buffers, first = self._next(), 0
+        for collector, records in parts:
+            end = first + len(records)
+            if end > first:
+                collector.fill(buffers.part(first, end), records)
+            first = end
+        return dict(buffers.tensors), dict(buffers.mask)
+
+    def _next(self) -> Buffers:
         buffers = self.ring[self._turn]
         self._turn = (self._turn + 1) % len(self.ring)
-        self.fill(buffers, records)
         for tensor in buffers.all:  # a backward pass that saved the old content must fail
             increment_version(tensor)
-        return dict(buffers.tensors), dict(buffers.mask)
+        return buffers
 
     def fill(self, buffers: Buffers, records: torch.Tensor) -> None:
         """Run the ops alone: collect the samples that records describe into a batch of the ring."""

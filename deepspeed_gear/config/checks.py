@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_gear.config.model import DataConfig, FieldConfig, GearConfig, TableConfig
-    from deepspeed_gear.config.samplers import WhereConfig
+    from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, WhereConfig
 
-BATCH_NAMES = ("mask", "id", "handle", "anchor", "number", "probability", "weight", "epoch", "valid")
+BATCH_NAMES = (
+    "mask",
+    "id",
+    "handle",
+    "anchor",
+    "number",
+    "probability",
+    "weight",
+    "epoch",
+    "valid",
+    "source",
+)
+SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
 N_STEP_NAMES = ("return_n", "discount", "steps_n")
 
 
@@ -104,37 +117,61 @@ def _check_split(data: DataConfig, at: str) -> None:
 
 
 def _check_sampler(config: GearConfig) -> None:
-    sampler, tables = config.sampler, config.resolved_tables
+    tables = config.resolved_tables
     known = ", ".join(tables)
+    if config.sampler.kind == "mixture":
+        _check_mixture(config.sampler, known, tables)
+        _check_item_sampler(config.sampler.of, config, "gear.sampler.of")
+        return
+    sampler = config.sampler
     if sampler.table is not None and sampler.table not in tables:
         raise ConfigError("gear.sampler.table", "must be a table", sampler.table, f"known are {known}")
     if sampler.table is None and len(tables) > 1:
         raise ConfigError(
             "gear.sampler.table", "must be given where there are several tables", None, f"one of {known}"
         )
+    _check_item_sampler(sampler, config, "gear.sampler")
+
+
+def _check_mixture(sampler: MixtureSampler, known: str, tables: Collection[str]) -> None:
+    for name in sampler.shares:
+        if name not in tables:
+            raise ConfigError(
+                dotted("gear", "sampler", "shares", name), "must be of a table", name, f"known are {known}"
+            )
+    constants = [share for share in sampler.shares.values() if isinstance(share, (int, float))]
+    if len(constants) == len(sampler.shares) and abs(sum(constants) - 1) > SHARES_TOLERANCE:
+        raise ConfigError("gear.sampler.shares", "must sum to 1", sampler.shares)
+    if sampler.of.table is not None:
+        raise ConfigError(
+            "gear.sampler.of.table", "must not be given: shares name the tables", sampler.of.table
+        )
+
+
+def _check_item_sampler(sampler: ItemSampler, config: GearConfig, at: str) -> None:
     if sampler.kind == "length" and sampler.unit != "trajectory":
         raise ConfigError(
-            "gear.sampler.unit",
-            'must be "trajectory" where gear.sampler.kind is "length"',
+            f"{at}.unit",
+            f'must be "trajectory" where {at}.kind is "length"',
             sampler.unit,
             'uniform steps have the same effect: "kind": "uniform", "unit": "step"',
         )
     if sampler.anchors == "fits" and all(f.length is None and f.offset == 0 for f in config.fields.values()):
         raise ConfigError(
-            "gear.sampler.anchors",
+            f"{at}.anchors",
             'must not be "fits" where no field has a length or an offset',
             None,
             'every step fits: use "all", or give a field a length',
         )
     if sampler.kind == "recent" and sampler.newest is None and sampler.within is None:
         raise ConfigError(
-            "gear.sampler.newest",
-            "or gear.sampler.within must be given",
+            f"{at}.newest",
+            f"or {at}.within must be given",
             None,
             'without a window use "kind": "uniform"',
         )
     for column, where in sampler.where.items():
-        _check_where(where, dotted("gear", "sampler", "where", column))
+        _check_where(where, dotted(*at.split("."), "where", column))
 
 
 def _check_where(where: WhereConfig, at: str) -> None:

@@ -30,7 +30,8 @@ def shared_options(config: GearConfig) -> dict[str, Any]:
     for table in section["tables"].values():
         if table["data"] is not None:
             table["data"] = {"split": table["data"]["split"]}
-    section["sampler"]["table"] = config.sampled_table
+    if "table" in section["sampler"]:
+        section["sampler"]["table"] = config.sampled_tables[0]
     section["shared_memory"] = {"prefix": section["shared_memory"]["prefix"]}
     return section
 

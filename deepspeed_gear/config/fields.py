@@ -78,13 +78,36 @@ def check_against(
                 None,
                 "give it here or to Replay(schemas=...)",
             )
-    table = config.sampled_table
-    schema = schemas[table]
     if statistics_available is None:
-        statistics_available = config.resolved_tables[table].data is not None
-    for column, where in config.sampler.where.items():
+        statistics_available = any(config.resolved_tables[t].data is not None for t in config.sampled_tables)
+    found = [_check_table(config, schemas[table], statistics_available) for table in config.sampled_tables]
+    for table, resolved in zip(config.sampled_tables, found, strict=True):
+        _check_same(config.sampled_tables[0], found[0], table, resolved)
+    return found[0]
+
+
+def _check_same(first: str, fields: list[ResolvedField], other: str, others: list[ResolvedField]) -> None:
+    """Refuse tables whose samples cannot stand in one batch."""
+    for a, b in zip(fields, others, strict=False):
+        if a != b:
+            raise ConfigError(
+                dotted("gear", "fields", a.name),
+                f"must have the same column in tables {first} and {other}",
+                f"{a.column} and {b.column}",
+            )
+    if len(fields) != len(others):
+        rule = f"must be given where the columns of tables {first} and {other} differ"
+        raise ConfigError("gear.fields", rule)
+
+
+def _check_table(
+    config: GearConfig, schema: Schema, statistics_available: Collection[str] | bool
+) -> list[ResolvedField]:
+    """Check a config against one table; return the fields of its samples."""
+    sampler = config.item_sampler
+    for column, where in sampler.where.items():
         _check_where(column, where, schema)
-    for option, column in _sampler_columns(config.sampler):
+    for option, column in _sampler_columns(sampler):
         _check_number(column, option, schema)
     _check_n_step(config, schema)
     wanted = config.fields or {name: FieldConfig() for name in schema.names}

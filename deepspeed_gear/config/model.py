@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_serializer, field_validator, 
 
 from deepspeed_gear.config import digest
 from deepspeed_gear.config.checks import check_options
-from deepspeed_gear.config.samplers import SamplerConfig, UniformSampler
+from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
 from deepspeed_gear.config.types import (
     Count,
     DtypeName,
@@ -268,9 +268,16 @@ class GearConfig(GearModel):
         return {"main": TableConfig(data=self.data)} if self.data is not None else dict(self.tables)
 
     @property
-    def sampled_table(self) -> str:
-        """Name of the table that batches come from."""
-        return self.sampler.table if self.sampler.table is not None else next(iter(self.resolved_tables))
+    def item_sampler(self) -> ItemSampler:
+        """How the samples of one table are selected."""
+        return self.sampler.of if isinstance(self.sampler, MixtureSampler) else self.sampler
+
+    @property
+    def sampled_tables(self) -> tuple[str, ...]:
+        """Names of the tables that batches come from."""
+        if isinstance(self.sampler, MixtureSampler):
+            return tuple(self.sampler.shares)
+        return (self.sampler.table or next(iter(self.resolved_tables)),)
 
     def to_json(self) -> dict[str, Any]:
         """Return the section with all defaults filled in; `parse` reads it back to an equal config."""

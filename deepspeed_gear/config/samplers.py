@@ -199,7 +199,7 @@ def _named(value: Any) -> Any:
     return {"kind": "uniform", **value} if isinstance(value, dict) and "kind" not in value else value
 
 
-AnySampler = (
+ItemSampler = (
     UniformSampler
     | LengthSampler
     | WeightedSampler
@@ -210,4 +210,25 @@ AnySampler = (
     | LifoSampler
     | RecentSampler
 )
-SamplerConfig = Annotated[AnySampler, Discriminator("kind"), BeforeValidator(_named)]
+
+
+class MixtureSampler(GearModel):
+    """Samples of several tables in given shares, in every global batch."""
+
+    kind: Literal["mixture"] = Field(description="Names the sampler.")
+    shares: Annotated[dict[Name, Schedule], MinLen(1)] = Field(
+        description="Part of a global batch by table, numbers or schedules; at any time they sum to 1."
+    )
+    exact: Flag = Field(
+        default=True,
+        description=(
+            "Every global batch holds the shares rounded to whole samples (largest remainders first). "
+            "false: the table of each sample is drawn, so that the shares hold in expectation."
+        ),
+    )
+    of: Annotated[ItemSampler, Discriminator("kind"), BeforeValidator(_named)] = Field(
+        default=UniformSampler(), description="How the samples of each table are selected."
+    )
+
+
+SamplerConfig = Annotated[ItemSampler | MixtureSampler, Discriminator("kind"), BeforeValidator(_named)]

@@ -9,16 +9,17 @@ import torch
 
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
-from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.ops.constants import R_ANCHOR, R_GENERATION, R_NUMBER, R_SLOT
+from deepspeed_gear.errors import DataError, ShapeError
+from deepspeed_gear.ops.constants import R_ANCHOR, R_GENERATION, R_ID, R_NUMBER, R_SLOT
 from deepspeed_gear.selection.priorities import BY_ID, PriorityMasses, check_priorities
+from deepspeed_gear.store.split import split_of
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, NUM_STEPS
 
 _HANDLE = [R_SLOT, R_GENERATION, R_ANCHOR]
 
 
 def report(
-    masses: PriorityMasses,
+    tables: Sequence[PriorityMasses],
     sampler: Sampler,
     batch: Batch,
     priorities: torch.Tensor,
@@ -32,15 +33,43 @@ def report(
     if values.shape != (batch.num_samples,):
         rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
         raise ShapeError("priorities", rule, list(priorities.shape))
-    records = batch.host_records.cpu().numpy()
-    masses.report(records[:, _HANDLE], as_float32(values), records[:, R_NUMBER])
+    records, rounded = batch.host_records.cpu().numpy(), as_float32(values)
+    if len(tables) == 1:
+        _check_split(tables[0], records)
+        tables[0].report(records[:, _HANDLE], rounded, records[:, R_NUMBER])
+        return
+    source = batch.source.cpu().numpy()
+    check_priorities(rounded)
+    for index, masses in enumerate(tables):
+        _check_split(masses, records[source == index])
+        masses.check_room(int(np.count_nonzero(source == index)))
+    for index, masses in enumerate(tables):
+        mine = records[source == index]
+        masses.report(mine[:, _HANDLE], rounded[source == index], mine[:, R_NUMBER])
+
+
+def _check_split(masses: PriorityMasses, records: np.ndarray) -> None:
+    """Refuse samples of an evaluation pass: a priority would make them samples of training.
+
+    Raises:
+        DataError: One is of another split.
+    """
+    rule = masses.spec.rule
+    if rule.split and (split_of(records[:, R_ID], rule.split) != rule.split_index).any():
+        raise DataError("batch", "must be from the training stream", None, "nothing was changed")
 
 
 def as_float32(values: torch.Tensor | Sequence[float]) -> np.ndarray:
-    """Return priorities as they are stored; one that is too small for it stays above 0. [n], float32."""
-    given = torch.as_tensor(values).detach().to("cpu")
+    """Return priorities as they are stored; one that is too small for it stays above 0. [n], float32.
+
+    Raises:
+        DataError: One is negative, infinite or NaN, seen in float64.
+    """
+    given = values if isinstance(values, torch.Tensor) else torch.as_tensor(np.asarray(values))
+    given = given.detach().to("cpu")
     rounded = given.to(torch.float32)
     if given.dtype == torch.float64:
+        check_priorities(given.numpy())
         tiny = torch.finfo(torch.float32).smallest_normal
         rounded = torch.where((given > 0) & (rounded == 0), tiny, rounded)
         check_priorities(rounded.numpy())
@@ -75,12 +104,14 @@ def reduce_steps(values: torch.Tensor, mask: torch.Tensor, how: str, eta: float)
         how: "max", "mean" or "mix".
         eta: Part of the maximum in "mix".
     Returns:
-        [B], of the values' dtype.
+        [B], of the values' dtype, at least float32.
     Raises:
         ShapeError: A sample has no step that counts.
     Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", ICLR
         2019, section 2.3: p = eta * max_i d_i + (1 - eta) * mean(d).
     """
+    if values.dtype in (torch.float16, torch.bfloat16):
+        values = values.float()  # a sum of them is more than they can hold
     counts = mask.sum(1)
     if not bool((counts > 0).all()):
         at = int(torch.nonzero(counts == 0)[0])

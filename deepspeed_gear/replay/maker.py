@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.ops.constants import R_NUMBER
+from deepspeed_gear.ops.constants import R_MASS, R_NUMBER
 from deepspeed_gear.replay import position
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.statistics import ColumnStatistics
-from deepspeed_gear.store.table import Table
 
 Transform = Callable[[Batch, torch.Tensor], Batch]
 
@@ -26,8 +26,8 @@ class BatchMaker:
     Args:
         config: The config.
         fields: What a batch holds.
-        table: The sampled table.
-        statistics: Of its columns over the training split.
+        train: The training stream of each sampled table.
+        statistics: Of their columns over the training split.
         info: Sizes of a batch.
         engine_dtype: What `"as": "engine"` means.
         device: Where batches go.
@@ -37,23 +37,58 @@ class BatchMaker:
         self,
         config: GearConfig,
         fields: list[ResolvedField],
-        table: Table,
+        train: Sequence[Stream],
         statistics: Mapping[str, ColumnStatistics],
         info: BatchInfo,
         engine_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._config, self._fields, self._table, self._statistics = config, fields, table, statistics
+        self._config, self._fields, self._statistics = config, fields, statistics
         self._info, self._engine_dtype, self._device = info, engine_dtype, device
         self.transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
-        self._collectors = {TRAIN: self._collector(TRAIN)}
+        self._train = train
+        self._collectors = {stream: self._collector(stream) for stream in train}
 
     @property
     def counters(self) -> torch.Tensor:
         """Real rows, all rows and bytes that the training stream has collected. [3], int64."""
-        return self._collectors[TRAIN].counters
+        return torch.stack([self._collectors[stream].counters for stream in self._train]).sum(0)
+
+    def mix(
+        self,
+        cuts: Sequence[tuple[Stream, Cut]],
+        chosen: Sequence[np.ndarray],
+        shares: Sequence[float],
+        last: bool,
+    ) -> Batch:
+        """Collect samples of several tables' cuts into one batch, table by table.
+
+        Args:
+            cuts: Each table's training stream and its cut of the global batch.
+            chosen: Which samples of each cut.
+            shares: Part of each table in the global batch.
+            last: Whether this rank needs nothing more of the cuts.
+        """
+        parts, weights, probabilities, keys = [], [], [], []
+        for (stream, cut), which, share in zip(cuts, chosen, shares, strict=True):
+            records = cut.resolutions[torch.from_numpy(which)]
+            words: list[int] = cut.head.tolist()
+            parts.append((self._collectors[stream], records))
+            weights.append(self._weigh(stream, words, records))
+            probabilities.append(self._probability(stream, words, records) * share)
+            keys.append(position.transform_keys(self._config.seed, stream.spec.key, records[:, R_NUMBER]))
+        epoch = torch.cat([cut.epochs[torch.from_numpy(w)] for (_, cut), w in zip(cuts, chosen, strict=True)])
+        tensors, mask = parts[0][0].collect_from(parts)
+        if last:
+            for stream, cut in cuts:
+                stream.consume(cut.key)
+        source = torch.repeat_interleave(torch.tensor([len(records) for _, records in parts]))
+        records, weight = torch.cat([records for _, records in parts]), torch.cat(weights)
+        probability = torch.cat(probabilities)
+        batch = Batch(tensors, mask, records, self._valid, False, 0, epoch, weight, source, probability)
+        return self._finish(batch, torch.cat(keys))
 
     def make(
         self, stream: Stream, cut: Cut, part: int, num_parts: int, pass_size: int | None, last: bool = True
@@ -68,15 +103,15 @@ class BatchMaker:
             pass_size: Items of an evaluation pass; samples beyond it are fillers.
             last: Whether this rank needs nothing more of the cut.
         """
-        name, micro = stream.spec.name, self._info.micro
-        if name not in self._collectors:
-            self._collectors[name] = self._collector(name)
+        micro = self._info.micro
+        if stream not in self._collectors:
+            self._collectors[stream] = self._collector(stream)
         records = cut.resolutions[part::num_parts].clone(memory_format=torch.contiguous_format)
         epoch = self._no_epoch
         if stream.spec.kind != "random":
             epoch = cut.epochs.view(micro, num_parts)[:, part].clone()
         words: list[int] = cut.head.tolist()
-        tensors, mask = self._collectors[name].collect(records)
+        tensors, mask = self._collectors[stream].collect(records)
         total = words[TOTAL]
         if last:
             stream.consume(cut.key)
@@ -84,27 +119,42 @@ class BatchMaker:
         unit_masses = stream.spec.rule.unit == "step" and not stream.has_item_masses
         weight = None if stream.spec.priorities is None else self._weigh(stream, words, records)
         batch = Batch(tensors, mask, records, valid, unit_masses, total, epoch, weight)
+        if self.transform is None:
+            return self._finish(batch, None)
+        return self._finish(
+            batch, position.transform_keys(self._config.seed, stream.spec.key, records[:, R_NUMBER])
+        )
+
+    def _finish(self, batch: Batch, keys: torch.Tensor | None) -> Batch:
+        """Move a batch to the device and call the user's transform."""
         if self._device.type != "cpu":
             batch = batch.to(self._device)
-        if self.transform is not None:
-            batch = self.transform(
-                batch, position.transform_keys(self._config.seed, stream.spec.key, records[:, R_NUMBER])
-            )
+        if self.transform is not None and keys is not None:
+            batch = self.transform(batch, keys)
         return batch
+
+    @staticmethod
+    def _probability(stream: Stream, words: list[int], records: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities of samples within their table. [B], float64."""
+        if stream.spec.rule.unit == "step" and not stream.has_item_masses:
+            return torch.full((len(records),), 1 / max(words[TOTAL], 1), dtype=torch.float64)
+        return records[:, R_MASS].double() / max(words[TOTAL], 1)
 
     @staticmethod
     def _weigh(stream: Stream, words: list[int], records: torch.Tensor) -> torch.Tensor:
         """Return the importance weights of samples of a cut. [B], float32."""
-        weight = torch.empty(len(records))
+        weight = torch.ones(len(records))
+        if stream.spec.priorities is None or not len(records):
+            return weight
         stream.ops.importance_(weight, records, words[NUMERATOR], words[DIVISOR], words[EXPONENT])
         return weight
 
-    def _collector(self, stream: str) -> Collector:
+    def _collector(self, stream: Stream) -> Collector:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation
-        depth = max(2, info.accumulation) + (ahead + 1 if ahead and stream == TRAIN else 0)
+        depth = max(2, info.accumulation) + (ahead + 1 if ahead and stream.spec.name == TRAIN else 0)
         return Collector(
             self._fields,
-            self._table,
+            stream.table,
             self._statistics,
             self._config.n_step,
             info.micro,

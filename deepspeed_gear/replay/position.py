@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,19 +18,31 @@ WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")
 PURPOSE_TRANSFORM = 4  # of a random word; the others stand in ops/csrc/common/philox.h
 
 
-def start() -> dict[str, int]:
+Position = dict[str, dict[str, int]]  # by sampled table
+
+
+def start(tables: Sequence[str]) -> Position:
     """Return the position before the first global batch."""
-    return dict.fromkeys(WORDS, 0)
+    return {table: dict.fromkeys(WORDS, 0) for table in tables}
 
 
-def after(head: np.ndarray) -> dict[str, int]:
-    """Return the position after a cut, from its head."""
+def after(tables: Sequence[str], heads: Sequence[np.ndarray]) -> Position:
+    """Return the position after the cuts of a global batch, from their heads."""
+    return {table: _after(head) for table, head in zip(tables, heads, strict=True)}
+
+
+def _after(head: np.ndarray) -> dict[str, int]:
     words = (int(head[KEY]) + 1, *(int(head[word]) for word in (SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE)))
     return dict(zip(WORDS, words, strict=True))
 
 
+def batches(position: Position) -> int:
+    """Return how many global batches were used."""
+    return next(iter(position.values()))["batches"]
+
+
 def state_of(
-    config: GearConfig, fingerprint: dict[str, str], passes: Mapping[str, int], train: Mapping[str, int]
+    config: GearConfig, fingerprint: dict[str, str], passes: Mapping[str, int], train: Position
 ) -> dict[str, Any]:
     """Return a position as a checkpoint holds it: JSON-able, equal on all ranks."""
     return {
@@ -38,7 +50,7 @@ def state_of(
         "options": config.resume_digest,
         "data": fingerprint,
         "passes": dict(passes),
-        "train": dict(train),
+        "train": {table: dict(words) for table, words in train.items()},
     }
 
 

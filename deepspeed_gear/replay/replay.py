@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,17 @@ from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.replay import content, feedback, position, setup, snapshot
 from deepspeed_gear.replay.maker import BatchMaker, Transform
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.samplers import stream_specs
+from deepspeed_gear.replay.samplers import mixture_of, stream_specs
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.cut import EPOCH, EPOCH_SIZE, PASS_SHIFT
+from deepspeed_gear.selection.cut import EPOCH, EPOCH_SIZE, PASS_SHIFT, StreamSpec
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.statistics import statistics_of
+from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
 from deepspeed_gear.store.table import Table
 
 Ids = Sequence[int] | torch.Tensor
+Made = tuple[Batch, list[np.ndarray]]  # a micro batch, and the heads of the cuts that it is from
 
 
 class Replay:
@@ -87,45 +90,60 @@ class Replay:
             "the fields", lambda: setup.fields_of(self.config, self.schemas, self.datasets)
         )
         self.device = torch.device(device)
-        self._split = setup.split_of_sampled(self.config, self.datasets)
+        self._splits = {t: setup.split_of(self.config, t, self.datasets) for t in self.config.sampled_tables}
         self._attach(ops)
         try:
             self._maker = exchange.agree("the fields", lambda: self._make_maker(engine_dtype))
         except BaseException:
-            _release([], self.streams, self.tables, exchange)
+            _release([], self._all_streams(), self.tables, exchange)
             raise
         self.metrics = Metrics()
         self._passes: dict[str, int] = {}
-        self._prefetcher: Prefetcher[tuple[Batch, np.ndarray]] | None = None
+        self._prefetcher: Prefetcher[Made] | None = None
         self._used = 0  # micro batches of the training stream that the user has had
-        self._head: np.ndarray | None = None  # of the last global batch that was used; None: see _position
-        self._position = position.start()
+        self._heads: list[np.ndarray] | None = None  # of the last global batch used; None: see _position
+        self._position = position.start(self.config.sampled_tables)
         self._start = 0  # global batch at which the numbering of micro batches begins
         self._finalizer = weakref.finalize(
-            self, _release, self._prefetch_cell, self.streams, self.tables, exchange
+            self, _release, self._prefetch_cell, self._all_streams(), self.tables, exchange
         )
 
     def _attach(self, ops: Any) -> None:
         config, peers = self.config, self.topology.num_peers
         specs = setup.table_specs(config, self.schemas, self.datasets, self.fields, peers)
-        dataset = self.datasets.get(config.sampled_table)
+        self._mixture = mixture_of(config, self.batch_info, ops)
+
+        def streams_of(table: str) -> list[StreamSpec]:
+            dataset, split = self.datasets.get(table), self._splits[table]
+            return stream_specs(config, table, self.fields, split, self.batch_info, dataset, self._mixture)
+
         streams = self._exchange.agree(
-            "the sampler",
-            lambda: stream_specs(config, self.fields, self._split, self.batch_info, dataset),
+            "the sampler", lambda: {table: streams_of(table) for table in config.sampled_tables}
         )
-        self.tables, self.streams = setup.attach_tables(
+        self.tables, self._streams = setup.attach_tables(
             self._exchange, self.topology, config, ops, specs, streams
         )
-        self._prefetch_cell: list[Prefetcher[tuple[Batch, np.ndarray]]] = []
+        self._train = [self._streams[table][TRAIN] for table in config.sampled_tables]
+        self._prefetch_cell: list[Prefetcher[Made]] = []
+
+    def _all_streams(self) -> list[Stream]:
+        return [stream for streams in self._streams.values() for stream in streams.values()]
+
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """The streams of the first sampled table by name: "train", and one for each split."""
+        return self._streams[self.config.sampled_tables[0]]
 
     def _make_maker(self, engine_dtype: torch.dtype) -> BatchMaker:
-        name = self.config.sampled_table
-        dataset, statistics = self.datasets.get(name), {}
+        statistics: Mapping[str, ColumnStatistics] = {}
+        dataset = setup.statistics_source(self.config, self.datasets)
         if dataset is not None and any(field.normalize for field in self.fields):
-            same = dict(dataset.split) == self._split
-            statistics = dataset.statistics if same else statistics_of(dataset, self._split)
-        table, info = self.tables[name], self.batch_info
-        return BatchMaker(self.config, self.fields, table, statistics, info, engine_dtype, self.device)
+            split = next(self._splits[t] for t in self.config.sampled_tables if t in self.datasets)
+            same = dict(dataset.split) == split
+            statistics = dataset.statistics if same else statistics_of(dataset, split)
+        return BatchMaker(
+            self.config, self.fields, self._train, statistics, self.batch_info, engine_dtype, self.device
+        )
 
     @property
     def transform(self) -> Transform | None:
@@ -156,22 +174,23 @@ class Replay:
         begin = time.perf_counter()
         step, micro = divmod(self._used, self.batch_info.accumulation)
         if micro == 0:
-            self.streams[TRAIN].masses.ask(self._start + step)
+            for stream in self._train:
+                stream.masses.ask(self._start + step)
         if self.config.prefetch:
             if self._prefetcher is None:
                 self._start_prefetch()
             assert self._prefetcher is not None
             try:
-                batch, head = self._prefetcher.get()
+                batch, heads = self._prefetcher.get()
             except Exception:
                 self._stop_prefetch()  # its thread has ended; the next call begins again with this batch
                 raise
         else:
-            batch, head = self._produce(self._used)
+            batch, heads = self._produce(self._used)
         self._used += 1
         if self._used % self.batch_info.accumulation == 0:
-            self._head = head
-        self.metrics.waited(time.perf_counter() - begin, int(head[EPOCH]))
+            self._heads = heads
+        self.metrics.waited(time.perf_counter() - begin, int(heads[0][EPOCH]))
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
@@ -188,20 +207,19 @@ class Replay:
         """
         if stream == TRAIN:
             return self._endless()
-        if stream not in self.streams:
-            raise ConfigError(
-                "stream", f"must be one of {', '.join(self.streams)}", stream, "give gear.data.split"
-            )
-        return self._pass(stream)
+        found = [streams[stream] for streams in self._streams.values() if stream in streams]
+        if not found:
+            known = dict.fromkeys(name for streams in self._streams.values() for name in streams)
+            raise ConfigError("stream", f"must be one of {', '.join(known)}", stream, "give gear.data.split")
+        number = self._passes.get(stream, 0)
+        self._passes[stream] = number + 1
+        return chain.from_iterable(self._pass(one, number) for one in found)
 
     def _endless(self) -> Iterator[Batch]:
         while True:
             yield self.sample()
 
-    def _pass(self, name: str) -> Iterator[Batch]:
-        stream = self.streams[name]
-        number = self._passes.get(name, 0)
-        self._passes[name] = number + 1
+    def _pass(self, stream: Stream, number: int) -> Iterator[Batch]:
         index, num_batches = 0, 1
         while index < num_batches:
             self._check_open()
@@ -211,17 +229,22 @@ class Replay:
             yield self._maker.make(stream, cut, self.topology.data_rank, self.topology.data_world, size)
             index += 1
 
-    def _produce(self, index: int) -> tuple[Batch, np.ndarray]:
+    def _produce(self, index: int) -> Made:
         """Make this rank's micro batch number `index` since the start or the last resume."""
         begin = time.perf_counter()
-        info, stream = self.batch_info, self.streams[TRAIN]
+        info = self.batch_info
         step, micro = divmod(index, info.accumulation)
-        cut = stream.take(self._start + step)
-        head = cut.head.copy()
-        part = micro * info.data_world + self.topology.data_rank
-        batch = self._maker.make(stream, cut, part, info.num_micro, None, micro == info.accumulation - 1)
+        key, part = self._start + step, micro * info.data_world + self.topology.data_rank
+        cuts = [(stream, stream.take(key)) for stream in self._train]
+        heads = [cut.head.copy() for _, cut in cuts]
+        last = micro == info.accumulation - 1
+        if self._mixture is None:
+            batch = self._maker.make(*cuts[0], part, info.num_micro, None, last)
+        else:
+            chosen = self._mixture.part(key, part, info.num_micro)
+            batch = self._maker.mix(cuts, chosen, self._mixture.parts(key), last)
         self.metrics.produced(time.perf_counter() - begin)
-        return batch, head
+        return batch, heads
 
     def _start_prefetch(self) -> None:
         first, depth = self._used, self.config.prefetch * self.batch_info.accumulation
@@ -230,9 +253,11 @@ class Replay:
 
     def _stop_prefetch(self) -> None:
         if self._prefetcher is not None:
-            self.streams[TRAIN].stopped = True  # it may wait for a rank that has stopped before it
+            for stream in self._train:
+                stream.stopped = True  # it may wait for a rank that has stopped before it
             self._prefetcher.stop()
-            self.streams[TRAIN].stopped = False
+            for stream in self._train:
+                stream.stopped = False
         self._prefetcher = None
         self._prefetch_cell.clear()
 
@@ -259,10 +284,15 @@ class Replay:
             StoreError: More were reported than `sample` takes up.
         """
         self._check_open()
-        feedback.report(self._priorities(), self.config.sampler, batch, priorities, mask)
+        masses = [self._priorities(table) for table in self.config.sampled_tables]
+        feedback.report(masses, self.config.item_sampler, batch, priorities, mask)
 
     def set_priorities(
-        self, ids: Ids, priorities: torch.Tensor | Sequence[float], steps: Ids | None = None
+        self,
+        ids: Ids,
+        priorities: torch.Tensor | Sequence[float],
+        steps: Ids | None = None,
+        table: str | None = None,
     ) -> int:
         """Report priorities of items by id; they count behind those of the batch that was asked for last.
 
@@ -270,26 +300,28 @@ class Replay:
             ids: Trajectories. [n].
             priorities: [n], finite, at least 0.
             steps: Where the unit is a step: which step of each trajectory. [n].
+            table: Which table of a mixture; None: the only sampled one.
         Returns:
             How many of the items are stored and admitted by the sampler; the others are ignored.
         Raises:
             ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
         """
         self._check_open()
-        return feedback.report_by_id(self._priorities(), ids, priorities, steps)
+        return feedback.report_by_id(self._priorities(table), ids, priorities, steps)
 
-    def priorities(self, ids: Ids, steps: Ids | None = None) -> torch.Tensor:
+    def priorities(self, ids: Ids, steps: Ids | None = None, table: str | None = None) -> torch.Tensor:
         """Return the priorities that the latest cut has drawn with, 0 for what is gone. [n], float32."""
         self._check_open()
-        return feedback.priorities_of(self._priorities(), ids, steps)
+        return feedback.priorities_of(self._priorities(table), ids, steps)
 
-    def _priorities(self) -> PriorityMasses:
-        masses = self.streams[TRAIN].masses
+    def _priorities(self, table: str | None) -> PriorityMasses:
+        name = self._table(table).spec.name
+        masses = self._streams[name][TRAIN].masses if name in self._streams else None
         if not isinstance(masses, PriorityMasses):
             raise ConfigError(
                 "gear.sampler.kind",
                 'must be "prioritized" or "top_k" for priorities to be reported',
-                self.config.sampler.kind,
+                self.config.item_sampler.kind,
             )
         return masses
 
@@ -346,22 +378,29 @@ class Replay:
         content.clear(target, self._streams_of(target))
 
     def _table(self, name: str | None) -> Table:
-        name = name or self.config.sampled_table
+        known = ", ".join(self.tables)
+        if name is None and len(self.config.sampled_tables) > 1:
+            raise ConfigError("table", "must be given where there are several", None, f"one of {known}")
+        name = name or self.config.sampled_tables[0]
         if name not in self.tables:
-            raise ConfigError("table", f"must be one of {', '.join(self.tables)}", name)
+            raise ConfigError("table", f"must be one of {known}", name)
         return self.tables[name]
 
     def _streams_of(self, table: Table) -> list[Stream]:
-        return [stream for stream in self.streams.values() if stream.table is table]
+        return list(self._streams[table.spec.name].values())
+
+    @property
+    def _sampled(self) -> list[Table]:
+        return [self.tables[name] for name in self.config.sampled_tables]
 
     def __len__(self) -> int:
-        """Return the number of trajectories in the sampled table."""
-        return self._table(None).num_trajectories
+        """Return the number of trajectories in the sampled tables."""
+        return sum(table.num_trajectories for table in self._sampled)
 
     @property
     def num_steps(self) -> int:
-        """Steps in the sampled table."""
-        return self._table(None).num_steps
+        """Steps in the sampled tables."""
+        return sum(table.num_steps for table in self._sampled)
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -378,8 +417,10 @@ class Replay:
         self._check_open()
         return position.state_of(self.config, self.fingerprint, self._passes, self._where())
 
-    def _where(self) -> dict[str, int]:
-        return self._position if self._head is None else position.after(self._head)
+    def _where(self) -> position.Position:
+        if self._heads is None:
+            return self._position
+        return position.after(self.config.sampled_tables, self._heads)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Write what was added to tables with a capacity, and return the position. Collective.
@@ -395,7 +436,7 @@ class Replay:
             for name, table in self._changing_tables().items():
                 streams = self._streams_of(table)
                 with table.lock:
-                    snapshot.save_table(table, streams, Path(folder) / name, self._where()["batches"])
+                    snapshot.save_table(table, streams, Path(folder) / name, position.batches(self._where()))
 
         self._exchange.agree("saving the tables", write if self.topology.leads_node else lambda: None)
         return self.state_dict()
@@ -413,13 +454,13 @@ class Replay:
             for name, table in self._changing_tables().items():
                 streams = self._streams_of(table)
                 with table.lock:
-                    snapshot.load_table(table, streams, Path(folder) / name, self._where()["batches"])
+                    snapshot.load_table(table, streams, Path(folder) / name, position.batches(self._where()))
 
         self._exchange.agree("loading the tables", read if self.topology.leads_node else lambda: None)
 
     def _changing_tables(self) -> dict[str, Table]:
         """Return the tables whose content or priorities are not in the data set."""
-        kept = {s.table.spec.name for s in self.streams.values() if s.spec.priorities is not None}
+        kept = {stream.table.spec.name for stream in self._train if stream.spec.priorities is not None}
         return {
             name: table for name, table in self.tables.items() if table.spec.dataset is None or name in kept
         }
@@ -436,16 +477,20 @@ class Replay:
         )
         self._stop_prefetch()
         self._exchange.barrier()
-        self._head = None
-        self._position = {name: int(state["train"][name]) for name in position.WORDS}
+        self._heads = None
+        self._position = {
+            table: {word: int(state["train"][table][word]) for word in position.WORDS}
+            for table in self.config.sampled_tables
+        }
         self._passes = {name: int(count) for name, count in state["passes"].items()}
         if self.topology.leads_node:
-            for name, stream in self.streams.items():
+            for stream in self._all_streams():
+                name, table = stream.spec.name, stream.table
                 start = (self._passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
-                with stream.table.lock:
-                    stream.seek(*(self._position.values() if name == TRAIN else start))
+                with table.lock:
+                    stream.seek(*(self._position[table.spec.name].values() if name == TRAIN else start))
         self._exchange.barrier()
-        self._start, self._used = self._position["batches"], 0
+        self._start, self._used = position.batches(self._position), 0
 
     def take_metrics(self) -> dict[str, float]:
         """Return means per micro batch since the last call: times, bytes, padding fraction, epoch."""
@@ -454,21 +499,24 @@ class Replay:
     def statistics(self) -> dict[str, Any]:
         """Return sizes and times: of the store, and of the batches since the last call."""
         self._check_open()
-        table = self._table(None)
+        tables = self._sampled
         return {
             "trajectories": len(self),
             "steps": self.num_steps,
-            "store_bytes": table.memory.num_bytes,
-            "huge_bytes": table.memory.huge_bytes,
-            "payload_bytes": self.num_steps * table.spec.schema.row_bytes,
+            "store_bytes": sum(table.memory.num_bytes for table in tables),
+            "huge_bytes": sum(table.memory.huge_bytes for table in tables),
+            "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
             "batches": self.metrics.num_batches,
             **self._priority_statistics(),
             **self.take_metrics(),
         }
 
     def _priority_statistics(self) -> dict[str, int]:
-        masses = self.streams[TRAIN].masses
-        return masses.statistics() if isinstance(masses, PriorityMasses) else {}
+        found: Counter[str] = Counter()
+        for stream in self._train:
+            if isinstance(stream.masses, PriorityMasses):
+                found.update(stream.masses.statistics())
+        return dict(found)
 
     # ---- end -------------------------------------------------------------------------------------
 
@@ -490,9 +538,9 @@ class Replay:
 
 
 def _release(
-    prefetch: list[Prefetcher[Any]], streams: dict[str, Stream], tables: dict[str, Table], exchange: Exchange
+    prefetch: list[Prefetcher[Any]], streams: list[Stream], tables: dict[str, Table], exchange: Exchange
 ) -> None:
-    for stream in streams.values():
+    for stream in streams:
         stream.stopped = True
     for prefetcher in prefetch:
         prefetcher.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from deepspeed_gear.config import (
     GearConfig,
     LengthSampler,
+    MixtureSampler,
     PrioritizedSampler,
     RecentSampler,
     ResolvedField,
@@ -19,9 +21,11 @@ from deepspeed_gear.config import (
     WeightedSampler,
     value_at,
 )
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.selection.anchors import AnchorRule, Reach
 from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.rules import (
     WEIGHT_BITS,
     Condition,
@@ -40,19 +44,31 @@ LEAST_LOG = 1 << 16  # reports of priorities that may wait on a rank
 KINDS = {"epoch": "epoch", "top_k": "top", "fifo": "oldest", "lifo": "newest"}
 
 
+def mixture_of(config: GearConfig, info: BatchInfo, ops: Ops) -> Mixture | None:
+    """Return which table each sample comes from, where there are several."""
+    sampler = config.sampler
+    if not isinstance(sampler, MixtureSampler):
+        return None
+    shares = [_schedule(share, f"gear.sampler.shares.{table}") for table, share in sampler.shares.items()]
+    key = key_of(*config.sampled_tables, "mixture")
+    return Mixture(config.sampled_tables, shares, info.global_batch, sampler.exact, config.seed, key, ops)
+
+
 def stream_specs(
     config: GearConfig,
+    table: str,
     fields: list[ResolvedField],
     split: Mapping[str, float],
     info: BatchInfo,
     dataset: Dataset | None,
+    mixture: Mixture | None,
 ) -> list[StreamSpec]:
-    """Return the training stream and one evaluation stream per split of the sampled table.
+    """Return the training stream and one evaluation stream per split of a sampled table.
 
     Raises:
         DataError: The data set's weights are none.
     """
-    sampler, table = config.sampler, config.sampled_table
+    sampler = config.item_sampler
     base = MassRule(sampler.unit, False, anchor_rule(config, fields), _conditions(sampler), dict(split))
     train = StreamSpec(
         name=TRAIN,
@@ -64,6 +80,7 @@ def stream_specs(
         depth=config.prefetch + SPARE_CUTS,
         priorities=_priority_rule(sampler, config.prefetch, info),
         drop=getattr(sampler, "tail", "wrap") == "drop",
+        count=None if mixture is None else partial(mixture.count, config.sampled_tables.index(table)),
     )
     specs = [train]
     for index, name in enumerate(sorted(split)):  # a pass visits each item once, whatever the sampler
@@ -124,7 +141,7 @@ def _conditions(sampler: Sampler) -> tuple[Condition, ...]:
 
 def anchor_rule(config: GearConfig, fields: list[ResolvedField]) -> AnchorRule:
     """Return which steps the sampler admits."""
-    anchors = config.sampler.anchors
+    anchors = config.item_sampler.anchors
     if anchors == "fits":
         n = config.n_step.n if config.n_step is not None else 0
         windows = []

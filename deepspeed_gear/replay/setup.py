@@ -137,7 +137,8 @@ def table_specs(
     num_peers: int,
 ) -> list[TableSpec]:
     """Return the sizes of all tables."""
-    returns = {config.sampled_table} if any(field.derived == "return_to_go" for field in fields) else set()
+    needed = any(field.derived == "return_to_go" for field in fields)
+    returns = set(config.sampled_tables) if needed else set()
     return [
         table_spec(name, table, schemas[name], datasets.get(name), name in returns, num_peers)
         for name, table in config.resolved_tables.items()
@@ -188,8 +189,8 @@ def attach_tables(
     config: GearConfig,
     ops: Ops,
     specs: list[TableSpec],
-    streams: list[StreamSpec],
-) -> tuple[dict[str, Table], dict[str, Stream]]:
+    streams: Mapping[str, list[StreamSpec]],
+) -> tuple[dict[str, Table], dict[str, dict[str, Stream]]]:
     """Create the node's stores on one rank and attach the others. Collective.
 
     The names are taken away as soon as everybody is attached: whatever then happens, nothing stays behind.
@@ -202,13 +203,13 @@ def attach_tables(
     if topology.leads_node:
         remove_garbage(prefix)
     tables: dict[str, Table] = {}
-    mine: dict[str, Stream] = {}
+    mine: dict[str, dict[str, Stream]] = {}
     try:
         for spec in specs:
             fingerprint = getattr(spec.dataset, "fingerprint", "")
             plan = StorePlan(
                 spec,
-                streams if spec.name == config.sampled_table else [],
+                streams.get(spec.name, []),
                 {"seed": config.seed, "backend": ops.name, "fingerprint": fingerprint},
                 f"{prefix}-{nonce}-{spec.name}",
                 nonce,
@@ -228,13 +229,13 @@ def _open_store(
     ops: Ops,
     plan: StorePlan,
     tables: dict[str, Table],
-    streams: dict[str, Stream],
+    streams: dict[str, dict[str, Stream]],
 ) -> None:
     name = plan.spec.name
 
     def keep(made: tuple[Table, list[Stream]]) -> None:
         tables[name] = made[0]
-        streams.update({stream.spec.name: stream for stream in made[1]})
+        streams[name] = {stream.spec.name: stream for stream in made[1]}
 
     def create() -> None:
         if topology.leads_node:
@@ -254,8 +255,13 @@ def fields_of(
     config: GearConfig, schemas: Mapping[str, Schema], data: Mapping[str, Dataset]
 ) -> list[ResolvedField]:
     """Check the config against the schemas and return the fields of a batch."""
-    dataset = data.get(config.sampled_table)
+    dataset = statistics_source(config, data)
     return check_against(config, schemas, False if dataset is None else set(dataset.statistics))
+
+
+def statistics_source(config: GearConfig, data: Mapping[str, Dataset]) -> Dataset | None:
+    """Return the data set whose statistics normalise: that of the first sampled table that has one."""
+    return next((data[table] for table in config.sampled_tables if table in data), None)
 
 
 def section_of(config: Mapping[str, Any] | GearConfig | str | Path) -> Any:
@@ -277,9 +283,8 @@ def batch_info(config: GearConfig, data_world: int) -> BatchInfo:
     return BatchInfo(micro, config.gradient_accumulation_steps, data_world)
 
 
-def split_of_sampled(config: GearConfig, datasets: Mapping[str, Dataset]) -> dict[str, float]:
-    """Return the split of the sampled table: of the config, else the one that it was ingested with."""
-    table = config.resolved_tables[config.sampled_table]
-    dataset = datasets.get(config.sampled_table)
-    given = dict(table.data.split) if table.data is not None else {}
-    return given or (dict(dataset.split) if dataset is not None else {})
+def split_of(config: GearConfig, table: str, datasets: Mapping[str, Dataset]) -> dict[str, float]:
+    """Return the split of a table: of the config, else the one that it was ingested with."""
+    data = config.resolved_tables[table].data
+    given = dict(data.split) if data is not None else {}
+    return given or (dict(datasets[table].split) if table in datasets else {})

@@ -22,10 +22,10 @@ class AgeMasses(Masses):
         self._requeue_window()
         self.apply_slots()
 
-    def apply(self, key: int) -> None:
+    def apply_slots(self) -> None:
         if self.waiting:
             self._requeue_window()
-        super().apply(key)
+        super().apply_slots()
 
     def _requeue_window(self) -> None:
         """Queue what enters or leaves the window because of what is queued."""

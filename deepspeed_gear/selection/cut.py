@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,7 @@ class StreamSpec:
         depth: Cuts that the ring keeps.
         priorities: How masses follow priorities; None: masses are those of the rule.
         drop: Leave the end of an epoch out that does not fill a global batch.
+        count: Samples of a global batch by its number, at most `batch`; None: always `batch`.
     """
 
     name: str
@@ -46,6 +48,7 @@ class StreamSpec:
     depth: int
     priorities: PriorityRule | None = None
     drop: bool = False
+    count: Callable[[int], int] | None = None
 
     @property
     def at(self) -> str:

@@ -34,12 +34,12 @@ from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import FIRST_ROW, NUM_ROWS, NUM_STEPS, Table
 
-ALPHA = 2  # a word of the changes
+ALPHA, TAKING = 2, 3  # words of the changes
 BATCH, ORDER = UPDATE_WORDS, UPDATE_WORDS + 1  # words of a log entry behind those of the update
 LOG_WORDS = UPDATE_WORDS + 2
 BY_ID = 1 << 62  # order of reports by id: behind every sample number
 NEVER = -(1 << 62)  # asked for nothing yet
-HEAD, TAIL = 0, 1  # words of a log's ends, counted up for ever
+HEAD, TAIL, NEXT = 0, 1, 2  # words of a log's ends, counted up for ever; NEXT: the head behind a cut
 ENDS_WORDS = 16
 MOST_CLAMPED, LEAST_APPLIED = 1e-3, 10_000  # part of all updates that may be clamped, once there are so many
 
@@ -125,14 +125,8 @@ class PriorityMasses(Masses):
         """
         check_priorities(priorities)
         count, peer, size = len(updates), self._peer, self.rule.log_size
-        head, tail = self._ends[peer, HEAD], self._ends[peer, TAIL]
-        if count > size - (tail - head):
-            raise StoreError(
-                f"stream {self.spec.name}: priorities",
-                f"must be at most {size} between two global batches on a rank",
-                f"{tail - head} wait, {count} more",
-                "report them in parts, with a sample() between the parts",
-            )
+        self.check_room(count)
+        tail = self._ends[peer, TAIL]
         log, first = self._log[peer], tail % size
         part = log[first : first + count] if first + count <= size else np.empty((count, LOG_WORDS), np.int64)
         part[:, :3] = updates
@@ -143,6 +137,21 @@ class PriorityMasses(Masses):
             log[first:], log[: first + count - size] = part[: size - first], part[size - first :]
         with self.table.lock:  # so that whoever makes the next cut sees the entries behind the tail
             self._ends[peer, TAIL] = tail + count
+
+    def check_room(self, count: int) -> None:
+        """Refuse more reports than the log holds.
+
+        Raises:
+            StoreError: There are more.
+        """
+        waiting = self._ends[self._peer, TAIL] - self._ends[self._peer, HEAD]
+        if count > self.rule.log_size - waiting:
+            raise StoreError(
+                f"stream {self.spec.name}: priorities",
+                f"must be at most {self.rule.log_size} between two global batches on a rank",
+                f"{waiting} wait, {count} more",
+                "report them in parts, with a sample() between the parts",
+            )
 
     def late(self, key: int) -> list[int]:
         """Return the living processes whose reports are not complete for a global batch."""
@@ -177,9 +186,24 @@ class PriorityMasses(Masses):
                 self.words[ALPHA],
                 UNIT_CODES[self.spec.rule.unit],
             )
-            for peer, entries in due:
-                self._ends[peer, HEAD] += len(entries)
+            self._take(due)
         self._check_clamped()
+
+    def _take(self, due: list[tuple[int, np.ndarray]]) -> None:
+        """Take applied reports out of all logs, or out of none: some alone, applied again, would win."""
+        for peer, entries in due:
+            self._ends[peer, NEXT] = self._ends[peer, HEAD] + len(entries)
+        self.words[TAKING] = 1  # the commit point
+        for peer, _ in due:
+            self._ends[peer, HEAD] = self._ends[peer, NEXT]
+        self.words[TAKING] = 0
+
+    def recover(self) -> None:
+        wanted, other = (HEAD, NEXT) if self.words[TAKING] else (NEXT, HEAD)
+        for peer in range(self._num_peers):
+            self._ends[peer, wanted] = self._ends[peer, other]
+        self.words[TAKING] = 0
+        super().recover()
 
     def _due(self, batch: int) -> list[tuple[int, np.ndarray]]:
         """Return the reports of each process that belong to batches before this one."""
@@ -310,12 +334,15 @@ class PriorityMasses(Masses):
         items, _ = self._items_of(slots, self._bases[slots])
         logs = [self._entries(p, self._ends[p, HEAD], self._ends[p, TAIL]) for p in range(self._num_peers)]
         log = _sorted(np.concatenate(logs))
+        saved = np.isin(log[:, 0], slots)
+        log, counts = log[saved], self.counts.copy()
         log[:, 0] = np.searchsorted(slots, log[:, 0])
+        counts[STALE] += len(saved) - len(log)
         return {
             "priorities": self.values[items],
             "bases": self._bases[slots],
             "queued": self.queued[slots],
-            "counts": self.counts.copy(),
+            "counts": counts,
             "alpha": np.array([self.words[ALPHA]]),
             "log": log,
         }
@@ -335,7 +362,7 @@ class PriorityMasses(Masses):
         self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
         self.counts[:], self.words[ALPHA] = content["counts"], int(content["alpha"][0])
         for peer in range(self._num_peers):
-            self._ends[peer, HEAD] = self._ends[peer, TAIL] = 0
+            self._ends[peer, HEAD] = self._ends[peer, TAIL] = self._ends[peer, NEXT] = 0
         self._log[0, : len(log)] = log
         self._log[0, : len(log), 0] = slots[log[:, 0]]
         self._ends[0, TAIL] = len(log)
@@ -365,7 +392,10 @@ def _bits(priorities: np.ndarray) -> np.ndarray:
 
 def _ordered(parts: list[np.ndarray]) -> np.ndarray:
     """Bring the reports of all processes into their order and drop what is only for that. [n, 4], int64."""
-    entries = parts[0] if len(parts) == 1 else _sorted(np.concatenate(parts))
+    entries = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    order = entries[:, ORDER]
+    if len(parts) > 1 or (order[1:] < order[:-1]).any():
+        entries = _sorted(entries)
     return np.ascontiguousarray(entries[:, :UPDATE_WORDS])
 
 

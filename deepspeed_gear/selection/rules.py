@@ -80,7 +80,8 @@ class Window:
             inside &= newer < self.newest
         if self.column is not None and inside.any():
             values = column(self.column)
-            inside &= values >= values[np.asarray(num_items) > 0].max() - self.distance
+            newest = np.fmax.reduce(values[np.asarray(num_items) > 0]).item()  # NaN is never new
+            inside &= values >= newest - self.distance  # a Python number: small integers would wrap round
         return inside
 
 

@@ -161,21 +161,20 @@ class Stream:
         self.consumed[self._peer] = key + 1
 
     def _cut(self, key: int, entry: int) -> None:
-        _, rows, epochs = self._entries[entry]
+        rows, count = self._rows(key, entry)
         self._head_words[entry, KEY] = NOTHING
         after: list[int] = self._words[:CUT_WORDS].tolist()
         self._begin(key, after)
-        count = self.spec.batch
         if self.spec.kind in ORDERS:
-            self._walk(key, rows, epochs, torch.empty(count, dtype=torch.int64), after)
-        else:
+            self._walk(key, rows, self._entries[entry][2], torch.empty(count, dtype=torch.int64), after)
+        elif count:
             self.masses.apply(key)
             after[TOTAL] = self._checked_total()
             if self.spec.kind not in DRAWS:
                 self._take_first(rows, after[SAMPLES])
             elif self._words[AHEAD] != key:
                 self._draw(rows, after[SAMPLES], after[TOTAL])
-            masses = self._ring_words[entry, :, R_MASS]
+            masses = self._ring_words[entry, :count, R_MASS]
             after[NUMERATOR], after[DIVISOR], after[EXPONENT] = self.masses.weigh(key, masses, after[TOTAL])
         after[KEY], after[COUNT] = key + 1, count
         after[SAMPLES] += count
@@ -183,6 +182,12 @@ class Stream:
             self._head_words[entry, word] = after[word]
         self._head_words[entry, KEY] = key  # the commit point
         self._advance(entry)
+
+    def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
+        """Return the part of a ring entry that a cut fills, and its number of samples."""
+        rows = self._entries[entry][1]
+        count = self.spec.batch if self.spec.count is None else self.spec.count(key)
+        return (rows if count == self.spec.batch else rows[:count]), count
 
     def _draw_ahead(self, key: int) -> None:
         """Draw for the next cut, where several ranks want it and nothing is known that comes before it."""
@@ -194,11 +199,11 @@ class Stream:
         self._head_words[entry, KEY] = NOTHING
         total = self.masses.total
         if total:
-            self._draw(self._entries[entry][1], words[SAMPLES], total)
+            self._draw(self._rows(key, entry)[0], words[SAMPLES], total)
             words[AHEAD] = key
 
     def _draw(self, rows: torch.Tensor, first: int, total: int) -> None:
-        coordinates = self._coordinates
+        coordinates = self._coordinates[: len(rows)]
         self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
         if self.spec.kind == "stratified":
             stratify_(coordinates, total)
@@ -236,7 +241,7 @@ class Stream:
         A cut that fails or dies after that point cannot resolve the old epoch's last items again, since the
         tree has changed: it is taken up behind them (DONE), where their resolutions lie in the ring already.
         """
-        done, count = self._words[DONE], self.spec.batch
+        done, count = self._words[DONE], len(rows)
         if self.spec.drop and done == 0 and after[SAMPLES] + count > after[EPOCH_FIRST] + after[EPOCH_SIZE]:
             after[SAMPLES] = after[EPOCH_FIRST] + after[EPOCH_SIZE]
         while done < count:

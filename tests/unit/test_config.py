@@ -108,11 +108,11 @@ def test_values_are_as_given() -> None:
 
 def test_tables() -> None:
     assert list(parse(OFFLINE).resolved_tables) == ["main"]
-    assert parse(OFFLINE).sampled_table == "main"
+    assert parse(OFFLINE).sampled_tables == ("main",)
     assert parse(OFFLINE).resolved_tables["main"].data == parse(OFFLINE).data
     assert list(parse(ONLINE).resolved_tables) == ["online", "demo"]
-    assert parse(ONLINE).sampled_table == "demo"
-    assert parse(_table(capacity_steps=1)).sampled_table == "main"
+    assert parse(ONLINE).sampled_tables == ("demo",)
+    assert parse(_table(capacity_steps=1)).sampled_tables == ("main",)
 
 
 def test_config_is_frozen() -> None:

@@ -35,6 +35,9 @@ def _with(*path_and_value: Any) -> dict[str, Any]:
     return section
 
 
+_TWO = {"tables": {"a": {"data": "d"}, "b": {"data": "e"}}}
+
+
 def _table(**options: Any) -> dict[str, Any]:
     return {"tables": {"main": options}}
 
@@ -141,7 +144,7 @@ WRONG: list[tuple[Any, str]] = [
     (
         _with("sampler", "kind", "prioritised"),
         'gear.sampler.kind must be "uniform", "length", "weighted", "prioritized", "top_k", "epoch", "fifo", '
-        '"lifo" or "recent", got \'prioritised\'',
+        '"lifo", "recent" or "mixture", got \'prioritised\'',
     ),
     (
         _with("sampler", "alpha", 0.6),
@@ -155,6 +158,26 @@ WRONG: list[tuple[Any, str]] = [
     (
         {"data": "d", "sampler": {"kind": "prioritized", "beta": {"piecewise": [[5, 0.4]]}}},
         "gear.sampler.beta must have ascending steps that begin at 0, got {'piecewise': [[5, 0.4]]}",
+    ),
+    (
+        {**_TWO, "sampler": {"kind": "mixture", "shares": {"a": 0.5, "b": 0.6}}},
+        "gear.sampler.shares must sum to 1, got {'a': 0.5, 'b': 0.6}",
+    ),
+    (
+        {**_TWO, "sampler": {"kind": "mixture", "shares": {"a": 0.5, "c": 0.5}}},
+        "gear.sampler.shares.c must be of a table, got 'c'; known are a, b",
+    ),
+    (
+        {**_TWO, "sampler": {"kind": "mixture", "shares": {"a": 1.0}, "of": {"table": "a"}}},
+        "gear.sampler.of.table must not be given: shares name the tables, got 'a'",
+    ),
+    (
+        {
+            **_TWO,
+            "sampler": {"kind": "mixture", "shares": {"a": 1}, "of": {"kind": "length", "unit": "step"}},
+        },
+        'gear.sampler.of.unit must be "trajectory" where gear.sampler.of.kind is "length", got \'step\'; '
+        'uniform steps have the same effect: "kind": "uniform", "unit": "step"',
     ),
     (
         {"data": "d", "sampler": {"kind": "recent"}},

@@ -299,17 +299,18 @@ def test_a_state_counts_whole_global_batches(data: Path) -> None:
     options = {"micro_batch_size": 4, "batch_size": 12, "gradient_accumulation_steps": 3}
     with offline(data, **options) as replay:
         wanted = take(replay, 9)
-        assert replay.state_dict()["train"]["batches"] == 3
+        assert replay.state_dict()["train"]["main"]["batches"] == 3
         replay.sample()
         state = replay.state_dict()
-        assert state["train"] == {"batches": 3, "samples": 36, "epoch": 0, "epoch_first": 0, "epoch_size": 0}
+        words = {"batches": 3, "samples": 36, "epoch": 0, "epoch_first": 0, "epoch_size": 0}
+        assert state["train"] == {"main": words}
         again = replay.sample().clone()
         replay.load_state_dict(state)
         assert same(take(replay, 2)[1], again)
     with offline(data, batch_size=12) as replay:  # the same global batches in one piece
         replay.load_state_dict(state)
         take(replay, 1)
-        assert replay.state_dict()["train"]["batches"] == 4
+        assert replay.state_dict()["train"]["main"]["batches"] == 4
     assert [n for b in wanted for n in b.number.tolist()] == [
         j for k in range(3) for m in range(3) for j in range(12 * k + m, 12 * k + 12, 3)
     ]

@@ -1,0 +1,73 @@
+"""One distribution over several shards: what each shard says of itself, and which draws are its own. Pure.
+
+Coordinates run over the shards in their order, so the draws over all shards are those of one table that holds
+the same items in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a cut needs to know of a shard.
+
+    Args:
+        total: Sum of its masses.
+        num_items: Items with a mass.
+        least: Its smallest mass that is not 0; 0 if there is none.
+        highest: The highest priority that was reported to it.
+    """
+
+    total: int
+    num_items: int
+    least: int
+    highest: float
+
+
+def combine(records: Sequence[Record]) -> Record:
+    """Return the record of all shards together."""
+    return Record(
+        sum(record.total for record in records),
+        sum(record.num_items for record in records),
+        min((record.least for record in records if record.least), default=0),
+        max((record.highest for record in records), default=0.0),
+    )
+
+
+def assign(coordinates: np.ndarray, totals: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the shard that each coordinate hits, and the coordinate within it.
+
+    Args:
+        coordinates: In [0, sum(totals)). [B], int64.
+        totals: Total mass of each shard. [S].
+    Returns:
+        [B], int64, and [B], int64.
+    """
+    ends = np.cumsum(np.asarray(totals, np.int64))
+    shards = np.searchsorted(ends, coordinates, side="right")
+    return shards, coordinates - (ends - totals)[shards]
+
+
+def merge_top(
+    priorities: Sequence[np.ndarray], items: Sequence[np.ndarray], count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the items of highest priority over all shards.
+
+    Args:
+        priorities: Of each shard's min(count, N_s) candidates. [n_s] each.
+        items: Their items within the shard, -1 for none. [n_s] each, int64.
+        count: How many are wanted.
+    Returns:
+        Shard and item of each, by falling priority, equal ones in stored order; fewer if there are not so
+        many. [n], int64, and [n], int64.
+    """
+    shards = np.repeat(np.arange(len(items)), [len(of_shard) for of_shard in items])
+    every, values = np.concatenate(items), np.concatenate(priorities)
+    order = np.lexsort((every, shards, -values.astype(np.float64)))
+    order = order[every[order] >= 0][:count]
+    return shards[order], every[order]

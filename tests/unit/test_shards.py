@@ -1,0 +1,66 @@
+"""Several shards draw as one table does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_gear.ops import functional
+from deepspeed_gear.selection.shards import Record, assign, combine, merge_top
+
+SIZES = {1: [1000], 3: [1, 700, 299], 8: [33, 0, 32, 1, 400, 31, 500, 3]}
+
+
+def parts_of(values: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    return list(torch.split(values, sizes))
+
+
+@pytest.mark.parametrize("num_shards", SIZES)
+@pytest.mark.parametrize("spread", [1, 40])
+def test_draws_over_shards_are_those_of_one_table(num_shards: int, spread: int) -> None:
+    sizes = SIZES[num_shards]
+    masses = 2 ** torch.randint(0, spread, (1000,), generator=torch.Generator().manual_seed(0))
+    masses[::7] = 0
+    whole, shards = functional.tree(masses), [functional.tree(part) for part in parts_of(masses, sizes)]
+    totals = [functional.tree_total(s, n) for s, n in zip(shards, sizes, strict=True)]
+    coordinates = functional.draw(3, 1, 0, functional.tree_total(whole, 1000), 20_000)
+    slots = torch.zeros(1000, 8, dtype=torch.int64)
+    slots[:, 2], slots[:, 4] = torch.arange(1000), 1
+    rule = (0, 0, 1, 1, 0)
+    wanted = functional.resolve(whole, slots, coordinates, rule)[:, 0]
+    shard, local = assign(coordinates.numpy(), totals)
+    found = torch.full_like(wanted, -1)
+    for index, (sums, of_shard) in enumerate(zip(shards, parts_of(slots, sizes), strict=True)):
+        mine = torch.from_numpy(shard == index)
+        part = torch.from_numpy(local[shard == index])
+        if len(part):
+            found[mine] = functional.resolve(sums, of_shard.contiguous(), part, rule)[:, 0]
+    assert found.equal(wanted)
+
+
+@pytest.mark.parametrize("num_shards", SIZES)
+@pytest.mark.parametrize("count", [1, 32, 33, 857, 858, 2000])
+def test_top_k_over_shards_is_that_of_one_table(num_shards: int, count: int) -> None:
+    sizes = SIZES[num_shards]
+    priorities = torch.randint(0, 50, (1000,), generator=torch.Generator().manual_seed(1)).float()
+    masses = torch.ones(1000, dtype=torch.int64)
+    masses[::7] = 0
+    starts = np.cumsum([0, *sizes])
+    items = [
+        functional.top_k(p, m, min(count, len(p)))
+        for p, m in zip(parts_of(priorities, sizes), parts_of(masses, sizes), strict=True)
+    ]
+    values = [
+        p[i.clamp(min=0)].numpy() if len(p) else np.empty(0, np.float32)
+        for p, i in zip(parts_of(priorities, sizes), items, strict=True)
+    ]
+    shard, item = merge_top(values, [i.numpy() for i in items], count)
+    wanted = functional.top_k(priorities, masses, count)
+    assert (starts[shard] + item).tolist() == wanted[wanted >= 0].tolist()
+
+
+def test_records_combine() -> None:
+    records = [Record(5, 2, 2, 1.0), Record(0, 0, 0, 0.0), Record(9, 1, 9, 7.5)]
+    assert combine(records) == Record(14, 3, 2, 7.5)
+    assert combine(records[1:2]) == Record(0, 0, 0, 0.0)
