@@ -105,7 +105,16 @@ def cases(quick: bool) -> list[Case]:
 
 def _rows_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Return the sample numbers of a batch, and everything about each sample as bytes. [B], [B, bytes]."""
-    parts = [batch.id, batch.anchor, batch.number, batch.probability, batch.weight, batch.epoch, batch.valid]
+    parts = [
+        batch.source,
+        batch.id,
+        batch.anchor,
+        batch.number,
+        batch.probability,
+        batch.weight,
+        batch.epoch,
+        batch.valid,
+    ]
     parts += [
         tensor
         for pair in sorted(batch.items())
@@ -113,7 +122,8 @@ def _rows_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         if tensor is not None
     ]
     rows = [p.detach().contiguous().view(torch.uint8).reshape(batch.num_samples, -1) for p in parts]
-    return batch.number.numpy().copy(), torch.cat(rows, dim=1).numpy()
+    # Sample numbers are those of a table.
+    return (batch.source.numpy() << 48) + batch.number.numpy(), torch.cat(rows, dim=1).numpy()
 
 
 def digests_of(batches: Iterator[Batch], num_micro: int, count: int) -> list[str]:

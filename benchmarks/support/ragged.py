@@ -16,6 +16,27 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "length": {"kind": "length"},
     "epoch trajectory": {"kind": "epoch", "unit": "trajectory", "anchors": {"every": 3}},
     "epoch step": {"kind": "epoch", "unit": "step"},
+    "stratified step": {"kind": "uniform", "unit": "step", "stratified": True},
+    "weighted trajectory": {"kind": "weighted", "weight": "weight"},
+    "weighted step": {"kind": "weighted", "weight": "weight", "unit": "step"},
+    "prioritized step": {
+        "kind": "prioritized",
+        "unit": "step",
+        "normalize": "table",
+        "anchors": {"every": 2},
+    },
+    "top-k step": {"kind": "top_k", "unit": "step", "anchors": {"every": 4}},
+    "epoch step, tail dropped": {"kind": "epoch", "unit": "step", "tail": "drop", "anchors": {"every": 2}},
+    "fifo step": {"kind": "fifo", "unit": "step"},
+    "lifo step": {"kind": "lifo", "unit": "step"},
+    "recent step": {"kind": "recent", "unit": "step", "newest": 300},
+    "mixture": {"kind": "mixture", "shares": {"first": 0.3, "second": 0.7}, "of": {"unit": "step"}},
+    "mixture of epochs, drawn": {
+        "kind": "mixture",
+        "shares": {"first": {"linear": [0.0, 1.0, 40]}, "second": {"linear": [1.0, 0.0, 40]}},
+        "exact": False,
+        "of": {"kind": "epoch", "unit": "step"},
+    },
     "uniform step where": {
         "kind": "uniform",
         "unit": "step",
@@ -52,6 +73,7 @@ def write(folder: Path) -> Path:
             Column("truncated", "bool", (), "truncated"),
             Column("task", "int64", (), "other", "1"),
             Column("gain", "float32", (), "other", "1"),
+            Column("weight", "float32", (), "other", "1"),
         ]
     )
     path = folder / "ragged"
@@ -69,6 +91,7 @@ def write(folder: Path) -> Path:
                     "truncated": (np.arange(steps) == steps - 1) & (ends == 1),
                     "task": np.int64(number % 4),
                     "gain": np.float32(random.normal(1)),
+                    "weight": np.float32(number % 5 / 100),
                 }
             )
     return path
@@ -81,10 +104,12 @@ def section(path: Path, sampler: str, seed: int, prefetch: int, backend: str) ->
         SAMPLERS[sampler].get("anchors") == "fits"
     ):  # what follows the n-step return would exclude nearly everything
         fields.pop("next_observation")
+    data = {"data": {"path": str(path), "load": "memory" if seed == 1 else "map"}}
+    tables = SAMPLERS[sampler].get("shares")
     return {
         "seed": seed,
         "backend": backend,
-        "data": {"path": str(path), "load": "memory" if seed == 1 else "map"},
+        **(data if tables is None else {"tables": dict.fromkeys(tables, data)}),
         "sampler": SAMPLERS[sampler],
         "fields": fields,
         "n_step": {"n": 3, "gamma": 0.99},

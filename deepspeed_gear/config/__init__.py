@@ -20,6 +20,7 @@ from deepspeed_gear.config.model import (
     TableConfig,
 )
 from deepspeed_gear.config.samplers import (
+    CustomSampler,
     EpochSampler,
     EveryConfig,
     FifoSampler,
@@ -38,6 +39,7 @@ from deepspeed_gear.config.schedules import value_at
 from deepspeed_gear.errors import ConfigError
 
 __all__ = [
+    "CustomSampler",
     "DataConfig",
     "EpochSampler",
     "EveryConfig",

@@ -18,6 +18,7 @@ from deepspeed_gear.config.types import (
     Positive,
     Scalar,
     Steps,
+    Text,
     Words,
 )
 
@@ -94,6 +95,21 @@ class WeightedSampler(DrawingSampler):
             "a step, every step of a trajectory has the trajectory's weight."
         )
     )
+
+
+class CustomSampler(DrawingSampler):
+    """A class of one's own that gives each trajectory an integer mass: the sampler is drawn from these."""
+
+    kind: Literal["custom"] = Field(description="Names the sampler.")
+    masses: Annotated[Text, Words('"module:Class"')] = Field(
+        description=(
+            '"module:Class", importable on every rank. Its instances are called with ids [n], numbers of '
+            "steps [n] and a function that gives the values of a per-trajectory column [n], as NumPy arrays; "
+            "they return masses [n], integers in [0, 2^40], a pure function of these. Where the unit is a "
+            "step, every step of a trajectory has its mass."
+        )
+    )
+    options: dict[str, Any] = Field(default={}, description="Keyword arguments of the class.")
 
 
 class PriorityModel(GearModel):
@@ -203,6 +219,7 @@ ItemSampler = (
     UniformSampler
     | LengthSampler
     | WeightedSampler
+    | CustomSampler
     | PrioritizedSampler
     | TopKSampler
     | EpochSampler

@@ -85,7 +85,7 @@ def value_at(schedule: Any, step: int, name: str) -> float:
     if kind == "piecewise":
         return float(next(value for begin, value in reversed(given) if begin <= step))
     if kind == "callable":
-        return _called(_imported(given, name), step, name)
+        return _called(imported(given, name), step, name)
     first, last, steps = given
     done = min(step / steps, 1.0)
     if kind == "cosine":
@@ -93,16 +93,24 @@ def value_at(schedule: Any, step: int, name: str) -> float:
     return float(first + (last - first) * done)
 
 
-def _imported(path: str, name: str) -> Callable[[int], float]:
+def imported(path: str, name: str) -> Callable[..., Any]:
+    """Return what "module:attribute" names.
+
+    Args:
+        path: As the config has it.
+        name: Of the option, for errors.
+    Raises:
+        ConfigError: It cannot be imported.
+    """
     module, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(name, "must name a function that can be imported", path, str(error)) from error
-    function: Callable[[int], float] = found
-    return function
+        raise ConfigError(name, "must name what can be imported", path, str(error)) from error
+    made: Callable[..., Any] = found
+    return made
 
 
 def _called(function: Callable[[int], float], step: int, name: str) -> float:

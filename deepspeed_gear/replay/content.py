@@ -39,8 +39,13 @@ def add(table: Table, streams: list[Stream], trajectory: Mapping[str, Any], max_
     with table.lock:
         number = table.commit(slot)
         slots = np.array([slot])
-        for stream in streams:
-            stream.queue(slots, stream.masses.of(slots))
+        try:
+            masses = [stream.masses.of(slots) for stream in streams]
+        except BaseException:  # a program's own masses may fail
+            table.retire(slot)
+            raise
+        for stream, mass in zip(streams, masses, strict=True):
+            stream.queue(slots, mass)
     return number
 
 

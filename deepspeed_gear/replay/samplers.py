@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.config import (
+    CustomSampler,
     GearConfig,
     LengthSampler,
     MixtureSampler,
@@ -21,6 +22,8 @@ from deepspeed_gear.config import (
     WeightedSampler,
     value_at,
 )
+from deepspeed_gear.config.schedules import imported
+from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.selection.anchors import AnchorRule, Reach
@@ -29,6 +32,7 @@ from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.rules import (
     WEIGHT_BITS,
     Condition,
+    CustomMasses,
     MassRule,
     PriorityRule,
     Window,
@@ -98,11 +102,29 @@ def _kind(sampler: Sampler) -> str:
 def _train_rule(sampler: Sampler, base: MassRule, dataset: Dataset | None) -> MassRule:
     if isinstance(sampler, WeightedSampler):
         return replace(base, weight=(sampler.weight, _weight_bits(sampler.weight, base, dataset)))
+    if isinstance(sampler, CustomSampler):
+        return replace(base, custom=_custom(sampler))
     if isinstance(sampler, RecentSampler):
         within = sampler.within
         column, distance = (None, 0) if within is None else (within.column, within.distance)
         return replace(base, window=Window(sampler.newest, column, distance))
     return replace(base, by_length=isinstance(sampler, LengthSampler))
+
+
+def _custom(sampler: CustomSampler) -> CustomMasses:
+    """Make an instance of a program's own class.
+
+    Raises:
+        ConfigError: It cannot be imported or made.
+    """
+    made = imported(sampler.masses, "gear.sampler.masses")
+    try:
+        instance: CustomMasses = made(**sampler.options)
+    except Exception as error:
+        raise ConfigError(
+            "gear.sampler.options", f"must make a {sampler.masses}", sampler.options, str(error)
+        ) from error
+    return instance
 
 
 def _weight_bits(name: str, base: MassRule, dataset: Dataset | None) -> int:

@@ -169,7 +169,7 @@ class Masses:
             first: Sample number of the first one.
         """
         self.ops.resolve_(rows, self.sums, self._slots, coordinates, *self._how, first)
-        if self.spec.rule.weight is not None and self.spec.rule.unit == "step":
+        if self.spec.rule.has_weights and self.spec.rule.unit == "step":
             words = rows.numpy()  # the mass of one step
             words[:, R_MASS] //= self.spec.rule.anchors.num_anchors(words[:, R_NUM_STEPS])
 

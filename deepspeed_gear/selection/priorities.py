@@ -32,7 +32,7 @@ from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.layout import Region
-from deepspeed_gear.store.table import FIRST_ROW, NUM_ROWS, NUM_STEPS, Table
+from deepspeed_gear.store.table import FIRST_ROW, ID, NUM_ROWS, NUM_STEPS, Table
 
 ALPHA, TAKING = 2, 3  # words of the changes
 BATCH, ORDER = UPDATE_WORDS, UPDATE_WORDS + 1  # words of a log entry behind those of the update
@@ -298,7 +298,28 @@ class PriorityMasses(Masses):
         """Return the coordinates of the items of highest priority; fewer if there are not so many. [n]."""
         items = torch.empty(count, dtype=torch.int64)
         self.ops.top_k_(items, self._values, self.sums)
-        return self.coordinates_of(items[items >= 0])
+        items = items[items >= 0]
+        if self.table.spec.dataset is None and len(items):
+            items = torch.from_numpy(self._by_id(items.numpy()))
+        return self.coordinates_of(items)
+
+    def _by_id(self, items: np.ndarray) -> np.ndarray:
+        """Of items in falling order, let those of the lowest ids come first among equal priorities.
+
+        In a table with a capacity a newer trajectory may lie before an older one.
+        """
+        values, least = self.values, self.values[items[-1]]
+        equal = np.nonzero((values == least) & (self.leaves > 0))[0]
+        above = items[values[items] > least]
+        ids = self._ids_of(equal)
+        wanted = len(items) - len(above)
+        equal = equal[ids <= np.partition(ids, wanted - 1)[wanted - 1]]
+        found = np.concatenate([above, equal])
+        return found[np.lexsort((found, self._ids_of(found), -values[found]))][: len(items)]
+
+    def _ids_of(self, items: np.ndarray) -> np.ndarray:
+        slots = self._row_slots[items] if self.by_step else items
+        return np.asarray(self.table.slots[slots, ID])
 
     def weigh(self, key: int, masses: np.ndarray, total: int) -> tuple[int, int, int]:
         """Return numerator, divisor and exponent (Q62) of a cut's importance weights.

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.ops.constants import MOST_MASS_BITS
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.store.split import split_of
 
@@ -44,6 +45,9 @@ def _as_dtype(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> np.ndarray:
         return np.asarray(numbers, dtype)
     limits = np.iinfo(dtype)
     return np.asarray([int(n) for n in numbers if limits.min <= n <= limits.max], dtype)
+
+
+CustomMasses = Callable[[np.ndarray, np.ndarray, Callable[[str], np.ndarray]], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class MassRule:
         unit: What an item is. A step item has one unit of mass per anchor, so all steps are equally likely.
         by_length: Trajectories in proportion to their number of steps.
         weight: Per-trajectory column of weights, and log2 of the mass of weight 1.
+        custom: A program's own masses.
         window: Which of the admitted ones are new enough; a cut applies it.
         anchors: Which steps are admissible; a trajectory without one has mass 0.
         where: Filters that must all hold.
@@ -107,12 +112,18 @@ class MassRule:
     split: Mapping[str, float] = field(default_factory=dict)
     split_index: int = 0
     weight: tuple[str, int] | None = None
+    custom: CustomMasses | None = None
     window: Window | None = None
 
     @property
     def draws_anchor(self) -> bool:
         """Whether the anchor is a second draw; else one unit of a trajectory's mass is one anchor."""
-        return self.unit == "trajectory" or self.weight is not None
+        return self.unit == "trajectory" or self.has_weights
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether trajectories have masses of their own."""
+        return self.weight is not None or self.custom is not None
 
     def check(self, name: str, columns: Mapping[str, np.ndarray]) -> None:
         """Refuse a new trajectory whose weight is none.
@@ -136,9 +147,8 @@ class MassRule:
             [n], int64.
         """
         anchors = self.anchors.num_anchors(num_steps)
-        if self.weight is not None:
-            name, bits = self.weight
-            masses = masses_of_weights(column(name), bits) * (anchors if self.unit == "step" else anchors > 0)
+        if self.has_weights:
+            masses = self._weights(ids, num_steps, column) * (anchors if self.unit == "step" else anchors > 0)
         elif self.unit == "step":
             masses = anchors
         else:
@@ -149,6 +159,23 @@ class MassRule:
         if self.split:
             keep &= split_of(ids, self.split) == self.split_index
         return np.where(keep, masses, 0).astype(np.int64)
+
+    def _weights(
+        self, ids: np.ndarray, num_steps: np.ndarray, column: Callable[[str], np.ndarray]
+    ) -> np.ndarray:
+        if self.weight is not None:
+            name, bits = self.weight
+            return masses_of_weights(column(name), bits)
+        assert self.custom is not None
+        masses = np.asarray(self.custom(ids, num_steps, column))
+        good = masses.dtype.kind in "iu" and masses.shape == ids.shape
+        if not good or (len(masses) and not 0 <= masses.min() <= masses.max() <= 1 << MOST_MASS_BITS):
+            raise ConfigError(
+                "gear.sampler.masses",
+                f"must return {len(ids)} integers in [0, 2^{MOST_MASS_BITS}]",
+                f"{masses.dtype} {list(masses.shape)} in [{masses.min(initial=0)}, {masses.max(initial=0)}]",
+            )
+        return masses.astype(np.int64)
 
 
 @dataclass(frozen=True)

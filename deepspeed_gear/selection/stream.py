@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_MASS, R_SLOT
+from deepspeed_gear.ops.constants import R_FIRST_ROW, R_GENERATION, R_MASS, R_SLOT
 from deepspeed_gear.selection.age import AgeMasses
 from deepspeed_gear.selection.cut import (
     AHEAD,
@@ -49,9 +49,10 @@ from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.spec import TableSpec
-from deepspeed_gear.store.table import FIRST_ROW, Table
+from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
 
 _POLL_S = 100e-6
+MOST_TOTAL_BITS = 62
 DRAWS, ORDERS, AGES = ("random", "stratified"), ("epoch", "pass"), ("oldest", "newest")  # kinds beside "top"
 
 
@@ -76,7 +77,7 @@ class Stream:
         self._entries = list(zip(self.heads, self._ring, self._epochs, strict=True))
         self._coordinates = torch.empty(spec.batch, dtype=torch.int64)
         self._peer, self._num_peers = table.memory.peer, len(self.consumed)
-        self.has_item_masses = spec.priorities is not None or spec.rule.weight is not None
+        self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
         self.stopped = False  # set by another thread: ends a wait of `take`
         self._timeout_s = table.lock.timeout_s
         self.peers = Peers(spec, table, self.consumed, self._timeout_s)
@@ -283,6 +284,13 @@ class Stream:
                 f"{self.table.num_trajectories} trajectories, none admitted",
                 "check sampler.where, sampler.anchors and the split, or add trajectories first",
             )
+        if not 0 < total < 1 << MOST_TOTAL_BITS:
+            raise StoreError(
+                f"stream {self.spec.name}: the total mass",
+                f"must be below 2^{MOST_TOTAL_BITS}",
+                total,
+                "give smaller masses or priorities",
+            )
         return total
 
     def _check_epoch(self, size: int) -> None:
@@ -341,7 +349,10 @@ class Stream:
             since: Cuts from this global batch on have not been used.
         """
         unused = np.nonzero(self.heads[:, KEY] >= since)[0]
+        if not self._is_stored(unused, slots):
+            unused = unused[:0]  # prepared from rows that are gone: these batches cannot come any more
         ring = self._ring.numpy()[unused].copy()
+        ring[np.arange(self.spec.batch) >= self.heads[unused, COUNT, None]] = 0
         ring[..., R_SLOT] = np.searchsorted(slots, ring[..., R_SLOT])
         return {
             **self.masses.export(slots),
@@ -350,6 +361,13 @@ class Stream:
             "ring": ring,
             "epochs": self._epochs.numpy()[unused],
         }
+
+    def _is_stored(self, entries: np.ndarray, slots: np.ndarray) -> bool:
+        """Tell whether the trajectories of all samples of ring entries lie in these slots."""
+        drawn = np.arange(self.spec.batch) < self.heads[entries, COUNT, None]
+        records = self._ring.numpy()[entries][drawn]
+        current = self.table.slots[records[:, R_SLOT], GENERATION] == records[:, R_GENERATION]
+        return bool((current & np.isin(records[:, R_SLOT], slots)).all())
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray], since: int) -> None:
         """Continue what `export` has saved; the table's slots are in place. Wants the lock.

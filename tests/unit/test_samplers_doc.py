@@ -1,0 +1,81 @@
+"""The examples of docs/samplers.md run as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear.config import GearConfig
+from deepspeed_gear.config.describe import alternatives, as_model, options
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "samplers.md").read_text(encoding="utf-8")
+EXAMPLES: list[dict[str, Any]] = [json.loads(t) for t in re.findall(r"```json\n(.+?)```", PAGE, re.DOTALL)]
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (2,), "observation", "T+1"),
+        Column("reward", "float32", (), "reward"),
+        Column("gain", "float32", (), "other", "1"),
+        Column("version", "int64", (), "other", "1"),
+    ]
+)
+ROOM = {"capacity_steps": 2000, "capacity_trajectories": 60}
+
+
+@pytest.fixture
+def my_masses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.+?)```", PAGE, re.DOTALL)
+    (tmp_path / "my_masses.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("my_masses", None)
+
+
+def trajectory(number: int) -> dict[str, np.ndarray]:
+    steps = 1 + number % 30
+    return {
+        "observation": np.full((steps + 1, 2), number, np.float32),
+        "reward": np.ones(steps, np.float32),
+        "gain": np.float32(number % 7 / 7),
+        "version": np.int64(number // 10),
+    }
+
+
+def test_every_kind_has_an_example() -> None:
+    models = [as_model(m) for m in alternatives(options(GearConfig)["sampler"].annotation)]
+    kinds = {m.model_fields["kind"].annotation.__args__[0] for m in models if m is not None}  # type: ignore[union-attr]
+    assert {example["kind"] for example in EXAMPLES} == kinds
+
+
+@pytest.mark.usefixtures("my_masses")
+@pytest.mark.parametrize("example", EXAMPLES, ids=[e["kind"] for e in EXAMPLES])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_example_runs(example: dict[str, Any], backend: str) -> None:
+    tables = list(example.get("shares", {"main": 1}))
+    section = {
+        "backend": backend,
+        "tables": dict.fromkeys(tables, ROOM),
+        "sampler": example,
+        "batch_size": 12,
+    }
+    prioritized = "prioritized" in str(example) or example["kind"] == "top_k"
+    with Replay(section, schemas=dict.fromkeys(tables, SCHEMA)) as replay:
+        for table in tables:
+            for number in range(40):
+                replay.add(trajectory(number), table)
+        for _ in range(4):
+            batch = replay.sample()
+            assert batch.num_samples == 12
+            assert (batch["observation"][:, 0] == batch.id).all()
+            assert (batch.anchor < batch.num_steps).all()
+            assert ((batch.probability > 0) & (batch.probability <= 1)).all()
+            assert ((batch.weight > 0) & (batch.weight <= 1)).all()
+            if prioritized:
+                replay.update_priorities(batch, 1.0 + batch.id.double())
+        if prioritized:
+            assert replay.statistics()["priorities_applied"] == 3 * 12
