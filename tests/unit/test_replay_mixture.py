@@ -1,0 +1,124 @@
+"""A Replay over several tables: shares, epochs of each, priorities, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear.errors import ConfigError, StoreError
+
+SCHEMA = Schema(
+    [Column("observation", "float32", (2,), "observation"), Column("reward", "float32", (), "reward")]
+)
+ROOM = {"capacity_steps": 1000, "capacity_trajectories": 50}
+
+
+def section(of: dict[str, Any], shares: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    sampler = {"kind": "mixture", "shares": shares or {"a": 0.25, "b": 0.75}, "of": of}
+    return {"tables": {"a": ROOM, "b": ROOM}, "sampler": sampler, "batch_size": 16, **options}
+
+
+def filled(section: dict[str, Any], num_trajectories: int = 10) -> Replay:
+    replay = Replay(section, schemas={"a": SCHEMA, "b": SCHEMA})
+    for offset, table in ((0, "a"), (100, "b")):
+        for number in range(num_trajectories):
+            steps = 1 + number
+            observation = np.full((steps, 2), offset + number, np.float32)
+            replay.add({"observation": observation, "reward": np.ones(steps, np.float32)}, table)
+    return replay
+
+
+def test_rows_come_from_the_named_table() -> None:
+    with filled(section({"unit": "step"})) as replay:
+        assert len(replay) == 20
+        for _ in range(5):
+            batch = replay.sample()
+            assert batch.source.tolist() == [0] * 4 + [1] * 12
+            assert (batch["observation"][:, 0] == batch.id + 100 * batch.source).all()
+            assert batch.probability.tolist() == pytest.approx([0.25 / 55] * 4 + [0.75 / 55] * 12)
+
+
+def test_epochs_visit_each_item_of_each_table_once() -> None:
+    with filled(section({"kind": "epoch"})) as replay:
+        seen: Counter[tuple[int, int, int]] = Counter()
+        for _ in range(25):
+            batch = replay.sample()
+            seen.update(zip(batch.source.tolist(), batch.epoch.tolist(), batch.id.tolist(), strict=True))
+    assert set(seen.values()) == {1}
+    assert sum(1 for source, epoch, _ in seen if (source, epoch) == (0, 0)) == 10
+    assert sum(1 for source, epoch, _ in seen if (source, epoch) == (1, 28)) == 10
+
+
+def test_priorities_go_to_the_tables_they_are_of() -> None:
+    with filled(section({"kind": "prioritized", "unit": "step"})) as replay:
+        batch = replay.sample()
+        replay.update_priorities(batch, 1 + batch.source + batch.id.float())
+        replay.sample()
+        for table, name in enumerate("ab"):
+            mine = batch.source == table
+            found = replay.priorities(batch.id[mine], batch.anchor[mine], name)
+            assert (found == 1 + table + batch.id[mine]).all()
+        assert replay.statistics()["priorities_applied"] == 16
+        with pytest.raises(ConfigError, match="table must be given where there are several"):
+            replay.priorities([0], [0])
+
+
+def test_a_bad_priority_of_one_table_changes_none() -> None:
+    with filled(section({"kind": "prioritized", "unit": "step"})) as replay:
+        batch = replay.sample()
+        bad = torch.ones(16)
+        bad[-1] = -1
+        with pytest.raises(Exception, match="must be finite and at least 0"):
+            replay.update_priorities(batch, bad)
+        replay.sample()
+        assert replay.statistics()["priorities_applied"] == 0
+
+
+def test_an_empty_table_matters_when_it_has_a_share() -> None:
+    shares = {"a": {"piecewise": [[0, 0.0], [2, 0.5]]}, "b": {"piecewise": [[0, 1.0], [2, 0.5]]}}
+    with Replay(section({}, shares), schemas={"a": SCHEMA, "b": SCHEMA}) as replay:
+        replay.add({"observation": np.zeros((3, 2), np.float32), "reward": np.ones(3, np.float32)}, "b")
+        for _ in range(2):
+            assert replay.sample().source.unique().tolist() == [1]
+        with pytest.raises(StoreError, match="table a must hold at least one item that the sampler admits"):
+            replay.sample()
+        replay.add({"observation": np.ones((3, 2), np.float32), "reward": np.ones(3, np.float32)}, "a")
+        assert replay.sample().source.tolist() == [0] * 8 + [1] * 8
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_checkpoint_continues_all_tables(tmp_path: Path, prefetch: int) -> None:
+    def follow(replay: Replay, count: int) -> list[list[int]]:
+        found = []
+        for _ in range(count):
+            batch = replay.sample()
+            found.append((1000 * batch.source + 100 * batch.id + batch.anchor).tolist())
+            replay.update_priorities(batch, 1 + (batch.id * 7 + batch.anchor) % 5)
+        return found
+
+    config = section({"kind": "prioritized", "unit": "step"}, prefetch=prefetch)
+    with filled(config) as replay:
+        follow(replay, 5)
+        state = replay.save(tmp_path)
+        wanted = follow(replay, 6)
+    with Replay(config, schemas={"a": SCHEMA, "b": SCHEMA}) as replay:
+        replay.load(tmp_path, state)
+        assert follow(replay, 6) == wanted
+
+
+def test_tables_must_agree_in_what_is_read() -> None:
+    other = Schema(
+        [Column("observation", "float64", (2,), "observation"), Column("reward", "float32", (), "reward")]
+    )
+    with pytest.raises(
+        ConfigError, match=r"gear\.fields\.observation must have the same column in tables a and b"
+    ):
+        Replay(section({}), schemas={"a": SCHEMA, "b": other})
+    with Replay(section({}, fields={"reward": {}}), schemas={"a": SCHEMA, "b": other}) as replay:
+        assert [field.name for field in replay.fields] == ["reward"]
