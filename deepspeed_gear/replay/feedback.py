@@ -15,8 +15,6 @@ from deepspeed_gear.selection.priorities import BY_ID, PriorityMasses, check_pri
 from deepspeed_gear.store.split import split_of
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, NUM_STEPS
 
-_HANDLE = [R_SLOT, R_GENERATION, R_ANCHOR]
-
 
 def report(
     tables: Sequence[PriorityMasses],
@@ -36,7 +34,7 @@ def report(
     records, rounded = batch.host_records.cpu().numpy(), as_float32(values)
     if len(tables) == 1:
         _check_split(tables[0], records)
-        tables[0].report(records[:, _HANDLE], rounded, records[:, R_NUMBER])
+        tables[0].report(_items_in(records), rounded, records[:, R_NUMBER])
         return
     source = batch.source.cpu().numpy()
     check_priorities(rounded)
@@ -45,7 +43,15 @@ def report(
         masses.check_room(int(np.count_nonzero(source == index)))
     for index, masses in enumerate(tables):
         mine = records[source == index]
-        masses.report(mine[:, _HANDLE], rounded[source == index], mine[:, R_NUMBER])
+        masses.report(_items_in(mine), rounded[source == index], mine[:, R_NUMBER])
+
+
+def _items_in(records: np.ndarray) -> np.ndarray:
+    """Return slot, generation and anchor of samples. [n, 8] -> [n, 3], int64."""
+    items = np.empty((len(records), 3), np.int64)
+    items[:, 0], items[:, 1] = records[:, R_SLOT], records[:, R_GENERATION]
+    items[:, 2] = records[:, R_ANCHOR]
+    return items
 
 
 def _check_split(masses: PriorityMasses, records: np.ndarray) -> None:

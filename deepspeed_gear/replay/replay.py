@@ -438,6 +438,7 @@ class Replay:
                 with table.lock:
                     snapshot.save_table(table, streams, Path(folder) / name, position.batches(self._where()))
 
+        self._exchange.barrier()  # what all ranks have added and reported before is in it
         self._exchange.agree("saving the tables", write if self.topology.leads_node else lambda: None)
         return self.state_dict()
 

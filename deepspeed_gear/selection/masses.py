@@ -96,8 +96,14 @@ class Masses:
     def ask(self, key: int) -> None:
         """Say that this process asks for a global batch."""
 
-    def restart(self) -> None:
-        """Forget what was asked for, as when another position is loaded."""
+    def restart(self, key: int) -> None:
+        """Forget what was asked for: a global batch is loaded at which to go on."""
+        del key
+
+    def too_early(self, key: int) -> bool:
+        """Whether this process itself has yet to ask for what a cut of this global batch needs."""
+        del key
+        return False
 
     def late(self, key: int) -> list[int]:
         """Return the living processes that a cut of this global batch must wait for."""

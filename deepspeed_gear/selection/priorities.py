@@ -108,9 +108,15 @@ class PriorityMasses(Masses):
         """Say that this process asks for a global batch: what it reports from now on belongs to that one."""
         self._asked_words[self._peer] = key
 
-    def restart(self) -> None:
-        """Forget what was asked for, as when another position is loaded."""
+    def restart(self, key: int) -> None:
         self._asked[:] = NEVER
+        for peer in range(self._num_peers):
+            waiting = np.arange(self._ends[peer, HEAD], self._ends[peer, TAIL]) % self.rule.log_size
+            if (self._log[peer, waiting, BATCH] >= key).any():  # of batches that come again: due now
+                self._log[peer, waiting, BATCH] = NEVER
+
+    def too_early(self, key: int) -> bool:
+        return bool(self._asked_words[self._peer] < key - self.rule.lag)
 
     def report(self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int) -> None:
         """Report priorities; a later cut applies them. Nothing has changed if an error is raised.
@@ -387,7 +393,7 @@ class PriorityMasses(Masses):
         self._log[0, : len(log)] = log
         self._log[0, : len(log), 0] = slots[log[:, 0]]
         self._ends[0, TAIL] = len(log)
-        self.restart()
+        self._asked[:] = NEVER
         self._requeue()
         self._build()
 
@@ -398,13 +404,13 @@ def check_priorities(priorities: np.ndarray) -> None:
     Raises:
         DataError: One is negative, infinite or NaN.
     """
+    if len(priorities) == 0 or (priorities.min() >= 0 and priorities.max() < np.inf):  # a NaN is neither
+        return
     with np.errstate(invalid="ignore"):
-        good = (priorities >= 0) & (priorities < np.inf)
-    if not good.all():
-        at = int(np.nonzero(~good)[0][0])
-        raise DataError(
-            f"priority {at}", "must be finite and at least 0", float(priorities[at]), "nothing was changed"
-        )
+        at = int(np.nonzero(~((priorities >= 0) & (priorities < np.inf)))[0][0])
+    raise DataError(
+        f"priority {at}", "must be finite and at least 0", float(priorities[at]), "nothing was changed"
+    )
 
 
 def _bits(priorities: np.ndarray) -> np.ndarray:
@@ -412,12 +418,12 @@ def _bits(priorities: np.ndarray) -> np.ndarray:
 
 
 def _ordered(parts: list[np.ndarray]) -> np.ndarray:
-    """Bring the reports of all processes into their order and drop what is only for that. [n, 4], int64."""
+    """Bring the reports of all processes into their order. [n, 6], int64, contiguous."""
     entries = parts[0] if len(parts) == 1 else np.concatenate(parts)
     order = entries[:, ORDER]
     if len(parts) > 1 or (order[1:] < order[:-1]).any():
         entries = _sorted(entries)
-    return np.ascontiguousarray(entries[:, :UPDATE_WORDS])
+    return entries
 
 
 def _sorted(entries: np.ndarray) -> np.ndarray:

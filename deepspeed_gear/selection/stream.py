@@ -51,7 +51,7 @@ from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.spec import TableSpec
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
 
-_POLL_S = 100e-6
+_POLL_S, _IDLE_S = 100e-6, 500e-6
 MOST_TOTAL_BITS = 62
 DRAWS, ORDERS, AGES = ("random", "stratified"), ("epoch", "pass"), ("oldest", "newest")  # kinds beside "top"
 
@@ -114,6 +114,9 @@ class Stream:
         """
         until = None
         entry = key % self.spec.depth
+        while self.masses.too_early(key):  # a thread that prepares ahead: as long as a training step takes
+            self._check_going_on()
+            time.sleep(_IDLE_S)
         while True:
             with self.table.lock:
                 held, at = self._head_words[entry, KEY], self._words[KEY]
@@ -131,10 +134,7 @@ class Stream:
                 if not late and not slow:
                     self._cut(key, entry)
                     return self._seen(key, entry)
-            if self.stopped:
-                raise StoreError(
-                    f"stream {self.spec.name}", "must be open", None, "it was closed while it waited"
-                )
+            self._check_going_on()
             if until is None:
                 until = time.monotonic() + self._timeout_s
                 self.peers.wait_awake(held + 1)
@@ -143,6 +143,12 @@ class Stream:
             if time.monotonic() > until:
                 raise self._too_late(key, late, slow)
             time.sleep(_POLL_S)
+
+    def _check_going_on(self) -> None:
+        if self.stopped:
+            raise StoreError(
+                f"stream {self.spec.name}", "must be open", None, "it was closed while it waited"
+            )
 
     def _too_late(self, key: int, late: list[int], slow: list[int]) -> PeerError:
         if late:
@@ -336,7 +342,7 @@ class Stream:
         """Continue at a global batch. Wants the lock."""
         self.heads[:, KEY] = NOTHING
         self.consumed[:] = key
-        self.masses.restart()
+        self.masses.restart(key)
         self.position[DONE], self.position[AHEAD] = 0, NOTHING
         words = [KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL]
         self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)

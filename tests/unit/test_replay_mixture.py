@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,13 @@ def test_tables_must_agree_in_what_is_read() -> None:
         Replay(section({}), schemas={"a": SCHEMA, "b": other})
     with Replay(section({}, fields={"reward": {}}), schemas={"a": SCHEMA, "b": other}) as replay:
         assert [field.name for field in replay.fields] == ["reward"]
+
+
+def test_a_long_training_step_is_no_timeout() -> None:
+    """The thread that prepares ahead waits for its own rank to ask, however long that takes."""
+    of = {"kind": "prioritized", "unit": "step"}
+    with filled(section(of, prefetch=1, timeout_s=0.3)) as replay:
+        for _ in range(3):
+            replay.update_priorities(replay.sample(), torch.ones(16))
+            time.sleep(0.8)
+        assert replay.sample().num_samples == 16
