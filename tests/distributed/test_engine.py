@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gear_support import STEP, config_of, lengths_of, shared_files
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deepspeed_gear import Replay
 from deepspeed_gear.store.split import split_of
@@ -152,6 +153,7 @@ def test_attach_enable_evaluate_report_and_end(
     assert shared_files(gear["shared_memory"]["prefix"]) == []
     check_evaluation(gear, tmp_path)
     check_metrics(tmp_path / "csv")
+    check_tensorboard(tmp_path / "tensorboard")
 
 
 def check_evaluation(gear: dict[str, Any], out: Path) -> None:
@@ -186,3 +188,10 @@ def check_metrics(folder: Path) -> None:
         values = [float(value) for _, value in rows]
         assert np.isfinite(values).all()
         assert name == "epoch" or max(values) > 0, name
+
+
+def check_tensorboard(folder: Path) -> None:
+    events = EventAccumulator(str(folder)).Reload()
+    found = [(e.step, e.value) for e in events.Scalars("Train/Gear/sample_ms")]
+    assert [step for step, _ in found] == [BATCH * step for step in range(1, 5)]
+    assert all(value > 0 for _, value in found)

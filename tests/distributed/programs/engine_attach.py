@@ -124,7 +124,8 @@ def evaluating(gear: dict[str, Any], out: str) -> None:
 
 def reporting(gear: dict[str, Any], out: str) -> None:
     monitor = {"enabled": True, "output_path": out, "job_name": "csv"}
-    engine = plain(ds_config({**gear, "prefetch": 1}, 3, csv_monitor=monitor), deepspeed_gear.initialize)[0]
+    monitors = {"csv_monitor": monitor, "tensorboard": {**monitor, "job_name": "tensorboard"}}
+    engine = plain(ds_config({**gear, "prefetch": 1}, 3, **monitors), deepspeed_gear.initialize)[0]
     train(engine, 4)
     engine.destroy()
 

@@ -1,0 +1,128 @@
+"""A prioritized run in a plain gloo group; what is reported depends on the sample alone.
+
+priority_ranks.py FOLDER CASES: each case is run to its end, and each rank writes what it has seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from gear_support import SCHEMA, check_whole, trajectory
+
+from deepspeed_gear import Batch, Replay
+from deepspeed_gear.errors import PeerError
+
+folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+LENGTHS = [1 + 7 * number % 23 for number in range(24)]
+SAVED = 13
+CHANGES = 9  # the global batch behind which trajectories come and go
+
+
+def made(section: dict[str, Any]) -> Replay:
+    replay = Replay(section, schemas={"main": SCHEMA})
+    if rank == 0:
+        for number, steps in enumerate(LENGTHS):
+            replay.add(trajectory(number, steps))
+    dist.barrier()
+    return replay
+
+
+def priorities(batch: Batch) -> torch.Tensor:
+    """Depend on item and sample number: of an item that was drawn twice the last report must win."""
+    word = (batch.id * 7919 + batch.anchor * 104729 + batch.number * 31) % 1009
+    return (word + 1).double().pow(2) / 1e5
+
+
+def seen(batch: Batch) -> dict[str, np.ndarray]:
+    named = {
+        name: getattr(batch, name)
+        for name in ("number", "id", "anchor", "probability", "weight", "epoch", "num_steps")
+    }
+    return {name: tensor.numpy().copy() for name, tensor in {**named, **dict(batch)}.items()}
+
+
+def run(replay: Replay, first: int, last: int, changes: bool) -> dict[str, np.ndarray]:
+    rows: dict[str, list[np.ndarray]] = {}
+    for step in range(first, last):
+        for _ in range(replay.batch_info.accumulation):
+            batch = replay.sample()
+            for name, array in seen(batch).items():
+                rows.setdefault(name, []).append(array)
+            if rank == world - 1 and step + 1 == SAVED:
+                time.sleep(0.2)  # the first rank saves already: it must wait for this report
+            replay.update_priorities(batch, priorities(batch))
+        if step % 4 == 1 and rank == step // 4 % world:
+            replay.set_priorities(
+                [step], [float(step)], [0] if replay.config.sampler.unit == "step" else None
+            )
+        if changes and step == CHANGES:
+            change(replay)
+    return {name: np.stack(arrays) for name, arrays in rows.items()}
+
+
+def change(replay: Replay) -> None:
+    """Remove and add between two batches, in places that were used before; on one rank."""
+    dist.barrier()
+    if rank == 0:
+        replay.remove([0, 3, 5, 8])
+        for number in range(24, 28):
+            replay.add(trajectory(number, LENGTHS[number % 9] + 2))
+    dist.barrier()
+
+
+def stopping(case: dict[str, Any]) -> None:
+    """Rank 1 asks for nothing more: rank 0 gets an error that names it."""
+    with made(case["section"]) as replay:
+        for _ in range(3):
+            replay.update_priorities(replay.sample(), torch.ones(replay.batch_info.micro))
+        pids: list[Any] = [None] * world
+        dist.all_gather_object(pids, os.getpid())
+        if rank == 0:
+            begin, text = time.monotonic(), "nothing"
+            try:
+                for _ in range(20):
+                    replay.sample()
+            except PeerError as error:
+                text = str(error)
+            passed, timeout_s = time.monotonic() - begin, case["section"]["timeout_s"]
+            assert f"local rank 1 (process {pids[1]}) has not asked for the batch behind them" in text, text
+            assert timeout_s <= passed < timeout_s + 10, passed
+        dist.barrier()
+
+
+def running(name: str, case: dict[str, Any]) -> None:
+    first, last = case.get("first", 0), case["last"]
+    with made(case["section"]) as replay:
+        if "load" in case:
+            state = json.loads((Path(case["load"]) / "state.json").read_text())
+            replay.load(case["load"], state)
+        if "save" in case:
+            run(replay, 0, first, case.get("changes", False))
+            state = replay.save(case["save"])
+            if rank == 0:
+                (Path(case["save"]) / "state.json").write_text(json.dumps(state))
+            dist.barrier()
+        found = run(replay, first, last, case.get("changes", False))
+        np.savez(folder / f"{name}.{world}.{rank}.npz", **found)
+        dist.barrier()
+        if rank == 0:
+            check_whole(replay.tables["main"], list(replay.streams.values()))
+        dist.barrier()
+
+
+for name, case in cases.items():
+    if name == "stopping":
+        stopping(case)
+    else:
+        running(name, case)
+dist.destroy_process_group()
