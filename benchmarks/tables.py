@@ -109,6 +109,32 @@ def determinism(rows: Rows) -> str:
     return _table(lines, [*columns, ("hold", "hold", "d")])
 
 
+def selection(rows: Rows) -> str:
+    """Return the times of prioritized and uniform batches, and how they grow with the number of items."""
+    of = {what: [row for row in rows if row["what"] == what] for what in {row["what"] for row in rows}}
+    case = [("sampler", "sampler", ""), ("B", "B", ",d")]
+    judged = [("judged", "judged", ".2f"), ("bound", "bound", ".3g"), ("holds", "holds", "")]
+    batch = [("system", "system", ""), *case, ("ms", "ms", ".3f"), ("limit ms", "limit_ms", ".3f")]
+    batch += [("ms / limit", "ratio", ".2f"), ("ms / gear's", "times_as_long_as_gear", ".2f")]
+    ranks = [*case, ("ranks", "ranks", "d"), ("batches/s of all", "batches_per_s", ",.0f")]
+    ranks += [("limit ms", "limit_ms", ".4f"), ("ms", "ms", ".4f"), *judged[1:]]
+    memory = [("sampler", "sampler", ""), ("store bytes", "store_bytes", ",.0f")]
+    memory += [("payload bytes", "payload_bytes", ",.0f"), ("store / payload", "judged", ".2f"), *judged[1:]]
+    updates = {row["items"]: row["us"] for row in of["update"]}
+    growth = [{**row, "update_us": updates[row["items"]]} for row in of["draw"]]
+    grown = [("items", "items", ",d"), ("us a draw", "us", ".3f"), ("us an update", "update_us", ".3f")]
+    grown += [("draw / first draw", "judged", ".2f"), *judged[1:]]
+    top = [("k", "B", ",d"), ("items", "items", ",d"), ("ms", "ms", ".2f"), *judged[1:]]
+    parts = {
+        "One thread (cpprb is judged by gear's time over its own):": _table(of["batch"], [*batch, *judged]),
+        "Ranks at once on one store (bound: ms over the batches of all):": _table(of.get("ranks", []), ranks),
+        "Memory:": _table(of["memory"], memory),
+        "Growth, batches of 4,096:": _table(growth, grown),
+        "The highest priorities:": _table(of["top_k"], top),
+    }
+    return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
+
+
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "one thread": ("gather", one_thread),
     "fixed cost": ("fixed_cost", fixed_cost),
@@ -116,6 +142,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "memory": ("memory", memory),
     "starvation": ("starvation", starvation),
     "determinism": ("determinism", determinism),
+    "select": ("select", selection),
 }
 
 

@@ -15,9 +15,9 @@ import torch
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    """Compile limit.c with the machine's C compiler."""
-    source = Path(__file__).with_name("limit.c")
+def library(name: str) -> ctypes.CDLL:
+    """Compile a C file of this folder with the machine's compiler."""
+    source = Path(__file__).with_name(f"{name}.c")
     with tempfile.TemporaryDirectory(prefix="gear-limit-") as folder:
         target = Path(folder) / "limit.so"
         subprocess.run(
@@ -43,7 +43,7 @@ class CopyLimit:
         self._columns = np.array([column.data_ptr() for column in columns], np.uint64)
         self._row_bytes = np.array([c[0].numel() * c.element_size() for c in columns], np.int64)
         self._outs = np.array([[out.data_ptr() for out in batch] for batch in outs], np.uint64)
-        self._copy = _library().CopyBatches
+        self._copy = library("limit").CopyBatches
 
     def run(self, first_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Copy batches.

@@ -15,7 +15,7 @@ from typing import Any
 
 from support import ROOT
 
-_PACKAGES = ("torch", "numpy", "deepspeed")
+_PACKAGES = ("torch", "numpy", "deepspeed", "cpprb")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -1,6 +1,7 @@
 """The workloads that every benchmark of the field is measured on.
 
 W1: 2,000 trajectories x 1,000 steps, observation f32[11], action f32[3], reward f32, done bool: 61 B a step.
+W2: 1,000 trajectories x 1,000 steps of W1 with the next observation in a column of its own: 105 B a step.
 W3: 20,000 frames uint8[84, 84] in trajectories of 500; a sample is 4 consecutive frames.
 """
 
@@ -77,20 +78,23 @@ class Workload:
 
 
 def workload(name: str, scale: float = 1.0) -> Workload:
-    """Return W1 or W3.
+    """Return W1, W2 or W3.
 
     Args:
-        name: "W1" or "W3".
+        name: "W1", "W2" or "W3".
         scale: Part of the trajectories to hold, for quick runs.
     """
-    if name == "W1":
+    if name in ("W1", "W2"):
         columns = [
             Column("observation", "float32", (11,), "observation"),
             Column("action", "float32", (3,), "action"),
             Column("reward", "float32", (), "reward"),
             Column("done", "bool", (), "terminated"),
         ]
-        return Workload(name, Schema(columns), max(8, int(2000 * scale)), 1000, _steps)
+        if name == "W1":
+            return Workload(name, Schema(columns), max(8, int(2000 * scale)), 1000, _steps)
+        columns.insert(1, Column("next_observation", "float32", (11,)))
+        return Workload(name, Schema(columns), max(8, int(1000 * scale)), 1000, _transitions)
     columns = [Column("frame", "uint8", (84, 84), "observation")]
     return Workload(name, Schema(columns), max(4, int(40 * scale)), 500, _frames)
 
@@ -103,6 +107,11 @@ def _steps(number: int) -> dict[str, np.ndarray]:
         "reward": random.standard_normal(1000, np.float32),
         "done": np.arange(1000) == 999,
     }
+
+
+def _transitions(number: int) -> dict[str, np.ndarray]:
+    steps = _steps(number)
+    return {**steps, "next_observation": np.roll(steps["observation"], -1, axis=0)}
 
 
 def _frames(number: int) -> dict[str, np.ndarray]:

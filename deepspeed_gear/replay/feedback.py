@@ -72,7 +72,10 @@ def as_float32(values: torch.Tensor | Sequence[float]) -> np.ndarray:
         DataError: One is negative, infinite or NaN, seen in float64.
     """
     given = values if isinstance(values, torch.Tensor) else torch.as_tensor(np.asarray(values))
-    given = given.detach().to("cpu")
+    given = given.detach()
+    if given.dtype == torch.float32 and given.device.type == "cpu":
+        return given.numpy()
+    given = given.to("cpu")
     rounded = given.to(torch.float32)
     if given.dtype == torch.float64:
         check_priorities(given.numpy())

@@ -372,6 +372,18 @@ def test_prioritize(
         kept.sums, kept.minima, kept.priorities, kept.counts = got
 
 
+def test_updates_may_lie_in_longer_rows(reference: Ops, on_host: Ops, same_bits: SameBits) -> None:
+    slots, _ = store_of([3, 1, 8])
+    kept, updates = Kept(3, True, reference), updates_of(slots, 33)
+    longer = torch.cat([updates, torch.randint(-9, 9, (33, 2))], dim=1)
+    expected = kept.copies()
+    reference.prioritize_(*expected, slots, updates, 1, UNIT_TRAJECTORY)
+    for ops in (reference, on_host):
+        got = kept.copies()
+        ops.prioritize_(*got, slots, longer, 1, UNIT_TRAJECTORY)
+        assert all(map(same_bits, got, expected))
+
+
 def prioritize_by_hand(
     kept: Kept, slots: Tensor, updates: Tensor, alpha: int, unit: int, ops: Ops
 ) -> list[Tensor]:

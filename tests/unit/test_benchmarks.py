@@ -52,6 +52,57 @@ def test_gather_runs(run_python: Run, tmp_path: Path) -> None:
     assert (tmp_path / "ratios.png").stat().st_size > 1000
 
 
+def test_select_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
+    options = ("--ranks", "2", "--figure", str(tmp_path / "growth.png"))
+    rows = rows_of(run_python, tmp_path / "select.json", "select", *options)
+    mine = [row for row in rows if row["what"] == "batch" and row["system"] == "gear"]
+    assert [(row["sampler"], row["B"]) for row in mine] == [
+        ("prioritized", 256),
+        ("prioritized", 4096),
+        ("uniform", 256),
+        ("uniform", 4096),
+    ]
+    for row in mine:
+        assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"], rel=1.0)
+    assert {row["what"] for row in rows} == {"batch", "memory", "ranks", "draw", "update", "top_k"}
+    ranks = next(row for row in rows if row["what"] == "ranks")
+    assert ranks["ranks"] == 2
+    assert ranks["batches_per_s"] == pytest.approx(1e3 / ranks["ms"])
+    assert (tmp_path / "growth.png").stat().st_size > 1000
+    assert "us a draw" in load("tables").selection(rows)
+
+
+@pytest.mark.parametrize("sampler", ["prioritized", "uniform"])
+def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: str) -> None:
+    transitions, limits = load("support.transitions"), load("support.select_limit")
+    content = transitions.w2(0.01)
+    gear = transitions.Gear(content, sampler, 64)
+    limit = transitions.limit_of(gear, content, 64)
+    table = gear.replay.tables["main"]
+    masses = None if limit.sums is None else limit.sums[:10_000].copy()
+    for turn in range(3):
+        limit.run(1)
+        out = limit._keep[1][0]
+        for column, rows in zip(content.schema, out, strict=True):
+            assert torch.equal(rows, table.tensor(column.name)[torch.from_numpy(limit.items)])
+        if masses is not None:
+            masses[limit.items] = limit._new_masses[0]
+            assert np.array_equal(limit.sums[:10_000], masses), turn
+            assert limit.sums[-32:].sum() == masses.sum()
+    gear.close()
+    heavy = np.ones(40, np.int64)
+    heavy[33] = 1 << 40
+    drawn = limits.SelectLimit([torch.zeros(40, 1)], [[torch.zeros(8, 1)]], heavy, heavy[None, 32:], 40)
+    drawn.run(1)
+    assert (drawn.items == 33).all()
+
+
+def test_select_hides_no_module_of_the_standard_library(run_python: Run) -> None:
+    code = "import sys; sys.path.insert(0, 'benchmarks'); import select, subprocess; select.poll()"
+    result = run_python("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_memory_runs(run_python: Run, tmp_path: Path) -> None:
     store, ranks, trained = rows_of(run_python, tmp_path / "memory.json", "memory")
     assert store["holds"]
@@ -92,6 +143,11 @@ def test_workloads_are_those_of_the_field(load: Load) -> None:
     workloads = load("support.workloads")
     steps, frames = workloads.workload("W1"), workloads.workload("W3")
     assert (steps.num_trajectories, steps.num_steps, steps.schema.row_bytes) == (2000, 1000, 61)
+    transitions = workloads.workload("W2")
+    assert (transitions.num_trajectories * transitions.num_steps, transitions.schema.row_bytes) == (
+        10**6,
+        105,
+    )
     assert (frames.num_trajectories * frames.num_steps, frames.schema.row_bytes) == (20_000, 84 * 84)
     assert frames.window("frames") == (-3, 4)
     assert steps.window("100") == (-99, 100)

@@ -173,8 +173,8 @@ def prioritize_(
     """Set the priorities of items in order, so that the last of equal ones wins; mend sums and minima.
 
     An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half of its
-    word). Updates of a trajectory that is gone change nothing. `counts` takes the numbers that `constants`
-    names; empty `minima` are not kept.
+    word); a row may hold more behind them. Updates of a trajectory that is gone change nothing. `counts`
+    takes the numbers that `constants` names; empty `minima` are not kept.
     """
     _check_exponent("alpha", alpha)
     bits = order_of(updates[:, U_PRIORITY] & LOW_32)

@@ -143,7 +143,7 @@ void TopK(at::Tensor items, const at::Tensor& priorities, const at::Tensor& sums
 void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::Tensor counts,
                 const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit) {
   CheckPrioritize(sums, minima, priorities, counts, slots, updates, alpha, unit);
-  const auto* records = Records<PriorityUpdate>(updates);
+  const cpu::Updates records{updates.const_data_ptr<int64_t>(), updates.size(1)};
   const int64_t count = updates.size(0), num_items = priorities.numel();
   for (int64_t i = 0; i < count; ++i) CheckPriority(static_cast<uint32_t>(records[i].priority), i);
   std::vector<int64_t> items(static_cast<size_t>(count));

@@ -4,6 +4,7 @@
 
 #include "common/convert.h"
 #include "cpu/ops.h"
+#include "cpu/prefetch.h"
 
 namespace gear::cpu {
 namespace {
@@ -54,7 +55,7 @@ struct ConvertRows {
   }
 };
 
-void Prefetch(const char* data, int64_t bytes) {
+void PrefetchWindow(const char* data, int64_t bytes) {
   bytes = Min(bytes, kMostPrefetch);
   for (int64_t i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(data + i, 0, 0);
 }
@@ -86,7 +87,7 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
       const int64_t row = field.source == kTrajectoryRow
                               ? next.slot
                               : next.first_row + Max<int64_t>(0, next.anchor + field.window.offset);
-      Prefetch(column + row * from_row, length * from_row);
+      PrefetchWindow(column + row * from_row, length * from_row);
     }
     const Resolution& r = resolutions[i];
     char* out = static_cast<char*>(field.out) + i * length * to_row;
@@ -113,6 +114,57 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
       std::memset(mask + span.place, 1, static_cast<size_t>(rows));
     }
     real += rows;
+  }
+  return real;
+}
+
+// Copies a few bytes. In a loop over rows of one size its branches are foreseen, and it is no call.
+inline void CopyFew(const char* from, char* to, int64_t bytes) {
+  const auto copy = [&](auto unit) {  // in units that may overlap at the end
+    constexpr int64_t kUnit = sizeof(unit);
+    for (int64_t at = 0; at < bytes; at += kUnit) {
+      const int64_t place = Min(at, bytes - kUnit);
+      std::memcpy(&unit, from + place, kUnit);
+      std::memcpy(to + place, &unit, kUnit);
+    }
+  };
+  struct Sixteen {
+    uint64_t words[2];
+  };
+  if (bytes >= 16) return copy(Sixteen{});
+  if (bytes >= 8) return copy(uint64_t{});
+  if (bytes >= 4) return copy(uint32_t{});
+  copy(uint8_t{});
+}
+
+// Single steps, unchanged: each sample is an address and a copy of a few bytes.
+template <typename To>
+int64_t GatherSteps(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
+                    int64_t begin, int64_t end) {
+  constexpr int64_t kAhead = 16;  // a copy takes a tenth of a cache miss
+  const int64_t row_bytes = field.elements * field.to_bytes;
+  const int64_t more = field.source == kStepRowsPlusOne ? 1 : 0;
+  const char* column = static_cast<const char*>(field.column);
+  int64_t real = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    if (i + kAhead < end) {
+      const Resolution& next = resolutions[i + kAhead];
+      const int64_t row = next.first_row + next.anchor + field.window.offset;
+      Prefetch(column, row * row_bytes);
+      Prefetch(column, row * row_bytes + row_bytes - 1);
+    }
+    const Resolution& r = resolutions[i];
+    const int64_t step = r.anchor + field.window.offset + (field.after_n_step ? n_steps[i] : 0);
+    const int64_t nearest = Clamp<int64_t>(step, 0, r.num_steps + more - 1);
+    const bool is_real = step == nearest;
+    char* out = static_cast<char*>(field.out) + i * row_bytes;
+    const char* from = column + (r.first_row + nearest) * row_bytes;
+    if (is_real)
+      CopyFew(from, out, row_bytes);
+    else
+      PadRows<To, CopyRows<To>>(field, from, out, 1);
+    if (field.mask != nullptr) field.mask[i] = is_real;
+    real += is_real;
   }
   return real;
 }
@@ -145,31 +197,34 @@ using GatherFunction = int64_t (*)(const Field&, const Resolution*, const int64_
                                    int64_t);
 
 template <typename To>
-GatherFunction CopyTo() {
-  return &GatherRows<To, CopyRows<To>>;
+GatherFunction CopyTo(const Field& field) {
+  constexpr int64_t kFewBytes = 512;  // beyond it memcpy is the better loop
+  const bool few = field.elements * field.to_bytes <= kFewBytes;
+  const bool single = field.source != kTrajectoryRow && field.window.length == 1;
+  return single && few ? &GatherSteps<To> : &GatherRows<To, CopyRows<To>>;
 }
 
-GatherFunction CopyFunction(int64_t dtype) {
-  switch (dtype) {
+GatherFunction CopyFunction(const Field& field) {
+  switch (field.from) {
     case kBool:
     case kUint8:
-      return CopyTo<uint8_t>();
+      return CopyTo<uint8_t>(field);
     case kInt8:
-      return CopyTo<int8_t>();
+      return CopyTo<int8_t>(field);
     case kInt16:
-      return CopyTo<int16_t>();
+      return CopyTo<int16_t>(field);
     case kInt32:
-      return CopyTo<int32_t>();
+      return CopyTo<int32_t>(field);
     case kInt64:
-      return CopyTo<int64_t>();
+      return CopyTo<int64_t>(field);
     case kFloat16:
-      return CopyTo<Half>();
+      return CopyTo<Half>(field);
     case kBfloat16:
-      return CopyTo<Bfloat>();
+      return CopyTo<Bfloat>(field);
     case kFloat32:
-      return CopyTo<float>();
+      return CopyTo<float>(field);
     case kFloat64:
-      return CopyTo<double>();
+      return CopyTo<double>(field);
   }
   return nullptr;
 }
@@ -221,7 +276,7 @@ GatherFunction ConvertFunction(int64_t from, int64_t to) {
 GatherFunction FunctionFor(const Field& field) {
   if (field.source == kTimestep) return &GatherTimesteps;
   const bool same = field.from == field.to && field.shift == nullptr && field.gain == nullptr;
-  return same ? CopyFunction(field.from) : ConvertFunction(field.from, field.to);
+  return same ? CopyFunction(field) : ConvertFunction(field.from, field.to);
 }
 
 }  // namespace

@@ -54,9 +54,19 @@ void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items,
 void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int64_t k,
           int64_t* items);
 
+// Updates, each at the beginning of a row; what follows it there is the caller's.
+struct Updates {
+  const int64_t* rows;
+  int64_t row_words;
+
+  const PriorityUpdate& operator[](int64_t i) const {
+    return *reinterpret_cast<const PriorityUpdate*>(rows + i * row_words);
+  }
+};
+
 // The item of each update, -1 where its trajectory is gone. Returns `count`, or the index of the
 // first one whose item would lie outside.
-int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const PriorityUpdate* updates,
+int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Updates& updates,
                 int64_t count, int64_t num_items, int64_t* items);
 
 // What an update changes; `minima` is null where nobody keeps them.
@@ -78,7 +88,7 @@ enum UpdateCount {
 };
 
 // Sets priorities in order, so that the last of equal items wins, and mends sums and minima.
-void Prioritize(const Priorities& priorities, const PriorityUpdate* updates, const int64_t* items,
+void Prioritize(const Priorities& priorities, const Updates& updates, const int64_t* items,
                 int64_t count, uint64_t alpha, int64_t* counts);
 
 // out[row] = sum of reward over [row, end of its trajectory), summed in double from the end.

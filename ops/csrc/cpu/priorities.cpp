@@ -202,7 +202,7 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int6
   highest.Write(items, k);
 }
 
-int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const PriorityUpdate* updates,
+int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Updates& updates,
                 int64_t count, int64_t num_items, int64_t* items) {
   constexpr int64_t kAhead = 16;
   for (int64_t i = 0; i < count; ++i) {
@@ -216,7 +216,7 @@ int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Priori
   return count;
 }
 
-void Prioritize(const Priorities& priorities, const PriorityUpdate* updates, const int64_t* items,
+void Prioritize(const Priorities& priorities, const Updates& updates, const int64_t* items,
                 int64_t count, uint64_t alpha, int64_t* counts) {
   const TreeShape shape = ShapeOfTree(priorities.num_items);
   Mass masses[kBlock];
