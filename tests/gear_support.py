@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +293,15 @@ class StoreScene:
         self.table.close()
 
 
+def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
+    """Return how priorities become masses; `alpha` and `beta` are numbers, or functions of the batch."""
+    from deepspeed_gear.selection.rules import PriorityRule
+
+    schedules = [f if callable(f) else (lambda _, value=f: value) for f in (alpha, beta)]
+    defaults = {"initial": None, "normalize": "batch", "lag": 0, "log_size": 256}
+    return PriorityRule(*schedules, **{**defaults, **options})
+
+
 def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any) -> Any:
     """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given."""
     from deepspeed_gear.selection.anchors import AnchorRule
@@ -306,15 +315,19 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
         options.get("where", ()),
         options.get("split", {}),
         options.get("split_index", 0),
+        weight=options.get("weight"),
+        window=options.get("window"),
     )
-    name = options.get("name", "train")
-    return StreamSpec(name, kind, rule, options.get("seed", 0), 7, batch, options.get("depth", 4))
+    extra = {name: options[name] for name in ("priorities", "drop") if name in options}
+    seed, depth = options.get("seed", 0), options.get("depth", 4)
+    return StreamSpec(options.get("name", "train"), kind, rule, seed, 7, batch, depth, **extra)
 
 
 def check_whole(table: Any, streams: Sequence[Any]) -> None:
     """Check that everything derived in a store agrees with its slot table; takes the lock."""
     from deepspeed_gear.selection.cut import NOTHING
     from deepspeed_gear.selection.masses import NUM_DIRTY
+    from deepspeed_gear.selection.priorities import PriorityMasses
     from deepspeed_gear.store.table import (
         COMMITTED,
         FIRST_ROW,
@@ -352,4 +365,78 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
             effective = np.where(masses.queued != NOTHING, masses.queued, masses.applied)
             wanted = np.zeros(len(slots), np.int64)
             wanted[committed] = masses.of(committed)
-            assert (effective == wanted).all()
+            if stream.spec.rule.window is None:
+                assert (effective == wanted).all()
+            else:
+                assert np.isin(effective, [0, *wanted]).all()
+                assert (effective <= wanted).all()
+            if isinstance(masses, PriorityMasses):
+                check_priorities_whole(masses)
+
+
+def check_priorities_whole(masses: Any) -> None:
+    """Check that masses, minima and counts are those of the stored priorities. Wants the lock."""
+    import torch
+
+    from deepspeed_gear.ops import reference
+    from deepspeed_gear.ops.constants import DRAWABLE
+    from deepspeed_gear.selection.priorities import ALPHA
+
+    leaves = torch.empty(masses.num_items, dtype=torch.int64)
+    reference.mass_(leaves, torch.from_numpy(masses.values.copy()), int(masses.words[ALPHA]))
+    assert (leaves.numpy() == masses.leaves).all(), "a leaf is not the mass of its priority"
+    if len(masses._minima):
+        minima = torch.empty_like(masses._minima)
+        reference.minima_build_(minima, masses.sums, masses.num_items)
+        assert minima.equal(masses._minima), "a node is not the least of its children"
+    assert masses.counts[DRAWABLE] == np.count_nonzero(masses.leaves)
+    admitted = np.zeros(masses.num_items, bool)
+    slots = np.nonzero(masses.applied)[0]
+    items, drawable = masses._items_of(slots, masses.applied[slots])
+    admitted[items] = drawable
+    assert not masses.values[~admitted].any(), "an item that is gone has a priority"
+
+
+def killed_at(line: int, action: Callable[[], None]) -> bool:
+    """Run an action in a child that is killed before its line-th line in store, selection or replay.
+
+    Returns:
+        Whether it came so far.
+    """
+    traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in ("store", "selection", "replay"))
+
+    def run() -> None:
+        left = line
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            if not frame.f_code.co_filename.startswith(traced):
+                return None
+            if event == "line":
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        action()
+
+    status = exit_status(in_child(run))
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+def every_death(
+    make: Callable[[], StoreScene], act: Callable[[Any, Any], None], stride: int
+) -> Iterator[StoreScene]:
+    """Yield a store for every stride-th place of death of a peer that attaches and acts."""
+    line, deaths = 1, 0
+    while True:
+        scene = make()
+        died = killed_at(line, lambda scene=scene: act(*scene.attach(1)))  # type: ignore[misc]
+        yield scene
+        scene.close()
+        if not died:
+            break
+        line, deaths = line + stride, deaths + 1
+    assert deaths * stride > 80, "too few places of death: the trace saw nothing"

@@ -74,7 +74,7 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
             np.save(path, np.empty(shape, column.numpy_dtype))
             continue
         at = 0
-        for first, count in records[:, [FIRST_ROW, NUM_ROWS]].tolist():
+        for first, count in records[_in_rows(records)][:, [FIRST_ROW, NUM_ROWS]].tolist():
             out[at : at + count] = data[first : first + count]
             at += count
         out.flush()
@@ -111,7 +111,9 @@ def _load_rows(table: Table, folder: Path, next_id: int) -> np.ndarray:
             "raise its capacity",
         )
     slots = np.arange(len(records))
-    firsts = np.cumsum(records[:, NUM_ROWS]) - records[:, NUM_ROWS]
+    order = _in_rows(records)
+    firsts = np.empty(len(records), np.int64)
+    firsts[order] = np.cumsum(records[order, NUM_ROWS]) - records[order, NUM_ROWS]
     table.slots[:, STATE] = 0
     table.slots[slots] = records
     table.slots[slots, FIRST_ROW] = firsts
@@ -120,6 +122,11 @@ def _load_rows(table: Table, folder: Path, next_id: int) -> np.ndarray:
         table.columns[column.name][: len(saved)] = saved
     table.restored(next_id)
     return slots
+
+
+def _in_rows(records: np.ndarray) -> np.ndarray:
+    """Return the order of extents by their rows, which a tree over rows must find again. [n], int64."""
+    return np.argsort(records[:, FIRST_ROW], kind="stable")
 
 
 def check_saved(folder: Path, schema: Schema) -> dict[str, Any]:

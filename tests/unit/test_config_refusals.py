@@ -143,8 +143,8 @@ WRONG: list[tuple[Any, str]] = [
     (_with("backend", "gpu"), 'gear.backend must be "auto", "reference", "cpu" or "cuda", got \'gpu\''),
     (
         _with("sampler", "kind", "prioritised"),
-        'gear.sampler.kind must be "uniform", "length", "weighted", "custom", "prioritized", "top_k", "epoch", "fifo", '
-        '"lifo", "recent" or "mixture", got \'prioritised\'',
+        'gear.sampler.kind must be "uniform", "length", "weighted", "custom", "prioritized", "top_k", '
+        '"epoch", "fifo", "lifo", "recent" or "mixture", got \'prioritised\'',
     ),
     (
         _with("sampler", "alpha", 0.6),

@@ -9,6 +9,7 @@ import struct
 import subprocess
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,51 @@ def test_logarithms_and_powers_at_their_ends(ask: Ask) -> None:
     assert answers[0] == constants.ONE_Q62
     assert all(constants.ONE_Q62 <= x < 2 * constants.ONE_Q62 for x in answers)
     assert max(answers) == answers[fractions.index(MASK)]
+
+
+def test_tables_and_polynomials_are_what_the_header_says() -> None:
+    """Entries of 1 / (1 + i/64), its logarithm and 2^(i/64); interpolation at the Chebyshev nodes of [0, 1/64]."""
+    mp = pytest.importorskip("mpmath", reason="mpmath solves for the coefficients").mp
+    text, one, size = (CSRC / "common" / "power.h").read_text(), constants.ONE_Q62, 64
+
+    def entries(name: str) -> list[int]:
+        found = re.search(rf"{name}\[1 << kTableBits\] = \{{([^}}]*)\}}", text)
+        assert found is not None
+        return [int(x) for x in re.findall(r"\d+", found[1])]
+
+    def coefficients(function: Callable[[object], object], terms: int) -> list[int]:
+        nodes = [(1 + mp.cos(mp.pi * (2 * k + 1) / (2 * terms))) / (2 * size) for k in range(terms)]
+        powers = mp.matrix([[x**i for i in range(terms)] for x in nodes])
+        solved = mp.lu_solve(powers, mp.matrix([function(x) for x in nodes]))
+        return [int(abs(c) * one) for c in reversed(list(solved))]
+
+    with mp.workprec(400):
+        inverses = [int(mp.ceil(mp.mpf(2 * one) * size / (size + i))) for i in range(size)]
+        assert entries("kInverse") == inverses
+        assert entries("kLog2") == [int(mp.nint(-mp.log(mp.mpf(v) / (2 * one), 2) * one)) for v in inverses]
+        assert entries("kPower") == [
+            int(mp.floor(mp.mpf(2) ** (mp.mpf(i) / size) * one)) for i in range(size)
+        ]
+        log = coefficients(lambda x: mp.log1p(x) / x / mp.log(2), 7)
+        exp = coefficients(lambda x: mp.expm1(x * mp.log(2)) / x, 6)
+    assert [int(x) for x in re.findall(r"\bb = (\d+)u", text)] == log + exp
+
+
+def test_logarithms_and_powers_beside_the_entries_of_their_tables(ask: Ask) -> None:
+    """No step down from one entry to the next, and both sides as near to the exact value as anywhere."""
+    mp = pytest.importorskip("mpmath", reason="mpmath gives the exact values").mp
+    least = 1 << (64 - 54)  # fractions of logarithms are multiples of it
+    fractions = [(i << 58) + d * least for i in range(64) for d in (-1, 0, 1) if i or d >= 0]
+    powers = [x for (x,) in ask(f"exp2 {x}" for x in fractions)]
+    assert all(a < b for a, b in pairwise(powers))
+    numbers = [(1 << 62) + (i << 56) + d for i in range(64) for d in (-2, -1, 0, 1, 2)]
+    logs = [x for (x,) in ask(f"log2 {x}" for x in numbers)]
+    assert all(a <= b for a, b in pairwise(logs))
+    with mp.workprec(200):
+        for fraction, power_of_it in zip(fractions, powers, strict=True):
+            assert 0 <= mp.mpf(2) ** (mp.mpf(fraction) / (1 << 64)) * (1 << 62) - power_of_it < 4
+        for number, log in zip(numbers, logs, strict=True):
+            assert abs(mp.log(number, 2) * (1 << 54) - log) <= 0.52
 
 
 def test_what_a_priority_is(ask: Ask) -> None:

@@ -1,0 +1,352 @@
+"""Replay.update_priorities, set_priorities and priorities: shapes, dtypes, masks, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import SCHEMA, check_whole, config_of, lengths_of, trajectory, write_dataset
+
+from deepspeed_gear import Batch, Replay
+from deepspeed_gear.errors import ConfigError, DataError, GearError, ShapeError, StoreError
+
+LENGTHS = lengths_of(12, most=9)
+FIELDS = {
+    "code": {"offset": -1, "length": 4},
+    "reward": {"offset": -1, "length": 4},
+    "observation": {"length": 3},
+}
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def replays(request: pytest.FixtureRequest) -> Iterator[Callable[..., Replay]]:
+    made: list[Replay] = []
+
+    def make(unit: str = "step", data: Path | None = None, /, **options: Any) -> Replay:
+        sampler = {"kind": "prioritized", "unit": unit, **options.pop("sampler", {})}
+        given = {"batch_size": 8, "fields": FIELDS, "backend": request.param, "sampler": sampler, **options}
+        if data is not None:
+            made.append(Replay(config_of(data, **given)))
+            return made[-1]
+        made.append(Replay(config_of(**given), schemas={"main": SCHEMA}))
+        for number, steps in enumerate(LENGTHS):
+            made[-1].add(trajectory(number, steps))
+        return made[-1]
+
+    yield make
+    for replay in made:
+        replay.close()
+
+
+def everything(replay: Replay) -> torch.Tensor:
+    """Return the priorities of all items."""
+    if replay.config.sampler.unit == "trajectory":
+        return replay.priorities(range(len(LENGTHS)))
+    ids = [number for number, steps in enumerate(LENGTHS) for _ in range(steps)]
+    return replay.priorities(ids, [step for steps in LENGTHS for step in range(steps)])
+
+
+def of(replay: Replay, batch: Batch) -> torch.Tensor:
+    """Return the priorities of a batch's items."""
+    by_step = replay.config.sampler.unit == "step"
+    return replay.priorities(batch.id, batch.anchor if by_step else None)
+
+
+def last_of(batch: Batch, values: torch.Tensor, by_step: bool) -> torch.Tensor:
+    """Return for each sample the value of the last sample of the same item."""
+    items = list(zip(batch.id.tolist(), batch.anchor.tolist() if by_step else [0] * 8, strict=True))
+    last = {item: float(value) for item, value in zip(items, values, strict=True)}
+    return torch.tensor([last[item] for item in items])
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+def test_the_next_batch_is_drawn_with_what_was_reported(replays: Any, unit: str) -> None:
+    replay = replays(unit)
+    batch = replay.sample().clone()
+    values = torch.arange(8) + 2.0
+    replay.update_priorities(batch, values)
+    assert set(everything(replay).tolist()) == {1.0}, "the latest cut has not seen it"
+    replay.sample()
+    wanted = last_of(batch, values, unit == "step")
+    assert torch.equal(of(replay, batch), wanted)
+    assert replay.statistics()["priorities_applied"] == 8
+    assert sorted(set(everything(replay).tolist())) == sorted({1.0, *wanted.tolist()})
+    check_whole(replay.tables["main"], list(replay.streams.values()))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8]
+)
+def test_any_dtype(replays: Any, dtype: torch.dtype) -> None:
+    replay = replays()
+    batch = replay.sample().clone()
+    values = (torch.arange(8) * 3 + 1).to(dtype)
+    replay.update_priorities(batch, values.requires_grad_() if dtype.is_floating_point else values)
+    replay.sample()
+    assert torch.equal(of(replay, batch), last_of(batch, values.detach().float(), True))
+
+
+def test_float64_is_rounded_but_not_to_zero(replays: Any) -> None:
+    replay = replays("trajectory")
+    assert replay.set_priorities([0, 1, 2], torch.tensor([1e-60, 0.0, 0.1], dtype=torch.float64)) == 3
+    assert replay.set_priorities([3, 4], [1e-60, 0.1]) == 2
+    assert replay.set_priorities([5, 6], np.array([1e-60, 0.1])) == 2
+    replay.sample()
+    tiny = torch.finfo(torch.float32).smallest_normal
+    wanted = torch.tensor([tiny, 0.0, 0.1, tiny, 0.1, tiny, 0.1])
+    assert torch.equal(replay.priorities(range(7)), wanted)
+
+
+# ---- [B, T] --------------------------------------------------------------------------------------
+
+REDUCE: dict[str, Callable[[np.ndarray], float]] = {
+    "max": lambda v: v.max(),
+    "mean": lambda v: v.mean(),
+    "mix": lambda v: 0.9 * v.max() + 0.1 * v.mean(),
+}
+
+
+@pytest.mark.parametrize("how", sorted(REDUCE))
+@pytest.mark.parametrize("given", [True, False])
+def test_steps_are_reduced_over_the_mask(replays: Any, how: str, given: bool) -> None:
+    """The mask of the batch, or one that is given; what lies outside may be anything."""
+    fields = {name: FIELDS[name] for name in ("code", "reward")} if not given else FIELDS
+    replay = replays(sampler={"reduce": how}, fields=fields)
+    batch = replay.sample().clone()
+    chance = np.random.default_rng(0)
+    mask = batch.mask["reward"].clone()
+    if given:
+        mask &= torch.from_numpy(chance.random((8, 4)) < 0.7)
+        mask[:, 1] = True
+    values = torch.from_numpy(chance.uniform(0, 9, (8, 4)).astype(np.float32))
+    for bad, column in ((torch.nan, 0), (torch.inf, 2), (-1.0, 3)):
+        values[:, column] = torch.where(mask[:, column], values[:, column], bad)
+    replay.update_priorities(batch, values, mask if given else None)
+    replay.sample()
+    wanted = torch.tensor([REDUCE[how](v[m].double().numpy()) for v, m in zip(values, mask, strict=True)])
+    torch.testing.assert_close(of(replay, batch), last_of(batch, wanted, True), rtol=1e-6, atol=0)
+
+
+def test_without_a_mask_of_this_shape_every_step_counts(replays: Any) -> None:
+    replay = replays(sampler={"reduce": "mean"})
+    batch = replay.sample().clone()
+    values = torch.arange(16.0).view(8, 2)
+    replay.update_priorities(batch, values)
+    replay.sample()
+    assert torch.equal(of(replay, batch), last_of(batch, values.mean(1), True))
+
+
+def test_the_part_of_the_maximum_is_an_option(replays: Any) -> None:
+    replay = replays(sampler={"eta": 0.25})
+    batch = replay.sample().clone()
+    values = torch.arange(16.0).view(8, 2)
+    replay.update_priorities(batch, values)
+    replay.sample()
+    wanted = 0.25 * values[:, 1] + 0.75 * values.mean(1)
+    assert torch.equal(of(replay, batch), last_of(batch, wanted, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_mean_of_half_precision_is_not_one(replays: Any, dtype: torch.dtype) -> None:
+    replay = replays(sampler={"reduce": "mean"})
+    batch = replay.sample().clone()
+    values = torch.full((8, 60), 40_000.0, dtype=dtype)
+    values[:, 0] = 39_936.0
+    replay.update_priorities(batch, values)
+    replay.sample()
+    torch.testing.assert_close(of(replay, batch), values.float().mean(1), rtol=1e-6, atol=0)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def bad(at: int, value: float, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    values = torch.full(shape or (8,), 2.0, dtype=dtype)
+    values[at] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda r, b: r.update_priorities(b, bad(3, torch.nan)), DataError, "priority 3 must be finite"),
+        (lambda r, b: r.update_priorities(b, bad(0, -1.0)), DataError, "priority 0 must be finite and at"),
+        (lambda r, b: r.update_priorities(b, bad(7, torch.inf)), DataError, "priority 7 .*, got inf"),
+        (lambda r, b: r.update_priorities(b, bad(7, 1e300, dtype=torch.float64)), DataError, "priority 7"),
+        (lambda r, b: r.update_priorities(b, bad(1, -1e-60, dtype=torch.float64)), DataError, "priority 1"),
+        (lambda r, b: r.update_priorities(b, bad(2, torch.nan, 8, 2)), DataError, "priority 2 must be"),
+        (lambda r, b: r.update_priorities(b, torch.ones(7)), ShapeError, r"shape \[8\], or .*got \[7\]"),
+        (lambda r, b: r.update_priorities(b, torch.ones(8, 2, 1)), ShapeError, r"got \[8, 2, 1\]"),
+        (lambda r, b: r.update_priorities(b, torch.ones(7, 2)), ShapeError, r"got \[7, 2\]"),
+        (lambda r, b: r.update_priorities(b, torch.tensor(1.0)), ShapeError, r"got \[\]"),
+        (
+            lambda r, b: r.update_priorities(b, torch.ones(8, 2), torch.ones(8, 3).bool()),
+            ShapeError,
+            r"mask must have the shape of the priorities \[8, 2\], got \[8, 3\]",
+        ),
+        (
+            lambda r, b: r.update_priorities(b, torch.ones(8, 3), torch.zeros(8, 3).bool()),
+            ShapeError,
+            "mask of sample 0 must have a step that counts",
+        ),
+        (lambda r, b: r.set_priorities([0, 1], [1.0, torch.nan], [0, 0]), DataError, "priority 1"),
+        (lambda r, b: r.set_priorities([0, 1], [1e300, 2.0], [0, 0]), DataError, "priority 0"),
+        (lambda r, b: r.set_priorities([0, 1], [-1e-60, 2.0], [0, 0]), DataError, "priority 0"),
+        (lambda r, b: r.set_priorities([0, 1], [2.0], [0, 0]), ShapeError, r"shape \[2\], got \[1\]"),
+        (lambda r, b: r.set_priorities([0, 1], [2.0, 2.0], [0]), ShapeError, r"steps must have shape \[2\]"),
+        (lambda r, b: r.set_priorities([0], [2.0]), ShapeError, "steps must be given, as an item is a step"),
+        (lambda r, b: r.priorities([0]), ShapeError, "steps must be given, as an item is a step"),
+    ],
+)
+def test_what_is_refused_changes_nothing(
+    replays: Any, call: Callable[..., Any], error: type[GearError], text: str
+) -> None:
+    replay = replays()
+    batch = replay.sample().clone()
+    with pytest.raises(error, match=text):
+        call(replay, batch)
+    replay.sample()
+    assert set(everything(replay).tolist()) == {1.0}
+    assert replay.statistics()["priorities_applied"] == 0
+
+
+def test_different_masks_of_one_shape_must_be_chosen(replays: Any) -> None:
+    fields = {"code": {"offset": -1, "length": 2}, "reward": {"offset": 0, "length": 2}}
+    replay = replays(fields=fields, batch_size=16)
+    batch = replay.sample().clone()
+    text = r"mask must be given where fields of the same length have different masks.* batch.mask\[.reward.\]"
+    with pytest.raises(ShapeError, match=text):
+        replay.update_priorities(batch, torch.ones(16, 2))
+    replay.update_priorities(batch, torch.ones(16, 2) * 3, batch.mask["reward"])
+    replay.sample()
+    torch.testing.assert_close(of(replay, batch), torch.full((16,), 3.0))
+
+
+def test_a_trajectory_has_no_steps(replays: Any) -> None:
+    replay = replays("trajectory")
+    for call in (lambda: replay.priorities([0], [0]), lambda: replay.set_priorities([0], [2.0], [0])):
+        with pytest.raises(ShapeError, match="steps must not be given, as an item is a trajectory"):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["uniform", "epoch", "recent"])
+def test_a_sampler_without_priorities_refuses_them(replays: Any, kind: str) -> None:
+    options = {"newest": 5} if kind == "recent" else {}
+    with Replay(
+        config_of(batch_size=4, sampler={"kind": kind, **options}), schemas={"main": SCHEMA}
+    ) as replay:
+        replay.add(trajectory(0, 3))
+        batch = replay.sample()
+        text = 'gear.sampler.kind must be "prioritized" or "top_k" for priorities to be reported'
+        for call in (
+            lambda: replay.update_priorities(batch, torch.ones(4)),
+            lambda: replay.set_priorities([0], [1.0]),
+            lambda: replay.priorities([0]),
+        ):
+            with pytest.raises(ConfigError, match=text):
+                call()
+
+
+def test_after_close(replays: Any) -> None:
+    replay = replays("trajectory")
+    batch = replay.sample().clone()
+    replay.close()
+    for call in (
+        lambda: replay.update_priorities(batch, torch.ones(8)),
+        lambda: replay.set_priorities([0], [1.0]),
+        lambda: replay.priorities([0]),
+    ):
+        with pytest.raises(StoreError, match="the Replay must be open"):
+            call()
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+def test_an_evaluation_batch_is_refused(replays: Any, unit: str, tmp_path: Path) -> None:
+    """Its items would be drawn in training from then on."""
+    data = write_dataset(tmp_path / "set", LENGTHS)
+    replay = replays(unit, data, data={"path": str(data), "split": {"eval": 0.4}})
+    held_out = [batch.clone() for batch in replay.iterator("eval")]
+    with pytest.raises(DataError, match="batch must be from the training stream; nothing was changed"):
+        replay.update_priorities(held_out[0], torch.ones(8))
+    ids = {number for batch in held_out for number in batch.id.tolist()}
+    trained = [replay.sample().clone() for _ in range(20)]
+    replay.update_priorities(trained[0], torch.ones(8))
+    assert not ids & {number for batch in trained for number in batch.id.tolist()}
+    assert (
+        replay.set_priorities(sorted(ids), [5.0] * len(ids), [0] * len(ids) if unit == "step" else None) == 0
+    )
+
+
+# ---- by id ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+def test_by_id(replays: Any, unit: str) -> None:
+    replay = replays(unit)
+    replay.remove([4])
+    ids, steps = [0, 3, 4, 99, 2, -1], [0, LENGTHS[3] - 1, 0, 0, 0, 0]
+    given = (steps,) if unit == "step" else ()
+    assert replay.set_priorities(torch.tensor(ids), torch.arange(6) + 2.0, *given) == 3
+    replay.sample()
+    assert replay.priorities(ids, *given).tolist() == [2, 3, 0, 0, 6, 0]
+    assert replay.priorities(torch.tensor(ids), *given).dtype == torch.float32
+    if unit == "step":
+        outside = ([3, 3], [LENGTHS[3], -1])
+        assert replay.set_priorities(outside[0], [5.0, 5.0], outside[1]) == 0
+        assert replay.priorities(*outside).tolist() == [0, 0]
+    assert replay.set_priorities([], [], *([],) * len(given)) == 0
+    assert replay.priorities([], *([],) * len(given)).tolist() == []
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+def test_by_id_only_what_the_sampler_admits(replays: Any, unit: str) -> None:
+    """Filters and anchors hold; a priority never makes an item of what is none."""
+    options = {"where": {"task": {"min": 6}}, "anchors": {"every": 2}}
+    replay = replays(unit, sampler=options, batch_size=64)
+    replay.sample()
+    steps = ([0, 1, 0, 0],) if unit == "step" else ()
+    wanted = 2 if unit == "step" else 3
+    assert replay.set_priorities([7, 7, 8, 2], [9.0, 9.0, 9.0, 9.0], *steps) == wanted
+    batch = replay.sample()
+    assert set(batch.id.tolist()) <= set(range(6, 12))
+    if unit == "step":
+        assert not (batch.anchor % 2).any()
+    check_whole(replay.tables["main"], list(replay.streams.values()))
+
+
+def test_by_id_wins_against_its_batch(replays: Any) -> None:
+    replay = replays("trajectory")
+    batch = replay.sample().clone()
+    number = int(batch.id[0])
+    replay.set_priorities([number], [4.0])
+    replay.update_priorities(batch, torch.full((8,), 2.0))
+    replay.sample()
+    assert replay.priorities([number]).tolist() == [4.0]
+    replay.update_priorities(batch, torch.full((8,), 3.0))
+    replay.sample()
+    assert replay.priorities([number]).tolist() == [3.0]
+
+
+def test_micro_batches_of_one_rank_are_in_the_order_of_samples(replays: Any) -> None:
+    """An item that is drawn twice keeps what was reported for the sample of the highest number."""
+    for accumulation in (1, 4):
+        replay = replays(
+            "trajectory",
+            batch_size=16,
+            gradient_accumulation_steps=accumulation,
+            micro_batch_size=16 // accumulation,
+        )
+        wanted: dict[int, tuple[int, float]] = {}
+        for _ in range(accumulation):
+            batch = replay.sample().clone()
+            replay.update_priorities(batch, batch.number + 1)
+            for number, sample in zip(batch.id.tolist(), batch.number.tolist(), strict=True):
+                wanted[number] = max(wanted.get(number, (-1, 0.0)), (sample, sample + 1.0))
+        replay.sample()
+        ids = sorted(wanted)
+        assert replay.priorities(ids).tolist() == [wanted[number][1] for number in ids]
+        assert len(ids) < 16, "no item was drawn twice: the test shows nothing"

@@ -1,0 +1,415 @@
+"""Every sampler's rule: weights, windows, anchors, ages, highest priorities, epochs without a tail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import (
+    SCHEMA,
+    StoreScene,
+    check_whole,
+    config_of,
+    lengths_of,
+    priority_rule,
+    stream_spec,
+    trajectory,
+    wait_until,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_gear import Column, DatasetWriter, Replay, Schema
+from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
+from deepspeed_gear.ops.reference.select import anchor_at
+from deepspeed_gear.replay import content
+from deepspeed_gear.selection.anchors import AnchorRule
+from deepspeed_gear.selection.rules import (
+    MOST_BITS,
+    Window,
+    check_weights,
+    masses_of_weights,
+    weight_bits,
+)
+
+LENGTHS = [1, 2, 7, 33, 5, 12]
+Item = tuple[int, int]
+
+
+@pytest.fixture
+def scenes() -> Iterator[Any]:
+    made: list[StoreScene] = []
+
+    def make(spec: Any, **options: Any) -> StoreScene:
+        made.append(StoreScene(options.pop("backend", "cpu"), [spec], **{"lengths": LENGTHS, **options}))
+        return made[-1]
+
+    yield make
+    for scene in made:
+        scene.close()
+
+
+def taken(stream: Any, key: int) -> list[Item]:
+    stream.masses.ask(key)
+    found = [(int(r[0]), int(r[5])) for r in stream.take(key).resolutions]
+    stream.consume(key)
+    return found
+
+
+# ---- anchors -------------------------------------------------------------------------------------
+
+rules = st.builds(
+    AnchorRule,
+    first=st.integers(0, 6),
+    trim=st.integers(0, 6),
+    stride=st.integers(1, 5),
+    most=st.sampled_from([1, 3, 2**62]),
+    from_end=st.integers(0, 1),
+)
+
+
+@given(rules, st.integers(1, 30))
+def test_admits_is_what_the_ops_choose(rule: AnchorRule, num_steps: int) -> None:
+    count = int(rule.num_anchors(np.array([num_steps]))[0])
+    places = anchor_at(rule.as_list(), torch.full((count,), num_steps), torch.arange(count)).tolist()
+    steps = np.arange(num_steps + 3)
+    found = rule.admits(steps, np.full(len(steps), num_steps))
+    assert steps[found].tolist() == sorted(places)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def test_small_weights_keep_their_distribution() -> None:
+    """10^7 weights that sum to 1: the mass of each is its share to 1e-6, and the total has room."""
+    weights = np.random.default_rng(0).exponential(size=10_000_000)
+    weights /= weights.sum()
+    bits = weight_bits(weights, np.ones(len(weights), np.int64))
+    masses = masses_of_weights(weights, bits)
+    assert 2 ** (MOST_BITS - 1) <= masses.sum() < 2**62
+    large = weights > 1e-9
+    assert large.mean() > 0.98
+    assert np.abs(masses[large] / masses.sum() / weights[large] - 1).max() < 1e-6
+    assert masses.min() >= 1
+
+
+@pytest.mark.parametrize("scale", [1e-280, 1e-30, 1.0, 1e30, 1e300])
+def test_the_scale_of_weights_does_not_matter(scale: float) -> None:
+    weights, counts = np.array([1.0, 2.0, 0.0, 0.5]) * scale, np.array([3, 1, 4, 1])
+    masses = masses_of_weights(weights, weight_bits(weights, counts))
+    assert (masses[[1, 3]] * [1, 4] == masses[0] * 2).all()
+    assert masses[2] == 0
+    assert masses @ counts < 2**62
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf, -np.inf])
+def test_what_is_no_weight_is_refused(bad: float) -> None:
+    check_weights("w", np.array([0.0, 1e300]))
+    with pytest.raises(DataError, match="w: weight 1 must be finite and at least 0, got"):
+        check_weights("w", np.array([1.0, bad]))
+
+
+SCHEMA_OF_WEIGHTS = Schema(
+    [Column("reward", "float32", (), "reward"), Column("w", "float32", (), "other", "1")]
+)
+WEIGHTS = [0.5, 0.0, 2.0, 1.5]
+
+
+def weighted(number: int) -> dict[str, Any]:
+    return {"reward": np.zeros(3 + number, np.float32), "w": np.array(WEIGHTS[number], np.float32)}
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+@pytest.mark.parametrize("stored", [True, False])
+def test_probabilities_of_weighted_items(unit: str, stored: bool, tmp_path: Path) -> None:
+    options = {"batch_size": 500, "sampler": {"kind": "weighted", "unit": unit, "weight": "w"}}
+    if stored:
+        with DatasetWriter(tmp_path / "d", SCHEMA_OF_WEIGHTS) as writer:
+            for number in range(4):
+                writer.add(weighted(number))
+    with Replay(
+        config_of(tmp_path / "d" if stored else None, **options),
+        schemas=None if stored else {"main": SCHEMA_OF_WEIGHTS},
+    ) as replay:
+        for number in range(0 if stored else 4):
+            replay.add(weighted(number))
+        batch = replay.sample()
+        lengths = np.arange(4) + 3
+        total = sum(np.array(WEIGHTS) * (lengths if unit == "step" else 1))
+        assert set(batch.id.tolist()) == {0, 2, 3}
+        assert batch.probability.tolist() == pytest.approx([WEIGHTS[n] / total for n in batch.id.tolist()])
+        if not stored:
+            bad = {"reward": np.zeros(2, np.float32), "w": np.array(np.nan, np.float32)}
+            with pytest.raises(DataError, match="column w: weight 0 must be finite and at least 0, got nan"):
+                replay.add(bad)
+            assert len(replay) == 4
+
+
+# ---- windows -------------------------------------------------------------------------------------
+
+
+@given(
+    items=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 255)), min_size=1, max_size=12),
+    newest=st.none() | st.integers(1, 30),
+    distance=st.none() | st.integers(0, 300) | st.floats(0, 300),
+    dtype=st.sampled_from(["uint8", "int16", "int64", "float32"]),
+    seed=st.integers(0, 99),
+)
+def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) -> None:
+    """Trajectories are admitted from the newest on until they hold so many items, and by their column."""
+    ids = np.random.default_rng(seed).permutation(100)[: len(items)]
+    counts, values = np.array([n for n, _ in items]), np.array([v for _, v in items], dtype)
+    window = Window(newest, None if distance is None else "age", distance or 0)
+    found = window.admits(ids, counts, lambda name: {"age": values}[name])
+    best = max((float(v) for n, v in items if n), default=0.0)
+    for i, (count, value) in enumerate(items):
+        newer = counts[ids > ids[i]].sum()
+        wanted = count > 0 and (newest is None or newer < newest)
+        if distance is not None:
+            wanted = wanted and float(values.dtype.type(value)) >= best - distance
+        assert bool(found[i]) == bool(wanted)
+
+
+def test_a_value_that_is_none_is_never_new() -> None:
+    values = np.array([3.0, np.nan, 2.5, 1.0], np.float32)
+    found = Window(None, "age", 1.0).admits(np.arange(4), np.ones(4), lambda _: values)
+    assert found.tolist() == [True, False, True, False]
+
+
+# ---- age -----------------------------------------------------------------------------------------
+
+
+def step_items(stored: dict[int, int]) -> list[Item]:
+    return [(number, step) for number in sorted(stored) for step in range(stored[number])]
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+@pytest.mark.parametrize("kind", ["oldest", "newest"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_fifo_and_lifo_are_the_order_of_ids(scenes: Any, backend: str, kind: str, unit: str) -> None:
+    """Also where slots are used again, so that a newer trajectory lies before an older one."""
+    scene = scenes(stream_spec(kind, unit, 4), backend=backend, num_slots=6)
+    stored, stream = dict(enumerate(LENGTHS)), scene.streams[0]
+    for key, gone in enumerate([[], [0], [5, 3], [2], [1, 4]]):
+        content.remove(scene.table, scene.streams, gone)
+        for number in gone:
+            del stored[number]
+            stored[scene.add(2 + number)] = 2 + number
+        found = taken(stream, key)
+        wanted = step_items(stored) if unit == "step" else [(number, -1) for number in sorted(stored)]
+        wanted = wanted[::-1][:4] if kind == "newest" else wanted[:4]
+        assert [item if unit == "step" else (item[0], -1) for item in found] == wanted
+        check_whole(scene.table, scene.streams)
+
+
+@pytest.mark.parametrize("kind", ["oldest", "newest", "top"])
+def test_fewer_items_than_a_batch_are_an_error_that_passes(scenes: Any, kind: str) -> None:
+    rule = {"priorities": priority_rule()} if kind == "top" else {}
+    scene = scenes(stream_spec(kind, batch=7, **rule))
+    text = r"must hold as many items as a global batch \(7\), each with a mass, got 6; lower the batch size"
+    with pytest.raises(StoreError, match=text):
+        taken(scene.streams[0], 0)
+    scene.add(1)
+    assert sorted(number for number, _ in taken(scene.streams[0], 0)) == list(range(7))
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+def test_recent_items_while_trajectories_come_and_go(scenes: Any, unit: str) -> None:
+    newest = 9 if unit == "step" else 3
+    scene = scenes(stream_spec("random", unit, 600, window=Window(newest)), num_slots=9)
+    stored, stream, chance = dict(enumerate(LENGTHS)), scene.streams[0], np.random.default_rng(0)
+    for key in range(25):
+        gone = [int(n) for n in chance.choice(sorted(stored), 2, replace=False)] if len(stored) > 4 else []
+        content.remove(scene.table, scene.streams, gone)
+        for number in gone:
+            del stored[number]
+        for steps in chance.integers(1, 9, 2).tolist():
+            stored[scene.add(steps)] = steps
+        wanted, held = set(), 0
+        for number in sorted(stored, reverse=True):
+            if held < newest:
+                wanted.add(number)
+            held += stored[number] if unit == "step" else 1
+        assert {number for number, _ in taken(stream, key)} == wanted
+        check_whole(scene.table, scene.streams)
+
+
+def test_an_add_without_room_moves_the_window(scenes: Any) -> None:
+    """It takes up what waits, so as to free rows; the next cut must still know of the removal."""
+    scene = scenes(stream_spec(batch=50, window=Window(1)), lengths=[4, 4], num_rows=10, num_slots=4)
+    assert {number for number, _ in taken(scene.streams[0], 0)} == {1}
+    content.remove(scene.table, scene.streams, [1])
+    with pytest.raises(StoreFullError):
+        scene.add(9)
+    assert {number for number, _ in taken(scene.streams[0], 1)} == {0}
+
+
+# ---- the highest priorities ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_of_equal_priorities_the_lowest_ids_are_taken(scenes: Any, backend: str, unit: str) -> None:
+    """Also where a newer trajectory lies in the slot and the rows of an older one."""
+    spec = stream_spec("top", unit, 4, priorities=priority_rule())
+    scene = scenes(spec, lengths=[3, 3, 3, 3, 3], num_slots=5, num_rows=40, backend=backend)
+    stream = scene.streams[0]
+    taken(stream, 0)
+    content.remove(scene.table, scene.streams, [0])
+    taken(stream, 1)
+    scene.add(2)
+    assert scene.table.slots_of(np.array([5]))[0] == 0
+    found = taken(stream, 2)
+    wanted = [(1, 0), (1, 1), (1, 2), (2, 0)] if unit == "step" else [(n, -1) for n in (1, 2, 3, 4)]
+    assert [item if unit == "step" else (item[0], -1) for item in found] == wanted
+
+
+def test_top_k_of_a_replay() -> None:
+    options = {"batch_size": 5, "sampler": {"kind": "top_k", "unit": "step"}}
+    with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
+        for number, steps in enumerate(LENGTHS):
+            replay.add(trajectory(number, steps))
+        replay.set_priorities([3, 3, 2], [5.0, 9.0, 7.0], [30, 4, 6])
+        batch = replay.sample()
+        items = list(zip(batch.id.tolist(), batch.anchor.tolist(), strict=True))
+        assert items == [(3, 4), (2, 6), (3, 30), (0, 0), (1, 0)]
+        assert batch.weight.tolist() == [1] * 5
+
+
+# ---- epochs without a tail -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("batch", [7, 20, 60])
+def test_a_dropped_tail(scenes: Any, batch: int, backend: str) -> None:
+    """60 items: no batch spans two epochs, and none visits an item twice."""
+    stream = scenes(stream_spec("epoch", "step", batch, drop=True), backend=backend).streams[0]
+    orders, numbers = [], []
+    for epoch in range(3):
+        visited: list[Item] = []
+        for _ in range(60 // batch):
+            cut = stream.take(len(numbers))
+            assert set(cut.epochs.tolist()) == {epoch}
+            visited += [(int(r[0]), int(r[5])) for r in cut.resolutions]
+            numbers.append(int(cut.resolutions[0, 7]))
+            stream.consume(len(numbers) - 1)
+        assert len(set(visited)) == len(visited) == 60 // batch * batch
+        orders.append(visited)
+    assert orders[0] != orders[1] != orders[2]
+    assert numbers == sorted(set(numbers))
+
+
+def test_an_epoch_that_holds_no_batch_is_refused(scenes: Any) -> None:
+    scene = scenes(stream_spec("epoch", "trajectory", 7, drop=True))
+    text = r"stream train: an epoch must hold a global batch \(7 items\) where its tail is dropped, got 6"
+    for _ in range(2):
+        with pytest.raises(StoreError, match=text):
+            scene.streams[0].take(0)
+    scene.add(1)
+    assert len(set(taken(scene.streams[0], 0))) == 7
+
+
+def test_a_dropped_tail_is_resumed() -> None:
+    options = {"batch_size": 7, "sampler": {"kind": "epoch", "unit": "step", "tail": "drop"}}
+    with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
+        for number, steps in enumerate(LENGTHS):
+            replay.add(trajectory(number, steps))
+        for _ in range(7):
+            replay.sample()
+        state = replay.state_dict()
+        wanted = [replay.sample().clone() for _ in range(6)]
+        replay.load_state_dict(state)
+        for batch in wanted:
+            again = replay.sample()
+            assert torch.equal(again.id, batch.id)
+            assert torch.equal(again.anchor, batch.anchor)
+            assert torch.equal(again.epoch, batch.epoch)
+        assert [int(batch.epoch[0]) for batch in wanted] == [0, 1, 1, 1, 1, 1]
+
+
+# ---- through a Replay ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampler", "text"),
+    [
+        ({"kind": "recent"}, "gear.sampler.newest or gear.sampler.within must be given"),
+        ({"kind": "weighted"}, "gear.sampler.weight"),
+        ({"kind": "weighted", "weight": "absent"}, "gear.sampler.weight must .*absent"),
+        ({"kind": "recent", "within": {"column": "absent", "distance": 1}}, "gear.sampler.within.column"),
+        ({"kind": "prioritized", "initial": 0}, "gear.sampler.initial"),
+        ({"kind": "prioritized", "alpha": 1.1}, "gear.sampler.alpha"),
+        ({"kind": "top_k", "stratified": True}, "gear.sampler.stratified"),
+        ({"kind": "epoch", "tail": "cut"}, "gear.sampler.tail"),
+    ],
+)
+def test_refusals(sampler: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Replay(config_of(batch_size=4, sampler=sampler), schemas={"main": SCHEMA})
+
+
+@pytest.mark.parametrize(
+    ("unit", "kind"),
+    [("step", "prioritized"), ("trajectory", "prioritized"), ("step", "top_k")],
+)
+def test_a_saved_table_goes_on_alike(unit: str, kind: str, tmp_path: Path) -> None:
+    """Also where slots and rows are used again, so that they are not in one order."""
+    options = {"batch_size": 8 if unit == "step" else 4, "sampler": {"kind": kind, "unit": unit}}
+    tables = {"main": {"capacity_steps": 60, "capacity_trajectories": 4}}
+    with Replay(config_of(**options, tables=tables), schemas={"main": SCHEMA}) as replay:
+        for number in range(4):
+            replay.add(trajectory(number, 5))
+        replay.sample()
+        replay.remove([0])
+        replay.sample()
+        replay.add(trajectory(4, 9))
+        batch = replay.sample()
+        replay.update_priorities(batch, batch.number + 1.0)
+        state = replay.save(tmp_path)
+        wanted = [replay.sample().clone() for _ in range(3)]
+        replay.load(tmp_path, state)
+        for batch in wanted:
+            again = replay.sample()
+            assert torch.equal(again.id, batch.id)
+            assert torch.equal(again.anchor, batch.anchor)
+            assert torch.equal(again.weight, batch.weight)
+        check_whole(replay.tables["main"], list(replay.streams.values()))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
+def test_prepared_batches_of_what_is_gone_are_not_saved(kind: str, tmp_path: Path) -> None:
+    """They cannot come any more; others do, and hold whole rows."""
+    options = {"batch_size": 8, "prefetch": 2, "sampler": {"kind": kind, "unit": "step"}}
+    tables = {"main": {"capacity_steps": 40, "capacity_trajectories": 4}}
+    with Replay(config_of(**options, tables=tables), schemas={"main": SCHEMA}) as replay:
+        for number in range(4):
+            replay.add(trajectory(number, 5))
+        replay.sample()
+        ahead = 4 if kind == "uniform" else 3
+        wait_until(lambda: replay.streams["train"].consumed[0] == ahead, "preparing")
+        replay.remove([0, 1, 2, 3])
+        for number in (4, 5):
+            replay.add(trajectory(number, 5))
+        state = replay.save(tmp_path)
+        replay.load(tmp_path, state)
+        for _ in range(3):
+            batch = replay.sample()
+            assert torch.equal(batch["code"], batch.id * 1000 + batch.anchor)
+            assert torch.equal(batch["task"], batch.id)
+
+
+def test_a_long_pause_of_training_is_no_fault() -> None:
+    """Evaluation may take longer than ranks wait for each other; meanwhile batches are prepared."""
+    options = {"batch_size": 8, "prefetch": 1, "timeout_s": 0.3, "sampler": {"kind": "prioritized"}}
+    with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
+        for number, steps in enumerate(lengths_of(5)):
+            replay.add(trajectory(number, steps))
+        for _ in range(2):
+            replay.update_priorities(replay.sample(), torch.ones(8))
+            time.sleep(0.7)
+        replay.sample()
