@@ -34,6 +34,7 @@ class Ops:
     minima_build_: Op
     minima_update_: Op
     top_k_: Op
+    report_: Op
     prioritize_: Op
     suffix_sum_: Op
     n_step_: Op

@@ -18,13 +18,14 @@ OP_NAMES = (
     "minima_build_",
     "minima_update_",
     "top_k_",
+    "report_",
     "prioritize_",
     "suffix_sum_",
     "n_step_",
     "gather_",
 )
 #: Ops of the host's store, which have no kernels.
-HOST_ONLY = ("top_k_", "prioritize_")
+HOST_ONLY = ("top_k_", "report_", "prioritize_")
 
 _lock = threading.Lock()
 _registered = False

@@ -39,6 +39,7 @@ from .priorities import (
     minima_update,
     prioritize,
     q62,
+    report,
     resolve_rows,
     top_k,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "powers_of",
     "prioritize",
     "q62",
+    "report",
     "resolve",
     "resolve_rows",
     "scaling",

@@ -13,6 +13,7 @@ from .constants import (
     NUM_UPDATE_COUNTS,
     ONE_Q62,
     R_MASS,
+    REPORT_WORDS,
     RESOLUTION_WORDS,
     SLOT_WORDS,
     UNIT_STEP,
@@ -47,7 +48,7 @@ def mass(priorities: Tensor, alpha: float, *, ops: Ops | None = None) -> Tensor:
         backend, at most 1 from the exact power. [n], int64.
     Raises:
         ShapeError: Wrong shape or dtype, a priority is negative, infinite or NaN, or alpha is out of range.
-    Cost: about 25 ns a priority on a CPU.
+    Cost: about 11 ns a priority on a CPU.
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016, equation 1.
     """
     check_tensor("priorities", priorities, torch.float32, (None,))
@@ -73,7 +74,7 @@ def importance(
         Rounded once, exactly 1 where numerator is the mass and count is 1. [B], float32.
     Raises:
         ShapeError: Wrong shape, dtype or range, or a mass is not positive.
-    Cost: about 30 ns a sample on a CPU.
+    Cost: about 12 ns a sample on a CPU.
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016, section 3.4.
     """
     check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
@@ -192,6 +193,32 @@ def top_k(priorities: Tensor, sums: Tensor, k: int, *, ops: Ops | None = None) -
     items = torch.empty(check_range("k", k, 0, 1 << 40), dtype=torch.int64)
     (ops or load_backend()).top_k_(items, priorities, sums)
     return items
+
+
+def report(
+    log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int, *, ops: Ops | None = None
+) -> None:
+    """Write the new priorities of samples into a ring of reports, in place.
+
+    Args:
+        log: Rows of an update as `prioritize` takes it, global batch and sample number. [L, 6], int64.
+        resolutions: What was drawn. [n, 8], int64; n <= L.
+        priorities: Finite and at least 0. [n], float32.
+        tail: Row of the first one, modulo L; at least 0.
+        batch: The global batch they belong to.
+        ops: The backend, not "cuda"; None for "auto".
+    Raises:
+        ShapeError: Wrong shape, dtype or range, or a priority is negative, infinite or NaN.
+    Cost: about 5 ns a sample.
+    """
+    check_tensor("log", log, torch.int64, (None, REPORT_WORDS))
+    check_tensor("priorities", priorities, torch.float32, (None,))
+    check_tensor("resolutions", resolutions, torch.int64, (len(priorities), RESOLUTION_WORDS))
+    check_range("tail", tail, 0, 1 << 63)
+    if len(priorities) > len(log):
+        raise ShapeError("log", f"must hold {len(priorities)} reports", len(log))
+    _check_priorities(priorities)
+    (ops or load_backend()).report_(log, resolutions, priorities, tail, batch)
 
 
 def prioritize(

@@ -10,7 +10,7 @@ import torch
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.errors import DataError, ShapeError
-from deepspeed_gear.ops.constants import R_ANCHOR, R_GENERATION, R_ID, R_NUMBER, R_SLOT
+from deepspeed_gear.ops.constants import R_ID
 from deepspeed_gear.selection.priorities import BY_ID, PriorityMasses, check_priorities
 from deepspeed_gear.store.split import split_of
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, NUM_STEPS
@@ -31,37 +31,29 @@ def report(
     if values.shape != (batch.num_samples,):
         rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
         raise ShapeError("priorities", rule, list(priorities.shape))
-    records, rounded = batch.host_records.cpu().numpy(), as_float32(values)
+    records, rounded = batch.host_records.cpu(), as_float32(values)
     if len(tables) == 1:
         _check_split(tables[0], records)
-        tables[0].report(_items_in(records), rounded, records[:, R_NUMBER])
+        tables[0].report_samples(records, rounded)
         return
-    source = batch.source.cpu().numpy()
     check_priorities(rounded)
-    for index, masses in enumerate(tables):
-        _check_split(masses, records[source == index])
-        masses.check_room(int(np.count_nonzero(source == index)))
-    for index, masses in enumerate(tables):
-        mine = records[source == index]
-        masses.report(_items_in(mine), rounded[source == index], mine[:, R_NUMBER])
+    source = batch.source.cpu()
+    parts = [source == index for index in range(len(tables))]
+    for masses, part in zip(tables, parts, strict=True):
+        _check_split(masses, records[part])
+        masses.check_room(int(part.sum()))
+    for masses, part in zip(tables, parts, strict=True):
+        masses.report_samples(records[part], rounded[part.numpy()])
 
 
-def _items_in(records: np.ndarray) -> np.ndarray:
-    """Return slot, generation and anchor of samples. [n, 8] -> [n, 3], int64."""
-    items = np.empty((len(records), 3), np.int64)
-    items[:, 0], items[:, 1] = records[:, R_SLOT], records[:, R_GENERATION]
-    items[:, 2] = records[:, R_ANCHOR]
-    return items
-
-
-def _check_split(masses: PriorityMasses, records: np.ndarray) -> None:
+def _check_split(masses: PriorityMasses, records: torch.Tensor) -> None:
     """Refuse samples of an evaluation pass: a priority would make them samples of training.
 
     Raises:
         DataError: One is of another split.
     """
     rule = masses.spec.rule
-    if rule.split and (split_of(records[:, R_ID], rule.split) != rule.split_index).any():
+    if rule.split and (split_of(records[:, R_ID].numpy(), rule.split) != rule.split_index).any():
         raise DataError("batch", "must be from the training stream", None, "nothing was changed")
 
 

@@ -143,9 +143,9 @@ class BatchMaker:
     @staticmethod
     def _weigh(stream: Stream, words: list[int], records: torch.Tensor) -> torch.Tensor:
         """Return the importance weights of samples of a cut. [B], float32."""
-        weight = torch.ones(len(records))
-        if stream.spec.priorities is None or not len(records):
-            return weight
+        if stream.spec.priorities is None:
+            return torch.ones(len(records))
+        weight = torch.empty(len(records))
         stream.ops.importance_(weight, records, words[NUMERATOR], words[DIVISOR], words[EXPONENT])
         return weight
 

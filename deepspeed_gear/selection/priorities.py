@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.errors import DataError, ShapeError, StoreError
 from deepspeed_gear.ops.constants import (
     APPLIED,
     CLAMPED,
@@ -23,6 +23,12 @@ from deepspeed_gear.ops.constants import (
     HIGHEST_PRIORITY,
     NUM_UPDATE_COUNTS,
     ONE_Q62,
+    R_ANCHOR,
+    R_GENERATION,
+    R_NUMBER,
+    R_SLOT,
+    REPORT_WORDS,
+    RESOLUTION_WORDS,
     STALE,
     UPDATE_WORDS,
     minima_size,
@@ -36,7 +42,6 @@ from deepspeed_gear.store.table import FIRST_ROW, ID, NUM_ROWS, NUM_STEPS, Table
 
 ALPHA, TAKING = 2, 3  # words of the changes
 BATCH, ORDER = UPDATE_WORDS, UPDATE_WORDS + 1  # words of a log entry behind those of the update
-LOG_WORDS = UPDATE_WORDS + 2
 BY_ID = 1 << 62  # order of reports by id: behind every sample number
 NEVER = -(1 << 62)  # asked for nothing yet
 HEAD, TAIL, NEXT = 0, 1, 2  # words of a log's ends, counted up for ever; NEXT: the head behind a cut
@@ -47,7 +52,7 @@ MOST_CLAMPED, LEAST_APPLIED = 1e-3, 10_000  # part of all updates that may be cl
 class PriorityMasses(Masses):
     """A mass for each trajectory or step: priority ** alpha in units of 2^-24.
 
-    Process safety: `report` and `ask` belong to one thread of each process and take the lock themselves; the
+    Process safety: reports and `ask` belong to one thread of each process and take the lock themselves; the
     rest as in Masses.
 
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016.
@@ -72,6 +77,7 @@ class PriorityMasses(Masses):
         self._minima = torch.from_numpy(minima)
         self._values, self._counts = torch.from_numpy(self.values), torch.from_numpy(self.counts)
         self._peer, self._num_peers = table.memory.peer, len(self._asked)
+        self._my_log = torch.from_numpy(self._log[self._peer])
         self._peers = Peers(spec, table, self._asked, table.lock.timeout_s)
 
     @staticmethod
@@ -86,7 +92,7 @@ class PriorityMasses(Masses):
             Region(spec.at + "priorities", "float32", (items,)),
             Region(spec.at + "counts", "int64", (NUM_UPDATE_COUNTS,)),
             Region(spec.at + "bases", "int64", (num_slots,)),
-            Region(spec.at + "log", "int64", (num_peers, rule.log_size, LOG_WORDS)),
+            Region(spec.at + "log", "int64", (num_peers, rule.log_size, REPORT_WORDS)),
             Region(spec.at + "ends", "int64", (num_peers, ENDS_WORDS)),
             Region(spec.at + "asked", "int64", (num_peers,)),
         ]
@@ -119,28 +125,35 @@ class PriorityMasses(Masses):
         return bool(self._asked_words[self._peer] < key - self.rule.lag)
 
     def report(self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int) -> None:
-        """Report priorities; a later cut applies them. Nothing has changed if an error is raised.
+        """Report priorities of any items; as `report_samples`.
 
         Args:
             updates: Slot, generation and anchor of each item. [n, 3], int64.
             priorities: Finite, at least 0. [n], float32.
             order: Their sample numbers, or BY_ID. [n], int64.
-        Raises:
-            DataError: A priority is negative, infinite or NaN.
-            StoreError: More wait than the log holds.
         """
-        check_priorities(priorities)
-        count, peer, size = len(updates), self._peer, self.rule.log_size
+        samples = np.zeros((len(updates), RESOLUTION_WORDS), np.int64)
+        samples[:, (R_SLOT, R_GENERATION, R_ANCHOR)], samples[:, R_NUMBER] = updates, order
+        self.report_samples(torch.from_numpy(samples), np.array(priorities, np.float32))
+
+    def report_samples(self, samples: torch.Tensor, priorities: np.ndarray) -> None:
+        """Report priorities of what was drawn; a later cut applies them.
+
+        Args:
+            samples: Their resolutions. [n, 8], int64.
+            priorities: Finite, at least 0. [n], float32.
+        Raises:
+            DataError: A priority is negative, infinite or NaN; nothing has changed.
+            StoreError: More wait than the log holds; nothing has changed.
+        """
+        count, peer = len(priorities), self._peer
         self.check_room(count)
-        tail = self._ends[peer, TAIL]
-        log, first = self._log[peer], tail % size
-        part = log[first : first + count] if first + count <= size else np.empty((count, LOG_WORDS), np.int64)
-        part[:, :3] = updates
-        part[:, 3] = _bits(priorities)
-        part[:, BATCH] = self._asked_words[peer]
-        part[:, ORDER] = order
-        if first + count > size:
-            log[first:], log[: first + count - size] = part[: size - first], part[size - first :]
+        tail, values = self._ends[peer, TAIL], torch.from_numpy(priorities).contiguous()
+        try:
+            self.ops.report_(self._my_log, samples.contiguous(), values, tail, self._asked_words[peer])
+        except (RuntimeError, ShapeError):
+            check_priorities(priorities)
+            raise
         with self.table.lock:  # so that whoever makes the next cut sees the entries behind the tail
             self._ends[peer, TAIL] = tail + count
 

@@ -52,6 +52,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         "minima_build_": (minima, sums, NUM_SLOTS),
         "minima_update_": (minima, sums, NUM_SLOTS, torch.tensor([1, 1, 39])),
         "top_k_": (out, priorities, sums),
+        "report_": (torch.zeros(COUNT + 2, 6, dtype=torch.int64), weighed, torch.rand(COUNT), 5, 1),
         "prioritize_": (sums, minima, priorities, out[:5].clone(), table, updates, 1 << 61, 0),
         "suffix_sum_": (rows[:, 0] * 0, rows[:, 0].contiguous(), extents),
         "n_step_": (*torch.zeros(2, COUNT), out, rows[:, 0].contiguous(), ends, ends, powers, resolutions, 2),

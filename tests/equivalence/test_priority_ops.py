@@ -19,7 +19,12 @@ from deepspeed_gear.ops.constants import (
     HIGHEST_PRIORITY,
     NUM_UPDATE_COUNTS,
     ONE_Q62,
+    R_ANCHOR,
+    R_GENERATION,
     R_MASS,
+    R_NUMBER,
+    R_SLOT,
+    REPORT_WORDS,
     RESOLUTION_WORDS,
     STALE,
     UNIT_STEP,
@@ -370,6 +375,53 @@ def test_prioritize(
         by_hand = prioritize_by_hand(kept, slots, updates, alpha, unit, reference)
         assert all(map(same_bits, got, by_hand))
         kept.sums, kept.minima, kept.priorities, kept.counts = got
+
+
+def samples_of(count: int) -> Tensor:
+    return torch.randint(-(1 << 62), 1 << 62, (count, RESOLUTION_WORDS))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 33, 100])
+def test_report(reference: Ops, on_host: Ops, size: int) -> None:
+    torch.manual_seed(size)
+    expected = torch.randint(-9, 9, (size, REPORT_WORDS))
+    got, tail = expected.clone(), (1 << 40) + 5
+    for count in (0, 1, 7, 32, 33, 99, 100, 0, 1):
+        if count > size:
+            continue
+        samples, priorities = samples_of(count), any_priorities(count)
+        by_hand = expected.clone()
+        reference.report_(expected, samples, priorities, tail, count - 2)
+        on_host.report_(got, samples, priorities, tail, count - 2)
+        assert torch.equal(got, expected)
+        bits = [x & 0xFFFFFFFF for x in priorities.view(torch.int32).tolist()]
+        for i, (sample, word) in enumerate(zip(samples.tolist(), bits, strict=True)):
+            update = [sample[R_SLOT], sample[R_GENERATION], sample[R_ANCHOR], word]
+            by_hand[(tail + i) % size] = torch.tensor([*update, count - 2, sample[R_NUMBER]])
+        assert torch.equal(got, by_hand)
+        tail += count
+
+
+@pytest.mark.parametrize("bad", BAD_PRIORITIES)
+def test_report_of_no_priority_writes_nothing(careful: Ops, bad: float) -> None:
+    log, priorities = torch.full((9, REPORT_WORDS), -1), torch.ones(9)
+    priorities[8] = bad
+    with pytest.raises(REFUSED, match="priority 8 must be finite and at least 0"):
+        careful.report_(log, samples_of(9), priorities, 3, 0)
+    assert (log == -1).all()
+
+
+def test_report_refuses(careful: Ops, cpu: Ops) -> None:
+    log, samples, priorities = torch.zeros(3, REPORT_WORDS).long(), samples_of(4), torch.ones(4)
+    with pytest.raises(REFUSED, match="the log must hold 4 reports, got 3"):
+        careful.report_(log, samples, priorities, 0, 0)
+    with pytest.raises(RuntimeError, match="resolutions must have a row per priority"):
+        cpu.report_(log, samples, priorities[:3].clone(), 0, 0)
+    with pytest.raises(RuntimeError, match=r"log must be \[n, 6\], got \[3, 5\]"):
+        cpu.report_(log[:, :5].contiguous(), samples[:3], priorities[:3], 0, 0)
+    with pytest.raises(RuntimeError, match="tail must be at least 0, got -1"):
+        cpu.report_(log, samples[:3], priorities[:3], -1, 0)
+    assert (log == 0).all()
 
 
 def test_updates_may_lie_in_longer_rows(reference: Ops, on_host: Ops, same_bits: SameBits) -> None:

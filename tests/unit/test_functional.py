@@ -57,6 +57,19 @@ def prioritize(ops: Ops, **changes: Any) -> None:
     functional.prioritize(**{**arguments, **changes}, ops=ops)
 
 
+def report(ops: Ops, **changes: Any) -> None:
+    """Call `functional.report` on a log of two, with some arguments changed."""
+    log, samples = torch.zeros(2, 6).long(), torch.ones(2, 8).long()
+    arguments: dict[str, Any] = {
+        "log": log,
+        "resolutions": samples,
+        "priorities": torch.ones(2),
+        "tail": 0,
+        "batch": 0,
+    }
+    functional.report(**{**arguments, **changes}, ops=ops)
+
+
 REFUSED: dict[str, tuple[Callable[[Ops], object], str]] = {
     "seed": (lambda o: functional.draw(-1, 0, 0, 5, 1, ops=o), r"seed must be in \[0, "),
     "stream": (lambda o: functional.draw(0, 1 << 32, 0, 5, 1, ops=o), r"stream must be in \[0, "),
@@ -149,6 +162,20 @@ REFUSED: dict[str, tuple[Callable[[Ops], object], str]] = {
         lambda o: prioritize(o, updates=torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0x7FC00000]])),
         "priority 1 must be finite and at least 0, got nan",
     ),
+    "log": (lambda o: report(o, log=torch.zeros(2, 5).long()), r"log must have shape \[\*, 6\]"),
+    "room of the log": (
+        lambda o: report(o, log=torch.zeros(1, 6).long()),
+        "log must hold 2 reports, got 1",
+    ),
+    "samples of reports": (
+        lambda o: report(o, resolutions=torch.ones(3, 8).long()),
+        r"resolutions must have shape \[2, 8\]",
+    ),
+    "tail": (lambda o: report(o, tail=-1), r"tail must be in \[0, "),
+    "priority of a report": (
+        lambda o: report(o, priorities=torch.tensor([1.0, -1.0])),
+        "priority 1 must be finite and at least 0, got -1.0",
+    ),
     "extents": (
         lambda o: functional.suffix_sum(COLUMN[:, 0].contiguous(), torch.tensor([[8, 3]]), ops=o),
         "extent 0 must lie in 10 rows",
@@ -225,6 +252,9 @@ def test_results() -> None:
     assert sums[:3].tolist() == [3, 2 << 24, 4]
     assert counts.tolist() == [1, 1, 0, 0x40000000, 1]
     functional.minima_update(minima, sums, 3, torch.tensor([1]))
+    log = torch.zeros(2, 6).long()
+    functional.report(log, found, torch.tensor([2.0, 0.5]), 5, 9)
+    assert log.tolist() == [[0, 1, 2, 0x3F000000, 9, 7], [0, 1, 0, 0x40000000, 9, 6]]
     assert functional.powers_of(0.5, 2).tolist() == [1.0, 0.5, 0.25]
 
 

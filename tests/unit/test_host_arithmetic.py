@@ -289,7 +289,7 @@ def test_logarithms_and_powers_at_their_ends(ask: Ask) -> None:
 
 
 def test_tables_and_polynomials_are_what_the_header_says() -> None:
-    """Entries of 1 / (1 + i/64), its logarithm and 2^(i/64); interpolation at the Chebyshev nodes of [0, 1/64]."""
+    """Entries 1 / (1 + i/64), its logarithm, 2^(i/64); interpolation at the Chebyshev nodes of [0, 1/64]."""
     mp = pytest.importorskip("mpmath", reason="mpmath solves for the coefficients").mp
     text, one, size = (CSRC / "common" / "power.h").read_text(), constants.ONE_Q62, 64
 

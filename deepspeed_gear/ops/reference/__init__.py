@@ -18,6 +18,7 @@ from .priorities import (
     minima_update_,
     order_of,
     prioritize_,
+    report_,
     resolve_rows_,
     top_k_,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "permute_",
     "philox",
     "prioritize_",
+    "report_",
     "resolve_",
     "resolve_rows_",
     "suffix_sum_",

@@ -6,55 +6,63 @@ the last bit of a `pow` depends on the machine, the library and the size of the 
 
 from __future__ import annotations
 
+from math import isqrt
+
 import torch
 from torch import Tensor
 
 from ..constants import ONE_Q62
-from .integers import multiply_high, shift_right
+from .integers import multiply_high, shift_right, signed
 
 _LOG_BITS = 54
-# log2(1 + x) / x with alternating signs, and 2^x, both Q62, highest term first: common/power.h says how.
+_TABLE_BITS = 6
+# log2(1 + x) / x with alternating signs, and (2^x - 1) / x, Q62, highest term first: common/power.h says how.
 _LOG2 = (
-    46074035101920,
-    601762752287883,
-    3748520696919467,
-    14875519595685127,
-    42451127503677666,
-    93461211486349017,
-    166850588777359461,
-    251716735706291525,
-    333435986357634187,
-    402449507931877368,
-    458080149688211217,
-    505858848530958726,
-    552756847791392746,
-    604455224477465928,
-    665254739087444757,
-    739240508818029274,
-    831655939030131688,
-    950465128344776614,
-    1108876086026533557,
-    1330651309568268484,
-    1663314137225261404,
-    2217752182973985048,
-    3326628274461080266,
-    6653256548922161246,
+    906295301149760215,
+    1107936214076780330,
+    1330641342918730110,
+    1663314082862784279,
+    2217752182832675559,
+    3326628274460942658,
+    6653256548922161223,
 )
 _EXP2 = (
-    8947357,
-    109701852,
-    2066648844,
-    32514840606,
-    469398239050,
-    6094557713384,
-    70340823270806,
-    710362456341077,
-    6149018368200791,
-    44355791529051733,
-    255967521894834213,
-    1107849223398934274,
-    3196577161300663916,
-    4611686018427387904,
+    713668068253643,
+    6148960213822094,
+    44355792000417296,
+    255967521893105676,
+    1107849223398936668,
+    3196577161300663914,
+)
+
+
+def _inverse(entry: int) -> int:
+    """Return 1 / (1 + entry / 64), Q63, rounded up."""
+    return -(-(1 << 63 + _TABLE_BITS) // ((1 << _TABLE_BITS) + entry))
+
+
+def _log_of_inverse(entry: int) -> int:
+    """Return -log2 of an inverse, Q62, bit by bit: the square of a number has twice its logarithm."""
+    precision, log = 192, 0
+    value = (1 << precision + 63) // _inverse(entry)
+    for _ in range(63):
+        value = value * value >> precision
+        is_two = value >> precision + 1
+        value, log = value >> is_two, 2 * log + is_two
+    return (log + 1) >> 1
+
+
+def _power(entry: int) -> int:
+    """Return 2^(entry / 64), Q62, rounded down."""
+    value = 1 << (62 << _TABLE_BITS) + entry
+    for _ in range(_TABLE_BITS):
+        value = isqrt(value)
+    return value
+
+
+_INVERSES, _LOGS, _POWERS = (
+    torch.tensor([signed(of(entry)) for entry in range(1 << _TABLE_BITS)])
+    for of in (_inverse, _log_of_inverse, _power)
 )
 
 
@@ -63,6 +71,15 @@ def _horner(coefficients: tuple[int, ...], x: Tensor, sign: int) -> Tensor:
     for coefficient in coefficients[1:]:
         value = coefficient + sign * multiply_high(x, value)
     return value
+
+
+def _look_up(table: Tensor, entry: Tensor) -> Tensor:
+    return table.to(entry.device)[entry]
+
+
+def _multiply_q62(a: Tensor, b: Tensor) -> Tensor:
+    """Return floor(a * b / 2^62) modulo 2^64. [...], int64."""
+    return (multiply_high(a, b) << 2) | shift_right(a * b, 62)
 
 
 def highest_bit(x: Tensor) -> Tensor:
@@ -77,20 +94,26 @@ def highest_bit(x: Tensor) -> Tensor:
 def log2(x: Tensor) -> Tensor:
     """Return binary logarithms, Q54; exact for powers of two. Rule: x > 0. [...], int64."""
     top = highest_bit(x)
-    behind = x << (63 - top) << 1  # what follows the highest bit, Q64
-    return (top << _LOG_BITS) + ((multiply_high(behind, _horner(_LOG2, behind, -1)) + 128) >> 8)
+    significand = x << (63 - top)
+    entry = shift_right(significand << 1, 64 - _TABLE_BITS)
+    rest = _multiply_q62(significand, _look_up(_INVERSES, entry))
+    fraction = _look_up(_LOGS, entry) + multiply_high(rest, _horner(_LOG2, rest, -1))
+    return (top << _LOG_BITS) + shift_right(fraction + 128, 62 - _LOG_BITS)
 
 
 def scale(log: Tensor, factor: int) -> Tensor:
     """Multiply a logarithm by a factor in [0, 1], Q62, rounding towards zero. [...], int64."""
-    magnitude, times = log.abs(), torch.full_like(log, factor)
-    product = (multiply_high(magnitude, times) << 2) | shift_right(magnitude * times, 62)
+    product = _multiply_q62(log.abs(), torch.full_like(log, factor))
     return torch.where(log < 0, -product, product)
 
 
 def exp2(log: Tensor) -> tuple[Tensor, Tensor]:
     """Return 2^log as significand / 2^62 * 2^exponent, the significand in [1, 2). [...], int64 each."""
-    return _horner(_EXP2, log << (64 - _LOG_BITS), 1), log >> _LOG_BITS
+    fraction = log << (64 - _LOG_BITS)
+    power = _look_up(_POWERS, shift_right(fraction, 64 - _TABLE_BITS))
+    rest = shift_right(fraction << _TABLE_BITS, _TABLE_BITS)
+    significand = power + _multiply_q62(power, multiply_high(rest, _horner(_EXP2, rest, 1)))
+    return significand, log >> _LOG_BITS
 
 
 def power_of_priority(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +140,7 @@ def float_bits(significand: Tensor, exponent: Tensor) -> Tensor:
         The bits. [...], int64.
     """
     drop, largest = 62 - 23, 0x7F7FFFFF
-    kept, rest, half = significand >> drop, significand & ((1 << drop) - 1), 1 << (drop - 1)
-    up = (rest > half) | ((rest == half) & (kept & 1 == 1))
-    bits = (((exponent + 126) << 23) + kept + up).clamp(max=largest)
+    is_odd, below_half = (significand >> drop) & 1, (1 << (drop - 1)) - 1
+    kept = shift_right(significand + below_half + is_odd, drop)
+    bits = (((exponent + 126) << 23) + kept).clamp(max=largest)
     return torch.where(exponent < -126, 0, torch.where(exponent > 127, largest, bits))

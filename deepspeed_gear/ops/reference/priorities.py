@@ -16,7 +16,11 @@ from ..constants import (
     MASS_BITS,
     MOST_MASS_BITS,
     ONE_Q62,
+    R_ANCHOR,
+    R_GENERATION,
     R_MASS,
+    R_NUMBER,
+    R_SLOT,
     SLOT_FIRST_ROW,
     SLOT_GENERATION,
     SLOT_ID,
@@ -158,6 +162,20 @@ def top_k_(items: Tensor, priorities: Tensor, sums: Tensor) -> None:
     leaves = torch.nonzero(sums[: len(priorities)] > 0)[:, 0]
     order = torch.sort(priorities[leaves], descending=True, stable=True).indices[: len(items)]
     items.fill_(-1)[: len(order)] = leaves[order]
+
+
+def report_(log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int) -> None:
+    """Write the new priorities of samples into a ring of reports, from `tail` modulo its length on.
+
+    A report is an update as `prioritize_` takes it, the global batch it belongs to, and its sample number.
+    """
+    bits = priorities.view(torch.int32).long() & LOW_32
+    order_of(bits)
+    if len(bits) > len(log):
+        raise ShapeError("the log", f"must hold {len(bits)} reports", len(log))
+    item = (resolutions[:, R_SLOT], resolutions[:, R_GENERATION], resolutions[:, R_ANCHOR])
+    reports = torch.stack((*item, bits, torch.full_like(bits, batch), resolutions[:, R_NUMBER]), dim=1)
+    log[(tail + torch.arange(len(bits))) % max(len(log), 1)] = reports
 
 
 def prioritize_(

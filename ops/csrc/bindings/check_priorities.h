@@ -6,6 +6,7 @@
 namespace gear {
 
 inline constexpr int64_t kUpdateWords = sizeof(PriorityUpdate) / sizeof(int64_t);
+inline constexpr int64_t kReportWords = sizeof(Report) / sizeof(int64_t);
 
 inline void CheckExponent(const char* name, int64_t value) {
   TORCH_CHECK(value >= 0 && value <= static_cast<int64_t>(kOneQ62), "gear: ", name,
@@ -62,6 +63,18 @@ inline void CheckTopK(const at::Tensor& items, const at::Tensor& priorities,
   CheckTensor(priorities, "priorities", at::kFloat);
   CheckTensor(sums, "sums", at::kLong);
   TORCH_CHECK(priorities.numel() <= sums.numel(), "gear: sums must have a mass per priority");
+}
+
+inline void CheckReport(const at::Tensor& log, const at::Tensor& resolutions,
+                        const at::Tensor& priorities, int64_t tail) {
+  CheckRecords(log, "log", kReportWords);
+  CheckRecords(resolutions, "resolutions", kResolutionWords);
+  CheckTensor(priorities, "priorities", at::kFloat);
+  TORCH_CHECK(priorities.numel() == resolutions.size(0),
+              "gear: resolutions must have a row per priority");
+  TORCH_CHECK(priorities.numel() <= log.size(0), "gear: the log must hold ", priorities.numel(),
+              " reports, got ", log.size(0), " rows");
+  TORCH_CHECK(tail >= 0, "gear: tail must be at least 0, got ", tail);
 }
 
 // An empty tensor of minima: the caller keeps none.

@@ -140,6 +140,17 @@ void TopK(at::Tensor items, const at::Tensor& priorities, const at::Tensor& sums
             items.mutable_data_ptr<int64_t>());
 }
 
+void WriteReports(at::Tensor log, const at::Tensor& resolutions, const at::Tensor& priorities,
+                  int64_t tail, int64_t batch) {
+  CheckReport(log, resolutions, priorities, tail);
+  const int64_t count = priorities.numel();
+  const float* data = priorities.const_data_ptr<float>();
+  for (int64_t i = 0; i < count; ++i) CheckPriority(BitCast<uint32_t>(data[i]), i);
+  if (count == 0) return;
+  cpu::WriteReports(reinterpret_cast<Report*>(log.mutable_data_ptr<int64_t>()), log.size(0),
+                    Resolutions(resolutions), data, count, tail, batch);
+}
+
 void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::Tensor counts,
                 const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit) {
   CheckPrioritize(sums, minima, priorities, counts, slots, updates, alpha, unit);
@@ -282,6 +293,8 @@ TORCH_LIBRARY(gear, m) {
   m.def("minima_update_(Tensor(a!) minima, Tensor sums, int num_items, Tensor items) -> ()");
   m.def("top_k_(Tensor(a!) items, Tensor priorities, Tensor sums) -> ()");
   m.def(
+      "report_(Tensor(a!) log, Tensor resolutions, Tensor priorities, int tail, int batch) -> ()");
+  m.def(
       "prioritize_(Tensor(a!) sums, Tensor(b!) minima, Tensor(c!) priorities, Tensor(d!) counts, "
       "Tensor slots, Tensor updates, int alpha, int unit) -> ()");
   m.def("suffix_sum_(Tensor(a!) out, Tensor reward, Tensor extents) -> ()");
@@ -308,6 +321,7 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("minima_build_", gear::MinimaBuild);
   m.impl("minima_update_", gear::MinimaUpdate);
   m.impl("top_k_", gear::TopK);
+  m.impl("report_", gear::WriteReports);
   m.impl("prioritize_", gear::Prioritize);
   m.impl("suffix_sum_", gear::SuffixSum);
   m.impl("n_step_", gear::NStepReturn);

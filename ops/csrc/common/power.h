@@ -2,8 +2,11 @@
 // can change a bit of a result. Logarithms are Q54: 2^54 is 1. Relative error of a power: below
 // 2^-51.
 //
-// The polynomials interpolate log2(1 + x) / x and 2^x at the Chebyshev nodes of [0, 1], solved with
-// 400 bits; 24 and 14 terms, so that what they leave out is below the rounding of Q62.
+// Both functions take the first 6 of their argument's bits from a table, and the rest, below 2^-6,
+// by a polynomial. The polynomials interpolate log2(1 + x) / x and (2^x - 1) / x at the Chebyshev
+// nodes of [0, 2^-6], with 7 and 6 terms: what they leave out is below 2^-63 and 2^-68. The table
+// of powers, its polynomial and all products are rounded down, so that 2^x stays below 2 and does
+// not fall between two entries. test_host_arithmetic.py computes all these numbers anew.
 #pragma once
 #include "common/host_device.h"
 
@@ -13,65 +16,149 @@ inline constexpr int kMassBits = 24;      // the mass of priority 1 is 2^24
 inline constexpr int kMostMassBits = 40;  // masses are at most 2^40
 inline constexpr uint64_t kOneQ62 = uint64_t{1} << 62;
 inline constexpr int kLogBits = 54;
+inline constexpr int kTableBits = 6;
 
 // floor(a * b / 2^62).
 GEAR_HOST_DEVICE uint64_t MulQ62(uint64_t a, uint64_t b) {
   return (MulHi(a, b) << 2) | ((a * b) >> 62);
 }
 
-// log2(1 + x) in [0, 1], Q62, for x in [0, 1), Q64.
-GEAR_HOST_DEVICE uint64_t Log2OnePlus(uint64_t x) {
-  uint64_t b = 46074035101920ull;
-  b = 601762752287883ull - MulHi(x, b);
-  b = 3748520696919467ull - MulHi(x, b);
-  b = 14875519595685127ull - MulHi(x, b);
-  b = 42451127503677666ull - MulHi(x, b);
-  b = 93461211486349017ull - MulHi(x, b);
-  b = 166850588777359461ull - MulHi(x, b);
-  b = 251716735706291525ull - MulHi(x, b);
-  b = 333435986357634187ull - MulHi(x, b);
-  b = 402449507931877368ull - MulHi(x, b);
-  b = 458080149688211217ull - MulHi(x, b);
-  b = 505858848530958726ull - MulHi(x, b);
-  b = 552756847791392746ull - MulHi(x, b);
-  b = 604455224477465928ull - MulHi(x, b);
-  b = 665254739087444757ull - MulHi(x, b);
-  b = 739240508818029274ull - MulHi(x, b);
-  b = 831655939030131688ull - MulHi(x, b);
-  b = 950465128344776614ull - MulHi(x, b);
-  b = 1108876086026533557ull - MulHi(x, b);
-  b = 1330651309568268484ull - MulHi(x, b);
-  b = 1663314137225261404ull - MulHi(x, b);
-  b = 2217752182973985048ull - MulHi(x, b);
-  b = 3326628274461080266ull - MulHi(x, b);
-  b = 6653256548922161246ull - MulHi(x, b);
-  return MulHi(x, b);
+// log2(x) in [0, 1], Q62, for x in [1, 2), Q63; exactly 0 for 1.
+GEAR_HOST_DEVICE uint64_t Log2OfSignificand(uint64_t x) {
+  // 1 / (1 + i / 64), Q63, rounded up.
+  static constexpr uint64_t kInverse[1 << kTableBits] = {
+      9223372036854775808u, 9081474005518548488u, 8943875914525843208u, 8810385229234412713u,
+      8680820740569200761u, 8555011744329067417u, 8432797290838652168u, 8314025498009938757u,
+      8198552921648689608u, 8086243977516515777u, 7976970410252779078u, 7870610804782742023u,
+      7767050136298758576u, 7666179355307865607u, 7567895004598790407u, 7472098865300071541u,
+      7378697629483820647u, 7287602597021057429u, 7198729394618361607u, 7111997715165128334u,
+      7027331075698876807u, 6944656592455360609u, 6863904771612856416u, 6785009314467881055u,
+      6707906935894382406u, 6632537195041636537u, 6558842337318951686u, 6486767146798963206u,
+      6416258808246800563u, 6347266778050598406u, 6279742663390485657u, 6213640109039006861u,
+      6148914691236517206u, 6085523818130986101u, 6023426636313322977u, 5962583943017228806u,
+      5902958103587056518u, 5844512973848570810u, 5787213827046133841u, 5731027285035977202u,
+      5675921253449092805u, 5621864860559101445u, 5568828399610430677u, 5516783274380426652u,
+      5465701947765793072u, 5415557893199134420u, 5366325548715505925u, 5317980273501852719u,
+      5270498306774157605u, 5223856728838103113u, 5178033424199172384u, 5133007046597440450u,
+      5088756985850910791u, 5045263336399193605u, 5002506867446658066u, 4960468994610971864u,
+      4919131752989213765u, 4878477771559550841u, 4838490248841849605u, 4799152929745574405u,
+      4760450083537948805u, 4722366482869645214u, 4684887383799251205u, 4647998506761461825u,
+  };
+  // -log2(kInverse[i]), Q62.
+  static constexpr uint64_t kLog2[1 << kTableBits] = {
+      0u,
+      103153330606121625u,
+      204731739545776358u,
+      304782595603293868u,
+      403351162126124447u,
+      500480719981309592u,
+      596212681665212875u,
+      690586697319517455u,
+      783640753332765647u,
+      875411264141121919u,
+      965933157783587319u,
+      1055239955714717668u,
+      1143363847331251473u,
+      1230335759627285963u,
+      1316185422355184002u,
+      1400941429035756761u,
+      1484631294131014398u,
+      1567281506665531295u,
+      1648917580557901399u,
+      1729564101901571123u,
+      1809244773414275252u,
+      1887982456257138845u,
+      1965799209408045219u,
+      2042716326758930046u,
+      2118754372093087486u,
+      2193933212086227467u,
+      2268272047463780046u,
+      2341789442436693607u,
+      2414503352528620720u,
+      2486431150898841404u,
+      2557589653257460679u,
+      2627995141462265871u,
+      2697663385880076775u,
+      2766609666589412752u,
+      2834848793495784857u,
+      2902395125425853133u,
+      2969262588262028796u,
+      3035464692174811579u,
+      3101014548006201222u,
+      3165924882853879153u,
+      3230208054902495130u,
+      3293876067545289651u,
+      3356940582836414349u,
+      3419412934311659539u,
+      3481304139212842423u,
+      3542624910148834944u,
+      3603385666224101884u,
+      3663596543663664095u,
+      3723267405961586380u,
+      3782407853578403232u,
+      3841027233211328249u,
+      3899134646659635119u,
+      3956738959306241174u,
+      4013848808235260777u,
+      4070472610004118118u,
+      4126618568087710827u,
+      4182294680011091173u,
+      4237508744186174972u,
+      4292268366467094716u,
+      4346580966437978174u,
+      4400453783446152531u,
+      4453893882393043194u,
+      4506908159294352027u,
+      4559503346620458692u,
+  };
+  const uint64_t entry = x << 1 >> (64 - kTableBits);
+  const uint64_t rest = MulQ62(x, kInverse[entry]);  // Q64: the 1 before it is shifted out
+  uint64_t b = 906295301149760215u;
+  b = 1107936214076780330u - MulHi(rest, b);
+  b = 1330641342918730110u - MulHi(rest, b);
+  b = 1663314082862784279u - MulHi(rest, b);
+  b = 2217752182832675559u - MulHi(rest, b);
+  b = 3326628274460942658u - MulHi(rest, b);
+  b = 6653256548922161223u - MulHi(rest, b);
+  return kLog2[entry] + MulHi(rest, b);
 }
 
 // 2^x in [1, 2), Q62, for x in [0, 1), Q64; exactly 1 for 0.
 GEAR_HOST_DEVICE uint64_t Exp2Fraction(uint64_t x) {
-  uint64_t b = 8947357ull;
-  b = 109701852ull + MulHi(x, b);
-  b = 2066648844ull + MulHi(x, b);
-  b = 32514840606ull + MulHi(x, b);
-  b = 469398239050ull + MulHi(x, b);
-  b = 6094557713384ull + MulHi(x, b);
-  b = 70340823270806ull + MulHi(x, b);
-  b = 710362456341077ull + MulHi(x, b);
-  b = 6149018368200791ull + MulHi(x, b);
-  b = 44355791529051733ull + MulHi(x, b);
-  b = 255967521894834213ull + MulHi(x, b);
-  b = 1107849223398934274ull + MulHi(x, b);
-  b = 3196577161300663916ull + MulHi(x, b);
-  b = 4611686018427387904ull + MulHi(x, b);
-  return b;
+  // 2^(i / 64), Q62.
+  static constexpr uint64_t kPower[1 << kTableBits] = {
+      4611686018427387904u, 4661903986662671289u, 4712668792719003883u, 4763986391269842979u,
+      4815862801830788490u, 4868304109465667592u, 4921316465500308115u, 4974906088244084429u,
+      5029079263719320435u, 5083842346398635250u, 5139201759950318048u, 5195163997991819502u,
+      5251735624851448219u, 5308923276338361493u, 5366733660520940720u, 5425173558513642752u,
+      5484249825272419511u, 5543969390398799154u, 5604339258952723100u, 5665366512274234280u,
+      5727058308814112982u, 5789421884973557729u, 5852464555953009676u, 5916193716610220111u,
+      5980616842327661685u, 6045741489889385140u, 6111575298367424380u, 6178125990017853851u,
+      6245401371186603363u, 6313409333225136570u, 6382157853416100551u, 6451654995909055044u,
+      6521908912666391106u, 6592927844419550152u, 6664720121635655540u, 6737294165494670077u,
+      6810658488877194079u, 6884821697363019841u, 6959792490240559659u, 7035579661527265795u,
+      7112192101001162094u, 7189638795243608238u, 7267928828693418961u, 7347071384712461870u,
+      7427075746662858865u, 7507951298995917514u, 7589707528352920109u, 7672354024677899535u,
+      7755900482342532474u, 7840356701283281882u, 7925732588150922154u, 8012038157472581777u,
+      8099283532826439816u, 8187478948029213992u, 8276634748336579668u, 8366761391656660532u,
+      8457869449776733335u, 8549969609603290562u, 8643072674415606501u, 8737189565132953756u,
+      8832331321595618838u, 8928509103859867100u, 9025734193507008925u, 9124017994966720698u,
+  };
+  const uint64_t power = kPower[x >> (64 - kTableBits)];
+  const uint64_t rest = x << kTableBits >> kTableBits;
+  uint64_t b = 713668068253643u;
+  b = 6148960213822094u + MulHi(rest, b);
+  b = 44355792000417296u + MulHi(rest, b);
+  b = 255967521893105676u + MulHi(rest, b);
+  b = 1107849223398936668u + MulHi(rest, b);
+  b = 3196577161300663914u + MulHi(rest, b);
+  return power + MulQ62(power, MulHi(rest, b));
 }
 
 // log2(x), Q54; x > 0. Exact for powers of two.
 GEAR_HOST_DEVICE int64_t Log2(uint64_t x) {
   const int top = HighestBit(x);
-  const uint64_t behind = x << (63 - top) << 1;  // what follows the highest bit, Q64
-  const uint64_t fraction = (Log2OnePlus(behind) + 128) >> (62 - kLogBits);
+  const uint64_t fraction = (Log2OfSignificand(x << (63 - top)) + 128) >> (62 - kLogBits);
   return (int64_t{top} << kLogBits) + static_cast<int64_t>(fraction);
 }
 
@@ -140,12 +227,11 @@ GEAR_HOST_DEVICE uint32_t FloatBits(Power power) {
   constexpr int kDrop = 62 - 23;
   if (power.exponent < -126) return 0;
   if (power.exponent > 127) return kLargest;
-  const uint64_t rest = power.significand & ((uint64_t{1} << kDrop) - 1);
-  const uint64_t half = uint64_t{1} << (kDrop - 1);
-  const auto kept = static_cast<uint32_t>(power.significand >> kDrop);  // with the leading one
-  const uint32_t up = rest > half || (rest == half && (kept & 1) != 0) ? 1 : 0;
-  // A mantissa of ones carries into the exponent, which is then right.
-  return Min((static_cast<uint32_t>(power.exponent + 126) << 23) + kept + up, kLargest);
+  const uint64_t is_odd = power.significand >> kDrop & 1;
+  const uint64_t below_half = (uint64_t{1} << (kDrop - 1)) - 1;
+  const auto kept = static_cast<uint32_t>((power.significand + below_half + is_odd) >> kDrop);
+  // Its leading one, or two after a carry, is added to the exponent.
+  return Min((static_cast<uint32_t>(power.exponent + 126) << 23) + kept, kLargest);
 }
 
 // The bits of (ratio / mass)^beta as float32; log_ratio = log2(ratio); mass > 0; beta in [0, 1] as

@@ -29,6 +29,13 @@ struct PriorityUpdate {
 };
 static_assert(sizeof(PriorityUpdate) == 32, "an update is a row of 4 int64");
 
+// A row of a rank's log of reports: an update, the global batch it belongs to, its sample number.
+struct Report {
+  PriorityUpdate update;
+  int64_t batch, number;
+};
+static_assert(sizeof(Report) == 48, "a report is a row of 6 int64");
+
 // The anchors that a trajectory admits: an arithmetic progression of steps, from the front or from
 // the end.
 struct AnchorRule {

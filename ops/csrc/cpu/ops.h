@@ -54,6 +54,10 @@ void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items,
 void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int64_t k,
           int64_t* items);
 
+// Writes the new priorities of samples into a ring of reports, from `tail` modulo its size on.
+void WriteReports(Report* log, int64_t size, const Resolution* resolutions, const float* priorities,
+                  int64_t count, int64_t tail, int64_t batch);
+
 // Updates, each at the beginning of a row; what follows it there is the caller's.
 struct Updates {
   const int64_t* rows;

@@ -202,6 +202,17 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int6
   highest.Write(items, k);
 }
 
+void WriteReports(Report* log, int64_t size, const Resolution* resolutions, const float* priorities,
+                  int64_t count, int64_t tail, int64_t batch) {
+  int64_t at = tail % size;
+  for (int64_t i = 0; i < count; ++i) {
+    const Resolution& r = resolutions[i];
+    const PriorityUpdate update{r.slot, r.generation, r.anchor, BitCast<uint32_t>(priorities[i])};
+    log[at] = {update, batch, r.number};
+    if (++at == size) at = 0;
+  }
+}
+
 int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Updates& updates,
                 int64_t count, int64_t num_items, int64_t* items) {
   constexpr int64_t kAhead = 16;
