@@ -28,7 +28,6 @@ from deepspeed_gear.selection.cut import (
     AHEAD,
     COUNT,
     CUT_WORDS,
-    DIVISOR,
     DONE,
     EPOCH,
     EPOCH_FIRST,
@@ -181,8 +180,9 @@ class Stream:
                 self._take_first(rows, after[SAMPLES])
             elif self._words[AHEAD] != key:
                 self._draw(rows, after[SAMPLES], after[TOTAL])
-            masses = self._ring_words[entry, :count, R_MASS]
-            after[NUMERATOR], after[DIVISOR], after[EXPONENT] = self.masses.weigh(key, masses, after[TOTAL])
+            if self.spec.priorities is not None:
+                masses = self._ring_words[entry, :count, R_MASS]
+                after[NUMERATOR : EXPONENT + 1] = self.masses.weigh(key, masses, after[TOTAL])
         after[KEY], after[COUNT] = key + 1, count
         after[SAMPLES] += count
         for word in range(1, CUT_WORDS):
