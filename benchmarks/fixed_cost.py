@@ -22,8 +22,8 @@ import numpy as np
 from support.report import Disturbance, document, print_table, write_json
 from support.workloads import workload
 
-from deepspeed_gear import Replay
 from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.maker import BatchMaker
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.peers import Peers
@@ -32,8 +32,8 @@ from deepspeed_gear.store.lock import StoreLock
 
 OP = "the op: gather_"
 PARTS: tuple[tuple[type, str, str], ...] = (
-    (Replay, "sample", "sample(): metrics, position"),
-    (Replay, "_produce", "which cut and part are next"),
+    (Feed, "next", "sample(): metrics, position"),
+    (Feed, "_make", "which cut and part are next"),
     (Stream, "take", "looking for the cut in the ring"),
     (StoreLock, "__enter__", "taking the lock"),
     (StoreLock, "__exit__", "giving the lock back"),

@@ -25,10 +25,10 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "normalize": "table",
         "anchors": {"every": 2},
     },
-    "top-k step": {"kind": "top_k", "unit": "step", "anchors": {"every": 4}},
+    "top-k trajectory": {"kind": "top_k"},
     "epoch step, tail dropped": {"kind": "epoch", "unit": "step", "tail": "drop", "anchors": {"every": 2}},
-    "fifo step": {"kind": "fifo", "unit": "step"},
-    "lifo step": {"kind": "lifo", "unit": "step"},
+    "fifo trajectory": {"kind": "fifo", "anchors": {"every": 2}},
+    "lifo trajectory": {"kind": "lifo"},
     "recent step": {"kind": "recent", "unit": "step", "newest": 300},
     "mixture": {"kind": "mixture", "shares": {"first": 0.3, "second": 0.7}, "of": {"unit": "step"}},
     "mixture of epochs, drawn": {

@@ -11,7 +11,8 @@ from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.errors import DataError, ShapeError
 from deepspeed_gear.ops.constants import R_ID
-from deepspeed_gear.selection.priorities import BY_ID, PriorityMasses, check_priorities
+from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.selection.reports import BY_ID, check_priorities
 from deepspeed_gear.store.split import split_of
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, NUM_STEPS
 
@@ -34,16 +35,16 @@ def report(
     records, rounded = batch.host_records.cpu(), as_float32(values)
     if len(tables) == 1:
         _check_split(tables[0], records)
-        tables[0].report_samples(records, rounded)
+        tables[0].reports.add(records, rounded)
         return
     check_priorities(rounded)
     source = batch.source.cpu()
     parts = [source == index for index in range(len(tables))]
     for masses, part in zip(tables, parts, strict=True):
         _check_split(masses, records[part])
-        masses.check_room(int(part.sum()))
+        masses.reports.check_room(int(part.sum()))
     for masses, part in zip(tables, parts, strict=True):
-        masses.report_samples(records[part], rounded[part.numpy()])
+        masses.reports.add(records[part], rounded[part.numpy()])
 
 
 def _check_split(masses: PriorityMasses, records: torch.Tensor) -> None:
@@ -141,7 +142,7 @@ def report_by_id(
     check_priorities(values)
     with masses.table.lock:
         updates, known = _handles(masses, numbers, anchors)
-    masses.report(updates[known], values[known], BY_ID)
+    masses.reports.add_items(updates[known], values[known], BY_ID)
     return int(known.sum())
 
 

@@ -36,6 +36,11 @@ def _after(head: np.ndarray) -> dict[str, int]:
     return dict(zip(WORDS, words, strict=True))
 
 
+def of(state: Mapping[str, Any], tables: Sequence[str]) -> Position:
+    """Return the position that a checked state holds."""
+    return {table: {word: int(state["train"][table][word]) for word in WORDS} for table in tables}
+
+
 def batches(position: Position) -> int:
     """Return how many global batches were used."""
     return next(iter(position.values()))["batches"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from deepspeed_gear.collection.batch import Batch
@@ -21,19 +19,19 @@ from deepspeed_gear.ops import load_backend
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.replay import content, feedback, position, setup, snapshot
+from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.maker import BatchMaker, Transform
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.samplers import mixture_of, stream_specs
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.cut import EPOCH, EPOCH_SIZE, PASS_SHIFT, StreamSpec
+from deepspeed_gear.selection.cut import EPOCH_SIZE, PASS_SHIFT, StreamSpec
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
 from deepspeed_gear.store.table import Table
 
 Ids = Sequence[int] | torch.Tensor
-Made = tuple[Batch, list[np.ndarray]]  # a micro batch, and the heads of the cuts that it is from
 
 
 class Replay:
@@ -99,13 +97,18 @@ class Replay:
             raise
         self.metrics = Metrics()
         self._passes: dict[str, int] = {}
-        self._prefetcher: Prefetcher[Made] | None = None
-        self._used = 0  # micro batches of the training stream that the user has had
-        self._heads: list[np.ndarray] | None = None  # of the last global batch used; None: see _position
-        self._position = position.start(self.config.sampled_tables)
-        self._start = 0  # global batch at which the numbering of micro batches begins
+        self._feed = Feed(
+            self.config.sampled_tables,
+            self._train,
+            self._mixture,
+            self._maker,
+            self.batch_info,
+            self.topology.data_rank,
+            self.config.prefetch,
+            self.metrics,
+        )
         self._finalizer = weakref.finalize(
-            self, _release, self._prefetch_cell, self._all_streams(), self.tables, exchange
+            self, _release, self._feed.prefetchers, self._all_streams(), self.tables, exchange
         )
 
     def _attach(self, ops: Any) -> None:
@@ -124,7 +127,6 @@ class Replay:
             self._exchange, self.topology, config, ops, specs, streams
         )
         self._train = [self._streams[table][TRAIN] for table in config.sampled_tables]
-        self._prefetch_cell: list[Prefetcher[Made]] = []
 
     def _all_streams(self) -> list[Stream]:
         return [stream for streams in self._streams.values() for stream in streams.values()]
@@ -171,27 +173,7 @@ class Replay:
             PeerError: Another rank of the node lags too far behind.
         """
         self._check_open()
-        begin = time.perf_counter()
-        step, micro = divmod(self._used, self.batch_info.accumulation)
-        if micro == 0:
-            for stream in self._train:
-                stream.masses.ask(self._start + step)
-        if self.config.prefetch:
-            if self._prefetcher is None:
-                self._start_prefetch()
-            assert self._prefetcher is not None
-            try:
-                batch, heads = self._prefetcher.get()
-            except Exception:
-                self._stop_prefetch()  # its thread has ended; the next call begins again with this batch
-                raise
-        else:
-            batch, heads = self._produce(self._used)
-        self._used += 1
-        if self._used % self.batch_info.accumulation == 0:
-            self._heads = heads
-        self.metrics.waited(time.perf_counter() - begin, int(heads[0][EPOCH]))
-        return batch
+        return self._feed.next()
 
     def __iter__(self) -> Iterator[Batch]:
         return self.iterator()
@@ -228,38 +210,6 @@ class Replay:
             num_batches = -(-size // stream.spec.batch)
             yield self._maker.make(stream, cut, self.topology.data_rank, self.topology.data_world, size)
             index += 1
-
-    def _produce(self, index: int) -> Made:
-        """Make this rank's micro batch number `index` since the start or the last resume."""
-        begin = time.perf_counter()
-        info = self.batch_info
-        step, micro = divmod(index, info.accumulation)
-        key, part = self._start + step, micro * info.data_world + self.topology.data_rank
-        cuts = [(stream, stream.take(key)) for stream in self._train]
-        heads = [cut.head.copy() for _, cut in cuts]
-        last = micro == info.accumulation - 1
-        if self._mixture is None:
-            batch = self._maker.make(*cuts[0], part, info.num_micro, None, last)
-        else:
-            chosen = self._mixture.part(key, part, info.num_micro)
-            batch = self._maker.mix(cuts, chosen, self._mixture.parts(key), last)
-        self.metrics.produced(time.perf_counter() - begin)
-        return batch, heads
-
-    def _start_prefetch(self) -> None:
-        first, depth = self._used, self.config.prefetch * self.batch_info.accumulation
-        self._prefetcher = Prefetcher(lambda i: self._produce(first + i), depth)
-        self._prefetch_cell[:] = [self._prefetcher]
-
-    def _stop_prefetch(self) -> None:
-        if self._prefetcher is not None:
-            for stream in self._train:
-                stream.stopped = True  # it may wait for a rank that has stopped before it
-            self._prefetcher.stop()
-            for stream in self._train:
-                stream.stopped = False
-        self._prefetcher = None
-        self._prefetch_cell.clear()
 
     # ---- priorities ------------------------------------------------------------------------------
 
@@ -415,12 +365,7 @@ class Replay:
         Equal on all ranks; JSON-able. A global batch of which only some micro batches were used comes again.
         """
         self._check_open()
-        return position.state_of(self.config, self.fingerprint, self._passes, self._where())
-
-    def _where(self) -> position.Position:
-        if self._heads is None:
-            return self._position
-        return position.after(self.config.sampled_tables, self._heads)
+        return position.state_of(self.config, self.fingerprint, self._passes, self._feed.where)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Write what was added to tables with a capacity, and return the position. Collective.
@@ -431,12 +376,13 @@ class Replay:
             `state_dict()`.
         """
         self._check_open()
+        used = position.batches(self._feed.where)
 
         def write() -> None:
             for name, table in self._changing_tables().items():
                 streams = self._streams_of(table)
                 with table.lock:
-                    snapshot.save_table(table, streams, Path(folder) / name, position.batches(self._where()))
+                    snapshot.save_table(table, streams, Path(folder) / name, used)
 
         self._exchange.barrier()  # what all ranks have added and reported before is in it
         self._exchange.agree("saving the tables", write if self.topology.leads_node else lambda: None)
@@ -450,12 +396,13 @@ class Replay:
             StoreFullError: A table is too small.
         """
         self.load_state_dict(state)
+        used = position.batches(self._feed.where)
 
         def read() -> None:
             for name, table in self._changing_tables().items():
                 streams = self._streams_of(table)
                 with table.lock:
-                    snapshot.load_table(table, streams, Path(folder) / name, position.batches(self._where()))
+                    snapshot.load_table(table, streams, Path(folder) / name, used)
 
         self._exchange.agree("loading the tables", read if self.topology.leads_node else lambda: None)
 
@@ -476,22 +423,18 @@ class Replay:
         self._exchange.agree(
             "loading the state", lambda: position.check(state, self.config, self.fingerprint)
         )
-        self._stop_prefetch()
+        self._feed.stop()
         self._exchange.barrier()
-        self._heads = None
-        self._position = {
-            table: {word: int(state["train"][table][word]) for word in position.WORDS}
-            for table in self.config.sampled_tables
-        }
+        at = position.of(state, self.config.sampled_tables)
         self._passes = {name: int(count) for name, count in state["passes"].items()}
         if self.topology.leads_node:
             for stream in self._all_streams():
                 name, table = stream.spec.name, stream.table
                 start = (self._passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
                 with table.lock:
-                    stream.seek(*(self._position[table.spec.name].values() if name == TRAIN else start))
+                    stream.seek(*(at[table.spec.name].values() if name == TRAIN else start))
         self._exchange.barrier()
-        self._start, self._used = position.batches(self._position), 0
+        self._feed.go_on_at(at)
 
     def take_metrics(self) -> dict[str, float]:
         """Return means per micro batch since the last call: times, bytes, padding fraction, epoch."""

@@ -1,12 +1,7 @@
-"""Masses from priorities: every rank reports into a log of its own, a cut applies all of them in one order.
+"""Masses from priorities: stored priorities are the truth; masses, sums and minima are derived from them.
 
-An item is a trajectory (a leaf for each slot) or a step (a leaf for each row of the store). The stored
-priorities are the truth; masses, sums and minima are derived from them, and rebuilt after a death.
-
-A cut of global batch n sees exactly the reports that belong to batches before n - lag. A report belongs to
-the batch that its rank had last asked for, so a rank's reports for a batch are complete when it asks for a
-later one: no clock decides. Among those of one batch the order is that of the sample numbers, reports by id
-come behind them, and the last one wins.
+An item is a trajectory (a leaf for each slot) or a step (a leaf for each row of the store). A cut applies
+what the ranks have reported (reports.py).
 """
 
 from __future__ import annotations
@@ -14,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepspeed_gear.errors import DataError, ShapeError, StoreError
+from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import (
     APPLIED,
     CLAMPED,
@@ -23,37 +18,24 @@ from deepspeed_gear.ops.constants import (
     HIGHEST_PRIORITY,
     NUM_UPDATE_COUNTS,
     ONE_Q62,
-    R_ANCHOR,
-    R_GENERATION,
-    R_NUMBER,
-    R_SLOT,
-    REPORT_WORDS,
-    RESOLUTION_WORDS,
     STALE,
-    UPDATE_WORDS,
     minima_size,
 )
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.masses import Masses
-from deepspeed_gear.selection.peers import Peers
+from deepspeed_gear.selection.reports import Reports, in_order
 from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import FIRST_ROW, ID, NUM_ROWS, NUM_STEPS, Table
 
-ALPHA, TAKING = 2, 3  # words of the changes
-BATCH, ORDER = UPDATE_WORDS, UPDATE_WORDS + 1  # words of a log entry behind those of the update
-BY_ID = 1 << 62  # order of reports by id: behind every sample number
-NEVER = -(1 << 62)  # asked for nothing yet
-HEAD, TAIL, NEXT = 0, 1, 2  # words of a log's ends, counted up for ever; NEXT: the head behind a cut
-ENDS_WORDS = 16
+ALPHA = 2  # a word of the changes
 MOST_CLAMPED, LEAST_APPLIED = 1e-3, 10_000  # part of all updates that may be clamped, once there are so many
 
 
 class PriorityMasses(Masses):
     """A mass for each trajectory or step: priority ** alpha in units of 2^-24.
 
-    Process safety: reports and `ask` belong to one thread of each process and take the lock themselves; the
-    rest as in Masses.
+    Process safety: as in Masses.
 
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016.
     """
@@ -68,17 +50,11 @@ class PriorityMasses(Masses):
         self.by_step = spec.rule.unit == "step"
         self._row_slots = views[at + "row_slots"] if self.by_step else np.empty(0, np.int32)
         self._bases: np.ndarray = views[at + "bases"]
-        self._log: np.ndarray = views[at + "log"]
-        self._ends: memoryview = views[at + "ends"].data
-        self._asked: np.ndarray = views[at + "asked"]
-        self._asked_words: memoryview = self._asked.data
+        self.reports = Reports(spec, table)
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
         minima = views[at + "minima"] if keeps_minima else np.empty(0, np.int64)
         self._minima = torch.from_numpy(minima)
         self._values, self._counts = torch.from_numpy(self.values), torch.from_numpy(self.counts)
-        self._peer, self._num_peers = table.memory.peer, len(self._asked)
-        self._my_log = torch.from_numpy(self._log[self._peer])
-        self._peers = Peers(spec, table, self._asked, table.lock.timeout_s)
 
     @staticmethod
     def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
@@ -92,9 +68,7 @@ class PriorityMasses(Masses):
             Region(spec.at + "priorities", "float32", (items,)),
             Region(spec.at + "counts", "int64", (NUM_UPDATE_COUNTS,)),
             Region(spec.at + "bases", "int64", (num_slots,)),
-            Region(spec.at + "log", "int64", (num_peers, rule.log_size, REPORT_WORDS)),
-            Region(spec.at + "ends", "int64", (num_peers, ENDS_WORDS)),
-            Region(spec.at + "asked", "int64", (num_peers,)),
+            *Reports.regions(spec, num_peers),
         ]
         if spec.rule.unit == "step":
             regions.append(Region(spec.at + "row_slots", "int32", (num_rows,)))
@@ -103,82 +77,27 @@ class PriorityMasses(Masses):
         return [*super().regions(spec, num_slots, num_rows, num_peers), *regions]
 
     def initialise(self) -> None:
-        self._asked[:] = NEVER
+        self.reports.initialise()
         self.words[ALPHA] = self._alpha_at(0)
-        self.counts[HIGHEST_PRIORITY] = _bits(np.ones(1, np.float32))[0]
+        self.counts[HIGHEST_PRIORITY] = np.ones(1, np.float32).view(np.int32)[0]
         super().initialise()
 
     # ---- reports ---------------------------------------------------------------------------------
 
     def ask(self, key: int) -> None:
-        """Say that this process asks for a global batch: what it reports from now on belongs to that one."""
-        self._asked_words[self._peer] = key
+        self.reports.ask(key)
 
     def restart(self, key: int) -> None:
-        self._asked[:] = NEVER
-        for peer in range(self._num_peers):
-            waiting = np.arange(self._ends[peer, HEAD], self._ends[peer, TAIL]) % self.rule.log_size
-            if (self._log[peer, waiting, BATCH] >= key).any():  # of batches that come again: due now
-                self._log[peer, waiting, BATCH] = NEVER
+        self.reports.restart(key)
 
     def too_early(self, key: int) -> bool:
-        return bool(self._asked_words[self._peer] < key - self.rule.lag)
-
-    def report(self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int) -> None:
-        """Report priorities of any items; as `report_samples`.
-
-        Args:
-            updates: Slot, generation and anchor of each item. [n, 3], int64.
-            priorities: Finite, at least 0. [n], float32.
-            order: Their sample numbers, or BY_ID. [n], int64.
-        """
-        samples = np.zeros((len(updates), RESOLUTION_WORDS), np.int64)
-        samples[:, (R_SLOT, R_GENERATION, R_ANCHOR)], samples[:, R_NUMBER] = updates, order
-        self.report_samples(torch.from_numpy(samples), np.array(priorities, np.float32))
-
-    def report_samples(self, samples: torch.Tensor, priorities: np.ndarray) -> None:
-        """Report priorities of what was drawn; a later cut applies them.
-
-        Args:
-            samples: Their resolutions. [n, 8], int64.
-            priorities: Finite, at least 0. [n], float32.
-        Raises:
-            DataError: A priority is negative, infinite or NaN; nothing has changed.
-            StoreError: More wait than the log holds; nothing has changed.
-        """
-        count, peer = len(priorities), self._peer
-        self.check_room(count)
-        tail, values = self._ends[peer, TAIL], torch.from_numpy(priorities).contiguous()
-        try:
-            self.ops.report_(self._my_log, samples.contiguous(), values, tail, self._asked_words[peer])
-        except (RuntimeError, ShapeError):
-            check_priorities(priorities)
-            raise
-        with self.table.lock:  # so that whoever makes the next cut sees the entries behind the tail
-            self._ends[peer, TAIL] = tail + count
-
-    def check_room(self, count: int) -> None:
-        """Refuse more reports than the log holds.
-
-        Raises:
-            StoreError: There are more.
-        """
-        waiting = self._ends[self._peer, TAIL] - self._ends[self._peer, HEAD]
-        if count > self.rule.log_size - waiting:
-            raise StoreError(
-                f"stream {self.spec.name}: priorities",
-                f"must be at most {self.rule.log_size} between two global batches on a rank",
-                f"{waiting} wait, {count} more",
-                "report them in parts, with a sample() between the parts",
-            )
+        return self.reports.too_early(key)
 
     def late(self, key: int) -> list[int]:
-        """Return the living processes whose reports are not complete for a global batch."""
-        return self._peers.behind(key - self.rule.lag)
+        return self.reports.late(key)
 
     def wait_awake(self, key: int) -> None:
-        """Wait for their reports without sleeping, but not for long."""
-        self._peers.wait_awake(key - self.rule.lag)
+        self.reports.wait_awake(key)
 
     # ---- changes ---------------------------------------------------------------------------------
 
@@ -192,9 +111,9 @@ class PriorityMasses(Masses):
         if alpha != self.words[ALPHA]:
             self.words[ALPHA] = alpha
             self._build()
-        due = self._due(key - self.rule.lag)
+        due = self.reports.due(key)
         if due:
-            updates = _ordered([entries for _, entries in due])
+            updates = in_order([entries for _, entries in due])
             self.ops.prioritize_(
                 self.sums,
                 self._minima,
@@ -205,44 +124,12 @@ class PriorityMasses(Masses):
                 self.words[ALPHA],
                 UNIT_CODES[self.spec.rule.unit],
             )
-            self._take(due)
+            self.reports.take(due)
         self._check_clamped()
 
-    def _take(self, due: list[tuple[int, np.ndarray]]) -> None:
-        """Take applied reports out of all logs, or out of none: some alone, applied again, would win."""
-        for peer, entries in due:
-            self._ends[peer, NEXT] = self._ends[peer, HEAD] + len(entries)
-        self.words[TAKING] = 1  # the commit point
-        for peer, _ in due:
-            self._ends[peer, HEAD] = self._ends[peer, NEXT]
-        self.words[TAKING] = 0
-
     def recover(self) -> None:
-        wanted, other = (HEAD, NEXT) if self.words[TAKING] else (NEXT, HEAD)
-        for peer in range(self._num_peers):
-            self._ends[peer, wanted] = self._ends[peer, other]
-        self.words[TAKING] = 0
+        self.reports.recover()
         super().recover()
-
-    def _due(self, batch: int) -> list[tuple[int, np.ndarray]]:
-        """Return the reports of each process that belong to batches before this one."""
-        due = []
-        for peer in range(self._num_peers):
-            head, tail = self._ends[peer, HEAD], self._ends[peer, TAIL]
-            if head == tail:
-                continue
-            entries = self._entries(peer, head, tail)
-            if entries[-1, BATCH] >= batch:
-                entries = entries[: np.searchsorted(entries[:, BATCH], batch)]
-            if len(entries):
-                due.append((peer, entries))
-        return due
-
-    def _entries(self, peer: int, head: int, tail: int) -> np.ndarray:
-        size = self.rule.log_size
-        first, end = head % size, head % size + tail - head
-        log = self._log[peer]
-        return log[first:end] if end <= size else np.concatenate([log[first:], log[: end - size]])
 
     def _alpha_at(self, key: int) -> int:
         return int(self.rule.alpha(key) * ONE_Q62)  # exact: a power of two
@@ -372,8 +259,7 @@ class PriorityMasses(Masses):
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
         items, _ = self._items_of(slots, self._bases[slots])
-        logs = [self._entries(p, self._ends[p, HEAD], self._ends[p, TAIL]) for p in range(self._num_peers)]
-        log = _sorted(np.concatenate(logs))
+        log = self.reports.waiting()
         saved = np.isin(log[:, 0], slots)
         log, counts = log[saved], self.counts.copy()
         log[:, 0] = np.searchsorted(slots, log[:, 0])
@@ -388,56 +274,14 @@ class PriorityMasses(Masses):
         }
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
-        log = content["log"]
-        if len(log) > self.rule.log_size:
-            raise StoreError(
-                f"stream {self.spec.name}: the checkpoint's reports",
-                f"must be at most {self.rule.log_size}",
-                len(log),
-                "raise the batch size or gear.prefetch to what they were",
-            )
+        self.reports.check_size(len(content["log"]))
         self.values[:], self.queued[:], self._bases[:] = 0, -1, 0
         items, _ = self._items_of(slots, content["bases"])
         self.values[items] = content["priorities"]
         self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
         self.counts[:], self.words[ALPHA] = content["counts"], int(content["alpha"][0])
-        for peer in range(self._num_peers):
-            self._ends[peer, HEAD] = self._ends[peer, TAIL] = self._ends[peer, NEXT] = 0
-        self._log[0, : len(log)] = log
-        self._log[0, : len(log), 0] = slots[log[:, 0]]
-        self._ends[0, TAIL] = len(log)
-        self._asked[:] = NEVER
+        log = content["log"].copy()
+        log[:, 0] = slots[log[:, 0]]
+        self.reports.restore(log)
         self._requeue()
         self._build()
-
-
-def check_priorities(priorities: np.ndarray) -> None:
-    """Refuse what is no priority.
-
-    Raises:
-        DataError: One is negative, infinite or NaN.
-    """
-    if len(priorities) == 0 or (priorities.min() >= 0 and priorities.max() < np.inf):  # a NaN is neither
-        return
-    with np.errstate(invalid="ignore"):
-        at = int(np.nonzero(~((priorities >= 0) & (priorities < np.inf)))[0][0])
-    raise DataError(
-        f"priority {at}", "must be finite and at least 0", float(priorities[at]), "nothing was changed"
-    )
-
-
-def _bits(priorities: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(priorities, np.float32).view(np.int32)
-
-
-def _ordered(parts: list[np.ndarray]) -> np.ndarray:
-    """Bring the reports of all processes into their order. [n, 6], int64, contiguous."""
-    entries = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    order = entries[:, ORDER]
-    if len(parts) > 1 or (order[1:] < order[:-1]).any():
-        entries = _sorted(entries)
-    return entries
-
-
-def _sorted(entries: np.ndarray) -> np.ndarray:
-    return entries[np.lexsort((entries[:, ORDER], entries[:, BATCH]))]

@@ -33,7 +33,7 @@ from gear_support import (
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.priorities import BY_ID, HEAD, TAIL
+from deepspeed_gear.selection.reports import BY_ID, HEAD, TAIL
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION
 
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
@@ -58,7 +58,7 @@ def handles(table: Any, items: list[Item]) -> np.ndarray:
 
 
 def report(stream: Any, items: list[Item], priorities: list[float], order: Any = BY_ID) -> None:
-    stream.masses.report(handles(stream.table, items), np.array(priorities, np.float32), order)
+    stream.masses.reports.add_items(handles(stream.table, items), np.array(priorities, np.float32), order)
 
 
 def sampled(stream: Any, key: int) -> list[list[int]]:
@@ -198,7 +198,7 @@ def test_random_deaths(backend: str, unit: str) -> None:
                 mine.consume(key)
                 values = np.exp(np.random.default_rng(key).normal(size=len(records))).astype(np.float32)
                 keep = records[:, 0] >= peers + 1
-                mine.masses.report(records[keep][:, [1, 2, 5]], values[keep], records[keep, 7])
+                mine.masses.reports.add_items(records[keep][:, [1, 2, 5]], values[keep], records[keep, 7])
             report(mine, [(peer, 0)], [float(count)])
             accepted[peer] = count
             count += 1
@@ -236,7 +236,7 @@ def test_random_deaths(backend: str, unit: str) -> None:
     assert stream.position[0] > begin + deaths
     found = sampled(stream, int(stream.position[0]))  # the lock is free, and all reports are applied
     check_whole(scene.table, scene.streams)
-    assert all(ends[HEAD] == ends[TAIL] for ends in np.asarray(stream.masses._ends))
+    assert all(ends[HEAD] == ends[TAIL] for ends in np.asarray(stream.masses.reports.ends))
     assert len(found) == 10
     for peer in range(1, peers + 1):
         assert value(peer) in (accepted[peer], accepted[peer] + 1)

@@ -16,7 +16,7 @@ from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import FOR_COORDINATE, ONE_Q62
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
-from deepspeed_gear.selection.priorities import BY_ID
+from deepspeed_gear.selection.reports import BY_ID
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, GENERATION, ID, STATE
 
 NUM_SLOTS, NUM_ROWS, KEY_OF_STREAM, NUM_PEERS = 5, 40, 7, 3
@@ -108,11 +108,11 @@ class PriorityMachine(RuleBasedStateMachine):
         orders = np.broadcast_to(order, len(items)).tolist()
         if self.waiting[peer] + len(items) > 40:
             try:
-                self.streams[peer].masses.report(updates, np.array(values, np.float32), order)
+                self.streams[peer].masses.reports.add_items(updates, np.array(values, np.float32), order)
                 raise AssertionError("more than the log holds")
             except StoreError:
                 return
-        self.streams[peer].masses.report(updates, np.array(values, np.float32), order)
+        self.streams[peer].masses.reports.add_items(updates, np.array(values, np.float32), order)
         self.waiting[peer] += len(items)
         for place, item, value in zip(orders, items, values, strict=True):
             self.reported.append((self.asked[peer], place, peer, item, float(np.float32(value))))

@@ -78,7 +78,7 @@ def prioritized(scene: StoreScene, priorities: np.ndarray) -> None:
         ],
         axis=1,
     )
-    masses.report(updates, priorities.astype(np.float32), 0)
+    masses.reports.add_items(updates, priorities.astype(np.float32), 0)
 
 
 PRIORITIES = {

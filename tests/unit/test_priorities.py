@@ -16,7 +16,7 @@ from deepspeed_gear.ops.constants import APPLIED, CLAMPED, DRAWABLE, ONE_Q62, R_
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
-from deepspeed_gear.selection.priorities import BY_ID, NEVER
+from deepspeed_gear.selection.reports import BY_ID, NEVER
 from deepspeed_gear.store.table import GENERATION
 
 LENGTHS = [3, 1, 7, 33, 5]
@@ -50,7 +50,7 @@ def handles(stream: Any, items: list[Item]) -> np.ndarray:
 
 def report(stream: Any, items: list[Item], priorities: Any, order: Any = BY_ID) -> None:
     values = np.broadcast_to(np.asarray(priorities, np.float32), len(items))
-    stream.masses.report(handles(stream, items), values, order)
+    stream.masses.reports.add_items(handles(stream, items), values, order)
 
 
 def stored(stream: Any, items: list[Item]) -> list[float]:
@@ -279,7 +279,7 @@ def test_reports_for_what_is_gone_are_ignored_and_counted(scenes: Any) -> None:
     cut(stream, 0)
     gone = handles(stream, [(0, 0), (0, 2), (1, 1)])
     content.remove(scene.table, scene.streams, [0])
-    stream.masses.report(gone, np.full(3, 9, np.float32), 0)
+    stream.masses.reports.add_items(gone, np.full(3, 9, np.float32), 0)
     scene.add(3)  # in the slot and the rows of the one that is gone
     cut(stream, 1)
     assert stored(stream, [(2, 0), (2, 2), (1, 1)]) == [1, 1, 9]
@@ -405,7 +405,7 @@ def test_many_clamped_updates_are_an_error(scenes: Any) -> None:
     values = np.ones(10_000, np.float32)
     values[:11] = 1e9
     updates = handles(stream, items[:33])
-    stream.masses.report(np.tile(updates, (304, 1))[:9_999], values[:9_999], 0)
+    stream.masses.reports.add_items(np.tile(updates, (304, 1))[:9_999], values[:9_999], 0)
     cut(stream, 0)  # too few to judge
     assert stream.masses.counts[CLAMPED] == 11
     report(stream, [(0, 0)], 1)
@@ -453,7 +453,7 @@ def test_what_is_exported_goes_on_alike(scenes: Any, unit: str) -> None:
     with scene.table.lock:
         stream.masses.restore(slots, saved)
         stream.seek(*position)
-    assert (stream.masses._asked == NEVER).all()
+    assert (stream.masses.reports.asked == NEVER).all()
     check_whole(scene.table, scene.streams)
     for key, resolutions in zip((2, 3, 4), wanted, strict=True):
         assert cut(stream, key).resolutions.equal(resolutions)

@@ -1,0 +1,241 @@
+"""Priorities that come back: each process reports into a log of its own, a cut takes all in one order.
+
+A cut of global batch n sees exactly the reports that belong to batches before n - lag. A report belongs to
+the batch that its process had last asked for, so a process's reports for a batch are complete when it asks
+for a later one: no clock decides. Among those of one batch the order is that of the sample numbers, reports
+by id come behind them, and the last one wins.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deepspeed_gear.errors import DataError, ShapeError, StoreError
+from deepspeed_gear.ops.constants import (
+    R_ANCHOR,
+    R_GENERATION,
+    R_NUMBER,
+    R_SLOT,
+    REPORT_WORDS,
+    RESOLUTION_WORDS,
+    UPDATE_WORDS,
+)
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.peers import Peers
+from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.table import Table
+
+BATCH, ORDER = UPDATE_WORDS, UPDATE_WORDS + 1  # words of a log entry behind those of the update
+BY_ID = 1 << 62  # order of reports by id: behind every sample number
+NEVER = -(1 << 62)  # asked for nothing yet
+HEAD, TAIL, NEXT = 0, 1, 2  # words of a log's ends, counted up for ever; NEXT: the head behind a cut
+TAKING = 3  # a word of the first log's ends: all heads move to NEXT
+ENDS_WORDS = 16
+
+
+class Reports:
+    """The logs of all processes.
+
+    Process safety: `ask` and `add` belong to one thread of each process, `add` takes the lock itself; the
+    rest wants the table's lock.
+
+    Args:
+        spec: The stream, with priorities.
+        table: Its table.
+    """
+
+    def __init__(self, spec: StreamSpec, table: Table) -> None:
+        assert spec.priorities is not None
+        self.spec, self.table, self.ops, self.rule = spec, table, table.ops, spec.priorities
+        views, at = table.views, spec.at
+        self._log: np.ndarray = views[at + "log"]
+        self.ends: memoryview = views[at + "ends"].data
+        self.asked: np.ndarray = views[at + "asked"]
+        self._asked_words: memoryview = self.asked.data
+        self._peer, self._num_peers = table.memory.peer, len(self.asked)
+        self._my_log = torch.from_numpy(self._log[self._peer])
+        self._peers = Peers(spec, table, self.asked, table.lock.timeout_s)
+
+    @staticmethod
+    def regions(spec: StreamSpec, num_peers: int) -> list[Region]:
+        """Return what the reports of a stream keep in the store."""
+        assert spec.priorities is not None
+        return [
+            Region(spec.at + "log", "int64", (num_peers, spec.priorities.log_size, REPORT_WORDS)),
+            Region(spec.at + "ends", "int64", (num_peers, ENDS_WORDS)),
+            Region(spec.at + "asked", "int64", (num_peers,)),
+        ]
+
+    def initialise(self) -> None:
+        """Begin in new memory."""
+        self.asked[:] = NEVER
+
+    def ask(self, key: int) -> None:
+        """Say that this process asks for a global batch: what it reports from now on belongs to that one."""
+        self._asked_words[self._peer] = key
+
+    def restart(self, key: int) -> None:
+        """Forget what was asked for: a global batch is loaded at which to go on."""
+        self.asked[:] = NEVER
+        for peer in range(self._num_peers):
+            waiting = np.arange(self.ends[peer, HEAD], self.ends[peer, TAIL]) % self.rule.log_size
+            if (self._log[peer, waiting, BATCH] >= key).any():  # of batches that come again: due now
+                self._log[peer, waiting, BATCH] = NEVER
+
+    def too_early(self, key: int) -> bool:
+        """Whether this process itself has yet to ask for what a cut of this global batch needs."""
+        return bool(self._asked_words[self._peer] < key - self.rule.lag)
+
+    def late(self, key: int) -> list[int]:
+        """Return the living processes whose reports are not complete for a global batch."""
+        return self._peers.behind(key - self.rule.lag)
+
+    def wait_awake(self, key: int) -> None:
+        """Wait for their reports without sleeping, but not for long."""
+        self._peers.wait_awake(key - self.rule.lag)
+
+    # ---- adding ----------------------------------------------------------------------------------
+
+    def add_items(self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int) -> None:
+        """Report priorities of any items; as `add`.
+
+        Args:
+            updates: Slot, generation and anchor of each item. [n, 3], int64.
+            priorities: Finite, at least 0. [n], float32.
+            order: Their sample numbers, or BY_ID. [n], int64.
+        """
+        samples = np.zeros((len(updates), RESOLUTION_WORDS), np.int64)
+        samples[:, (R_SLOT, R_GENERATION, R_ANCHOR)], samples[:, R_NUMBER] = updates, order
+        self.add(torch.from_numpy(samples), np.array(priorities, np.float32))
+
+    def add(self, samples: torch.Tensor, priorities: np.ndarray) -> None:
+        """Report priorities of what was drawn; a later cut applies them.
+
+        Args:
+            samples: Their resolutions. [n, 8], int64.
+            priorities: Finite, at least 0. [n], float32.
+        Raises:
+            DataError: A priority is negative, infinite or NaN; nothing has changed.
+            StoreError: More wait than the log holds; nothing has changed.
+        """
+        count, peer = len(priorities), self._peer
+        self.check_room(count)
+        tail, values = self.ends[peer, TAIL], torch.from_numpy(priorities).contiguous()
+        try:
+            self.ops.report_(self._my_log, samples.contiguous(), values, tail, self._asked_words[peer])
+        except (RuntimeError, ShapeError):
+            check_priorities(priorities)
+            raise
+        with self.table.lock:  # so that whoever makes the next cut sees the entries behind the tail
+            self.ends[peer, TAIL] = tail + count
+
+    def check_room(self, count: int) -> None:
+        """Refuse more reports than the log holds.
+
+        Raises:
+            StoreError: There are more.
+        """
+        waiting = self.ends[self._peer, TAIL] - self.ends[self._peer, HEAD]
+        if count > self.rule.log_size - waiting:
+            raise StoreError(
+                f"stream {self.spec.name}: priorities",
+                f"must be at most {self.rule.log_size} between two global batches on a rank",
+                f"{waiting} wait, {count} more",
+                "report them in parts, with a sample() between the parts",
+            )
+
+    def check_size(self, count: int) -> None:
+        """Refuse more reports of a checkpoint than a log holds.
+
+        Raises:
+            StoreError: There are more.
+        """
+        if count > self.rule.log_size:
+            raise StoreError(
+                f"stream {self.spec.name}: the checkpoint's reports",
+                f"must be at most {self.rule.log_size}",
+                count,
+                "raise the batch size or gear.prefetch to what they were",
+            )
+
+    # ---- taking ----------------------------------------------------------------------------------
+
+    def due(self, key: int) -> list[tuple[int, np.ndarray]]:
+        """Return the reports of each process that a cut of a global batch applies."""
+        batch, due = key - self.rule.lag, []
+        for peer in range(self._num_peers):
+            head, tail = self.ends[peer, HEAD], self.ends[peer, TAIL]
+            if head == tail:
+                continue
+            entries = self._entries(peer, head, tail)
+            if entries[-1, BATCH] >= batch:
+                entries = entries[: np.searchsorted(entries[:, BATCH], batch)]
+            if len(entries):
+                due.append((peer, entries))
+        return due
+
+    def _entries(self, peer: int, head: int, tail: int) -> np.ndarray:
+        size = self.rule.log_size
+        first, end = head % size, head % size + tail - head
+        log = self._log[peer]
+        return log[first:end] if end <= size else np.concatenate([log[first:], log[: end - size]])
+
+    def take(self, due: list[tuple[int, np.ndarray]]) -> None:
+        """Take applied reports out of all logs, or out of none: some alone, applied again, would win."""
+        for peer, entries in due:
+            self.ends[peer, NEXT] = self.ends[peer, HEAD] + len(entries)
+        self.ends[0, TAKING] = 1  # the commit point
+        for peer, _ in due:
+            self.ends[peer, HEAD] = self.ends[peer, NEXT]
+        self.ends[0, TAKING] = 0
+
+    def recover(self) -> None:
+        """Make the heads whole after a process died while they moved."""
+        wanted, other = (HEAD, NEXT) if self.ends[0, TAKING] else (NEXT, HEAD)
+        for peer in range(self._num_peers):
+            self.ends[peer, wanted] = self.ends[peer, other]
+        self.ends[0, TAKING] = 0
+
+    # ---- content ---------------------------------------------------------------------------------
+
+    def waiting(self) -> np.ndarray:
+        """Return all reports that wait, in their order. [n, 6], int64."""
+        ends = [(peer, self.ends[peer, HEAD], self.ends[peer, TAIL]) for peer in range(self._num_peers)]
+        return _sorted(np.concatenate([self._entries(*of_peer) for of_peer in ends]))
+
+    def restore(self, log: np.ndarray) -> None:
+        """Take up what `waiting` has returned; everything else is gone."""
+        for peer in range(self._num_peers):
+            self.ends[peer, HEAD] = self.ends[peer, TAIL] = self.ends[peer, NEXT] = 0
+        self._log[0, : len(log)] = log
+        self.ends[0, TAIL] = len(log)
+        self.asked[:] = NEVER
+
+
+def check_priorities(priorities: np.ndarray) -> None:
+    """Refuse what is no priority.
+
+    Raises:
+        DataError: One is negative, infinite or NaN.
+    """
+    if len(priorities) == 0 or (priorities.min() >= 0 and priorities.max() < np.inf):  # a NaN is neither
+        return
+    with np.errstate(invalid="ignore"):
+        at = int(np.nonzero(~((priorities >= 0) & (priorities < np.inf)))[0][0])
+    raise DataError(
+        f"priority {at}", "must be finite and at least 0", float(priorities[at]), "nothing was changed"
+    )
+
+
+def in_order(parts: list[np.ndarray]) -> np.ndarray:
+    """Bring the reports of all processes into their order. [n, 6], int64, contiguous."""
+    entries = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    order = entries[:, ORDER]
+    if len(parts) > 1 or (order[1:] < order[:-1]).any():
+        entries = _sorted(entries)
+    return entries
+
+
+def _sorted(entries: np.ndarray) -> np.ndarray:
+    return entries[np.lexsort((entries[:, ORDER], entries[:, BATCH]))]
