@@ -60,7 +60,13 @@ class Feed:
         if micro == 0:
             for stream in self._streams:
                 stream.masses.ask(self._start + step)
-        batch, heads = self._prepared() if self._prefetch else self._make(self._used)
+        try:
+            batch, heads = self._prepared() if self._prefetch else self._make(self._used)
+        except Exception:
+            for stream in self._streams:  # so that new priorities can mend what was wrong with the old ones
+                if not stream.stopped:
+                    stream.masses.give_up()
+            raise
         self._used += 1
         if self._used % self._info.accumulation == 0:
             self._heads = heads

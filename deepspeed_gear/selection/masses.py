@@ -96,6 +96,9 @@ class Masses:
     def ask(self, key: int) -> None:
         """Say that this process asks for a global batch."""
 
+    def give_up(self) -> None:
+        """Take back what this process asked for, as when no cut can be made."""
+
     def restart(self, key: int) -> None:
         """Forget what was asked for: a global batch is loaded at which to go on."""
         del key

@@ -87,6 +87,9 @@ class PriorityMasses(Masses):
     def ask(self, key: int) -> None:
         self.reports.ask(key)
 
+    def give_up(self) -> None:
+        self.reports.give_up()
+
     def restart(self, key: int) -> None:
         self.reports.restart(key)
 

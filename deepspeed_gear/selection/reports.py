@@ -83,6 +83,14 @@ class Reports:
             if (self._log[peer, waiting, BATCH] >= key).any():  # of batches that come again: due now
                 self._log[peer, waiting, BATCH] = NEVER
 
+    def give_up(self) -> None:
+        """Take back what this process asked for, as no cut can be made: its reports are due before it."""
+        peer = self._peer
+        with self.table.lock:
+            waiting = np.arange(self.ends[peer, HEAD], self.ends[peer, TAIL]) % self.rule.log_size
+            self._log[peer, waiting, BATCH] = NEVER
+            self.asked[peer] = NEVER
+
     def too_early(self, key: int) -> bool:
         """Whether this process itself has yet to ask for what a cut of this global batch needs."""
         return bool(self._asked_words[self._peer] < key - self.rule.lag)

@@ -284,11 +284,14 @@ class Stream:
     def _checked_total(self) -> int:
         total = self.masses.total
         if total == 0:
+            remedy = "check sampler.where, sampler.anchors and the split, or add trajectories first"
+            if self.has_item_masses:
+                remedy = f"all masses are 0: report priorities, or give weights, above 0; {remedy}"
             raise StoreError(
                 f"stream {self.spec.name}: table {self.table.spec.name}",
                 "must hold at least one item that the sampler admits",
                 f"{self.table.num_trajectories} trajectories, none admitted",
-                "check sampler.where, sampler.anchors and the split, or add trajectories first",
+                remedy,
             )
         if not 0 < total < 1 << MOST_TOTAL_BITS:
             raise StoreError(
