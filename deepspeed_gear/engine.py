@@ -37,7 +37,8 @@ def initialize(
         schemas: Schemas of tables that have a capacity and no schema in the config.
     Returns:
         Engine, optimizer, an endless iterator over gear batches, learning-rate scheduler. The engine has
-        `gear_sample()`, `gear_iterator(stream)` and `gear`, the Replay.
+        `gear_sample()`, `gear_iterator(stream)`, `gear_update_priorities(batch, priorities)` and `gear`, the
+        Replay.
     Raises:
         GearError: On every rank, with the text of the rank that has found it.
     """
@@ -52,7 +53,7 @@ def initialize(
 def attach(
     engine: Any, replay: Replay | None = None, config: Any = None, schemas: Mapping[str, Schema] | None = None
 ) -> Any:
-    """Give an engine that somebody else made its `gear_sample()`, `gear_iterator()` and `gear`. Collective.
+    """Give an engine that somebody else made what `initialize` gives to its own. Collective.
 
     Args:
         engine: From `deepspeed.initialize`, Accelerate or a Trainer.

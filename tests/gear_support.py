@@ -253,7 +253,8 @@ class StoreScene:
         timeout_s: float = 20.0,
     ) -> None:
         from deepspeed_gear.ops import load_backend
-        from deepspeed_gear.selection.stream import Stream, regions_of
+        from deepspeed_gear.selection.kinds import regions_of
+        from deepspeed_gear.selection.stream import Stream
         from deepspeed_gear.store.spec import TableSpec, table_layout
         from deepspeed_gear.store.table import Table
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.prefetch import Prefetcher
+from deepspeed_gear.errors import StoreError
 from deepspeed_gear.replay import position
 from deepspeed_gear.replay.maker import BatchMaker
 from deepspeed_gear.replay.metrics import Metrics
@@ -56,13 +57,11 @@ class Feed:
     def next(self) -> Batch:
         """Return the next micro batch."""
         begin = time.perf_counter()
-        step, micro = divmod(self._used, self._info.accumulation)
-        if micro == 0:
-            for stream in self._streams:
-                stream.masses.ask(self._start + step)
+        for stream in self._streams:
+            stream.masses.ask(self._start + self._used // self._info.accumulation)
         try:
             batch, heads = self._prepared() if self._prefetch else self._make(self._used)
-        except Exception:
+        except StoreError:
             for stream in self._streams:  # so that new priorities can mend what was wrong with the old ones
                 if not stream.stopped:
                     stream.masses.give_up()

@@ -368,10 +368,10 @@ class Replay:
         return position.state_of(self.config, self.fingerprint, self._passes, self._feed.where)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
-        """Write what was added to tables with a capacity, and return the position. Collective.
+        """Write what was added to tables, and priorities; return the position. Collective.
 
         Args:
-            folder: Gets a folder per table with a capacity; none if there is no such table.
+            folder: Gets a folder for each table with a capacity or with priorities; none if there is no such.
         Returns:
             `state_dict()`.
         """
@@ -389,7 +389,9 @@ class Replay:
         return self.state_dict()
 
     def load(self, folder: str | Path, state: Mapping[str, Any]) -> None:
-        """Continue where `save` was called: replace the content of tables with a capacity. Collective.
+        """Continue where `save` was called: replace what it has written. Collective.
+
+        A batch from before must not report priorities afterwards: its trajectories may lie elsewhere.
 
         Raises:
             CheckpointError: A file is missing or changed, or the state does not fit.

@@ -25,7 +25,8 @@ from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.replay.sizes import BatchInfo
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.stream import Stream, regions_of
+from deepspeed_gear.selection.kinds import regions_of
+from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.memory import remove_garbage

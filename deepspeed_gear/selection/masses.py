@@ -182,11 +182,6 @@ class Masses:
             words = rows.numpy()  # the mass of one step
             words[:, R_MASS] //= self.spec.rule.anchors.num_anchors(words[:, R_NUM_STEPS])
 
-    def weigh(self, key: int, masses: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor and exponent (Q62) of a cut's importance weights: 0 makes them all 1."""
-        del key, masses, total
-        return 1, 1, 0
-
     def coordinates_of(self, items: torch.Tensor) -> torch.Tensor:
         """Return the first coordinate of each item. [n] -> [n], int64. Cost: 32 additions a level."""
         coordinates, nodes = torch.zeros_like(items), items

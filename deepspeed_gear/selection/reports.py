@@ -93,7 +93,7 @@ class Reports:
 
     def too_early(self, key: int) -> bool:
         """Whether this process itself has yet to ask for what a cut of this global batch needs."""
-        return bool(self._asked_words[self._peer] < key - self.rule.lag)
+        return self.rule.lag > 0 and bool(self._asked_words[self._peer] < key - self.rule.lag)
 
     def late(self, key: int) -> list[int]:
         """Return the living processes whose reports are not complete for a global batch."""

@@ -43,16 +43,13 @@ from deepspeed_gear.selection.cut import (
     Cut,
     StreamSpec,
 )
-from deepspeed_gear.selection.masses import Masses
+from deepspeed_gear.selection.kinds import DRAWS, ORDERS, masses_of, stratify_
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.store.layout import Region
-from deepspeed_gear.store.spec import TableSpec
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
 
 _POLL_S, _IDLE_S = 100e-6, 500e-6
 MOST_TOTAL_BITS = 62
-DRAWS, ORDERS, AGES = ("random", "stratified"), ("epoch", "pass"), ("oldest", "newest")  # kinds beside "top"
 
 
 class Stream:
@@ -180,7 +177,7 @@ class Stream:
                 self._take_first(rows, after[SAMPLES])
             elif self._words[AHEAD] != key:
                 self._draw(rows, after[SAMPLES], after[TOTAL])
-            if self.spec.priorities is not None:
+            if isinstance(self.masses, PriorityMasses):
                 masses = self._ring_words[entry, :count, R_MASS]
                 after[NUMERATOR : EXPONENT + 1] = self.masses.weigh(key, masses, after[TOTAL])
         after[KEY], after[COUNT] = key + 1, count
@@ -200,6 +197,8 @@ class Stream:
         """Draw for the next cut, where several ranks want it and nothing is known that comes before it."""
         words, entry = self._words, key % self.spec.depth
         if self._num_peers == 1 or self.spec.kind not in DRAWS or words[KEY] != key:
+            return
+        if self.spec.count is not None:  # which may fail, or be 0, and is not this batch's business
             return
         if words[AHEAD] == key or self.masses.waiting or self.peers.late(self._head_words[entry, KEY]):
             return
@@ -394,27 +393,6 @@ class Stream:
         self.heads[entries] = heads
         self._ring.numpy()[entries], self._epochs.numpy()[entries] = ring, content["epochs"]
         self.position[:CUT_WORDS] = content["position"]
-
-
-def masses_of(spec: StreamSpec) -> type[Masses]:
-    """Return what gives a stream its masses."""
-    if spec.priorities is not None:
-        return PriorityMasses
-    return AgeMasses if spec.kind in AGES or spec.rule.window is not None else Masses
-
-
-def stratify_(coordinates: torch.Tensor, total: int) -> None:
-    """Move the j-th of B coordinates into the j-th of B equal parts: floor((j * total + c) / B), in place."""
-    count = len(coordinates)
-    whole, rest = divmod(total, count)
-    j = torch.arange(count)
-    torch.add(j * whole, (j * rest + coordinates) // count, out=coordinates)
-
-
-def regions_of(spec: StreamSpec, table: TableSpec) -> list[Region]:
-    """Return what a stream keeps in the store of a table."""
-    masses = masses_of(spec).regions(spec, table.num_slots, table.num_rows, table.num_peers)
-    return [*spec.regions(table.num_peers), *masses]
 
 
 def reclaim(table: Table, streams: list[Stream]) -> None:

@@ -10,19 +10,16 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 from gear_support import (
-    ROOT,
     STEP,
     StoreScene,
     check_whole,
+    every_death,
     exit_status,
     in_child,
     kill,
@@ -36,54 +33,9 @@ from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.replay import content
 from deepspeed_gear.store.table import COMMITTED, ID, STATE
 
-TRACED = tuple(str(ROOT / "deepspeed_gear" / part) for part in ("store", "selection", "replay"))
 LENGTHS = [3, 1, 4, 2, 5]
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "4"))
 DEATHS = int(os.environ.get("GEAR_TEST_DEATHS", "14"))
-
-
-def killed_at(line: int, action: Callable[[], None]) -> bool:
-    """Run an action in a child that is killed before its line-th line; return whether it came so far."""
-
-    def run() -> None:
-        left = line
-
-        def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal left
-            if not frame.f_code.co_filename.startswith(TRACED):
-                return None
-            if event == "line":
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return trace
-
-        sys.settrace(trace)
-        action()
-
-    status = exit_status(in_child(run))
-    assert status in (0, -signal.SIGKILL)
-    return status != 0
-
-
-def every_death(
-    make: Callable[[], StoreScene], act: Callable[[Any, Any], None], stride: int
-) -> Iterator[StoreScene]:
-    """Yield a store for every place of death of a peer that attaches and acts."""
-    line, deaths = 1, 0
-    while True:
-        scene = make()
-
-        def attach_and_act(scene: StoreScene = scene) -> None:
-            act(*scene.attach(1))
-
-        died = killed_at(line, attach_and_act)
-        yield scene
-        scene.close()
-        if not died:
-            break
-        line, deaths = line + stride, deaths + 1
-    assert deaths * stride > 80, "too few places of death: the trace saw nothing"
 
 
 def items(stream: Any, key: int) -> list[list[int]]:

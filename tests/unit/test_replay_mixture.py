@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.errors import ConfigError, StoreError
 
 SCHEMA = Schema(
@@ -133,3 +133,27 @@ def test_a_long_training_step_is_no_timeout() -> None:
             replay.update_priorities(replay.sample(), torch.ones(16))
             time.sleep(0.8)
         assert replay.sample().num_samples == 16
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_failed_transform_comes_again_within_a_global_batch(prefetch: int) -> None:
+    of = {"kind": "prioritized", "unit": "step"}
+    calls = [0]
+
+    def transform(batch: Batch, _: torch.Tensor) -> Batch:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise ValueError("not this time")
+        return batch
+
+    with filled(section(of, prefetch=prefetch, gradient_accumulation_steps=4, timeout_s=5.0)) as replay:
+        replay.transform = transform
+        first = replay.sample().number.tolist()
+        with pytest.raises(ValueError, match="not this time"):
+            replay.sample()
+        again = [replay.sample() for _ in range(3)]
+        numbers = [list(zip(b.source.tolist(), b.number.tolist(), strict=True)) for b in again]
+        assert len({pair for batch in numbers for pair in batch}) == 12
+        assert not {n for batch in numbers for s, n in batch if s == 0} & {first[0]}
+        replay.update_priorities(again[-1], torch.ones(4))
+        assert replay.sample().num_samples == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -151,4 +152,15 @@ def test_a_death_while_drawing_ahead_leaves_a_whole_stream() -> None:
     for key in range(1, 4):
         assert (rows(stream, key) == wanted[key]).all()
     check_whole(scene.table, scene.streams)
+    scene.close()
+
+
+def test_a_table_of_a_mixture_may_have_no_sample_in_the_next_batch() -> None:
+    spec = replace(stream_spec("stratified", unit="step", batch=16), count=lambda key: 16 * (key % 2))
+    scene = StoreScene("cpu", [spec], lengths=LENGTHS, num_peers=2)
+    table, (other,) = scene.attach(1)
+    for key in range(6):
+        assert (rows(scene.streams[0], key) == rows(other, key)).all()
+        assert scene.streams[0].heads[key % 4, 6] == 16 * (key % 2)
+    table.close()
     scene.close()

@@ -1,0 +1,35 @@
+"""The kinds of streams: what gives them their masses, and what they keep in the store."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_gear.selection.age import AgeMasses
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.masses import Masses
+from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.spec import TableSpec
+
+DRAWS, ORDERS, AGES = ("random", "stratified"), ("epoch", "pass"), ("oldest", "newest")  # beside "top"
+
+
+def masses_of(spec: StreamSpec) -> type[Masses]:
+    """Return what gives a stream its masses."""
+    if spec.priorities is not None:
+        return PriorityMasses
+    return AgeMasses if spec.kind in AGES or spec.rule.window is not None else Masses
+
+
+def stratify_(coordinates: torch.Tensor, total: int) -> None:
+    """Move the j-th of B coordinates into the j-th of B equal parts: floor((j * total + c) / B), in place."""
+    count = len(coordinates)
+    whole, rest = divmod(total, count)
+    j = torch.arange(count)
+    torch.add(j * whole, (j * rest + coordinates) // count, out=coordinates)
+
+
+def regions_of(spec: StreamSpec, table: TableSpec) -> list[Region]:
+    """Return what a stream keeps in the store of a table."""
+    masses = masses_of(spec).regions(spec, table.num_slots, table.num_rows, table.num_peers)
+    return [*spec.regions(table.num_peers), *masses]
