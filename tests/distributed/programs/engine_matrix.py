@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from engine_parts import Model, ds_config, dump, task, train
 from gear_support import shared_files
 
@@ -23,3 +24,5 @@ for case in wanted["cases"]:
     assert engine.global_steps == wanted["batches"]
     dump(wanted["out"], case["name"], seen)
     engine.destroy()
+
+torch.distributed.destroy_process_group()  # else its threads live on into the end of the interpreter
