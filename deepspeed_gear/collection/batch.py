@@ -71,6 +71,21 @@ class Batch(Mapping[str, torch.Tensor]):
         """Set a field, as a transform does."""
         self._tensors[name] = tensor
 
+    def part(self, name: str) -> torch.Tensor:
+        """Return what a name of `gear.pipeline` stands for: a field, `mask.<field>`, `weight`, `id`, ...
+
+        Raises:
+            KeyError: The batch has nothing of this name.
+        """
+        if name in self._tensors:
+            return self._tensors[name]
+        if name.startswith("mask."):
+            return self.mask[name.removeprefix("mask.")]
+        if name not in ("weight", "id", "anchor", "number", "probability", "epoch", "valid"):
+            raise KeyError(f"{name}: no such part of the batch")
+        found: torch.Tensor = getattr(self, name)
+        return found
+
     @property
     def num_samples(self) -> int:
         return len(self._records)

@@ -16,6 +16,7 @@ from deepspeed_gear.config.model import (
     FieldConfig,
     GearConfig,
     NStepConfig,
+    PipelineConfig,
     SharedMemoryConfig,
     TableConfig,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "LifoSampler",
     "MixtureSampler",
     "NStepConfig",
+    "PipelineConfig",
     "PrioritizedSampler",
     "RecentSampler",
     "ResolvedField",

@@ -12,7 +12,15 @@ if TYPE_CHECKING:
 # What a node may choose for itself: it changes speed and place, not one batch.
 _OF_THE_NODE = ("backend", "data", "threads", "timeout_s", "metrics")
 # How a global batch is cut into pieces and when it is made; the samples in it stay the same.
-_OF_THE_RUN = ("prefetch", "batch_size", "micro_batch_size", "gradient_accumulation_steps", "shared_memory")
+_OF_THE_RUN = (
+    "prefetch",
+    "batch_size",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "pipeline",
+    "verify_every",
+    "shared_memory",
+)
 
 _ROOM = ("capacity_steps", "capacity_trajectories", "max_length")
 

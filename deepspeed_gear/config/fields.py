@@ -8,13 +8,15 @@ from typing import Literal
 
 import torch
 
-from deepspeed_gear.config.checks import check_field_name, check_nesting, dotted
+from deepspeed_gear.config.checks import N_STEP_NAMES, check_field_name, check_nesting, dotted
 from deepspeed_gear.config.model import FieldConfig, GearConfig
 from deepspeed_gear.config.samplers import RecentSampler, Sampler, WeightedSampler, WhereConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import DTYPES, Column, Schema
 
 DERIVED = {"return_to_go": "float32", "timestep": "int64"}
+SAMPLE_NAMES = ("weight", "id", "anchor", "number", "probability", "epoch", "valid")  # of any batch
+MASK = "mask."  # before the name of a field: its mask
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,26 @@ def check_against(
     found = [_check_table(config, schemas[table], statistics_available) for table in config.sampled_tables]
     for table, resolved in zip(config.sampled_tables, found, strict=True):
         _check_same(config.sampled_tables[0], found[0], table, resolved)
+    _check_pipeline(config, [field.name for field in found[0]])
     return found[0]
+
+
+def _check_pipeline(config: GearConfig, fields: list[str]) -> None:
+    """Refuse names that no batch has."""
+    if config.pipeline is None:
+        return
+    more = N_STEP_NAMES if config.n_step is not None else ()
+    known = [*fields, *more, *SAMPLE_NAMES]
+    for end in ("inputs", "labels"):
+        names: list[str] = getattr(config.pipeline, end)
+        for index, name in enumerate(names):
+            if name not in known and name.removeprefix(MASK) not in fields:
+                raise ConfigError(
+                    f"gear.pipeline.{end}[{index}]",
+                    "must name a field, its mask, or what every batch has",
+                    name,
+                    f"known are {', '.join(known)} and {MASK}<field>",
+                )
 
 
 def _check_same(first: str, fields: list[ResolvedField], other: str, others: list[ResolvedField]) -> None:

@@ -190,6 +190,21 @@ class NStepConfig(GearModel):
     gamma: Gamma = Field(description="Discount per step.")
 
 
+class PipelineConfig(GearModel):
+    """What the ends of a pipeline read.
+
+    A name is that of a field, of what `n_step` adds, `mask.<field>`, or one of `weight`, `id`, `anchor`,
+    `number`, `probability`, `epoch` and `valid`.
+    """
+
+    inputs: Annotated[list[Text], MinLen(1)] = Field(
+        description="What the first stage's layers get: one tensor, or a tuple of them in this order."
+    )
+    labels: Annotated[list[Text], MinLen(1)] = Field(
+        description="What the loss function gets on the last stage, likewise."
+    )
+
+
 class SharedMemoryConfig(GearModel):
     """The memory that all processes of a node share."""
 
@@ -245,6 +260,16 @@ class GearConfig(GearModel):
     )
     gradient_accumulation_steps: Count = Field(
         default=1, description="Micro batches of a global batch on each rank. Only without an engine."
+    )
+    pipeline: PipelineConfig | None = Field(
+        default=None, description="What the first and the last stage of a pipeline read."
+    )
+    verify_every: Annotated[Int, Ge(0)] = Field(
+        default=0,
+        description=(
+            "Compare ids and anchors inside each replica every so many global batches, and write a digest "
+            "of the global batch to the log. 0: never."
+        ),
     )
     shared_memory: SharedMemoryConfig = Field(
         default=SharedMemoryConfig(), description="Shared memory of a node."

@@ -1,71 +1,207 @@
-"""All use of DeepSpeed's private names and of what differs between its versions."""
+"""All use of DeepSpeed's private names and of what differs between its versions.
+
+`CONTRACT` lists them; a test holds it against the installed version, so that a version that moves one fails
+by its name.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.utils import groups
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
 
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.parallel.topology import Place
 
 REQUIRED = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "is_gradient_accumulation_boundary",
+    "zero_optimization_stage",
+    "autotp_size",
     "save_checkpoint",
     "load_checkpoint",
     "destroy",
 )
+PIPELINE = "PipelineEngine"  # engines of a subclass have schedules of their own
+CONTRACT = {
+    "deepspeed.runtime.engine:DeepSpeedEngine": REQUIRED,
+    "deepspeed.runtime.pipe.engine:PipelineEngine": (
+        "train_batch",
+        "eval_batch",
+        "set_train_batch_size",
+        "set_dataiterator",
+    ),
+    "deepspeed.runtime.pipe.topology:PipelineParallelGrid": (
+        "get_data_parallel_rank",
+        "get_data_parallel_world_size",
+        "get_slice_parallel_rank",
+        "get_slice_parallel_world_size",
+        "get_pipe_parallel_rank",
+        "get_pipe_parallel_world_size",
+    ),
+    "deepspeed.utils.groups:": (
+        "mpu",
+        "mesh_device",
+        "get_data_parallel_rank",
+        "get_data_parallel_world_size",
+        "get_tensor_model_parallel_rank",
+        "get_tensor_model_parallel_world_size",
+        "get_tensor_model_parallel_group",
+    ),
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp:": (
+        "initialize_sequence_parallel",
+        "get_sequence_parallel_rank",
+        "get_sequence_parallel_world_size",
+    ),
+}
+# Attributes that exist on instances only: set in the engine's constructor.
+ATTRIBUTES = {
+    "DeepSpeedEngine": ("mpu", "mesh_device", "dp_world_size", "monitor", "global_rank", "config"),
+    "PipelineEngine": ("grid", "micro_batches"),
+}
 
 
 def check_engine(engine: Any) -> None:
     """Check that an object is an engine of a kind that is supported.
 
     Raises:
-        ConfigError: It is none, or it uses tensor, pipeline or sequence parallelism.
+        ConfigError: It is none, or has a schedule of its own.
     """
     missing = [name for name in REQUIRED if not callable(getattr(type(engine), name, None))]
     if missing:
         raise ConfigError(
             "engine", "must be a DeepSpeed engine", type(engine).__name__, f"it lacks {', '.join(missing)}"
         )
-    if type(engine).__name__ == "PipelineEngine":
+    is_pipeline = any(kind.__name__ == PIPELINE for kind in type(engine).__mro__)
+    if is_pipeline and type(engine).__name__ != PIPELINE:
         raise ConfigError(
-            "engine", "must be data-parallel", "PipelineEngine", "this version has no pipeline parallelism"
+            "engine", f"must be a {PIPELINE} or no pipeline", type(engine).__name__, "use a PipelineModule"
         )
-    tensor = _world(groups, "get_tensor_model_parallel_world_size", "_get_model_parallel_world_size")
-    sequence = _world(groups, "_get_sequence_parallel_world_size")
-    for name, size in (("tensor", tensor), ("sequence", sequence)):
-        if size > 1:
-            raise ConfigError(
-                "engine",
-                "must be data-parallel",
-                f"{name} parallelism of {size}",
-                f"this version has no {name} parallelism",
-            )
 
 
-def _world(module: Any, *names: str) -> int:
-    for name in names:
-        function = getattr(module, name, None)
-        if function is None:
-            continue
-        try:
-            return int(function())
-        except (AssertionError, RuntimeError, ValueError, AttributeError, TypeError):
-            continue
-    return 1
+def is_pipeline(engine: Any) -> bool:
+    return type(engine).__name__ == PIPELINE
 
 
-def data_rank(engine: Any) -> int:
-    """Return the index of this rank's replica."""
-    return int(groups._get_data_parallel_rank())
+def place_of(engine: Any) -> Place:
+    """Return where this rank of an engine sits.
+
+    DeepSpeed keeps what it was given last in a module's globals, for engines that were given nothing: so a
+    critic beside a tensor-parallel actor is the same model on the actor's tensor ranks.
+
+    Raises:
+        ConfigError: The engine's own number of replicas is another one.
+    """
+    if is_pipeline(engine):
+        grid = engine.grid
+        return Place(
+            data_rank=grid.get_data_parallel_rank(),
+            data_world=grid.get_data_parallel_world_size(),
+            tensor_rank=grid.get_slice_parallel_rank(),
+            tensor_world=grid.get_slice_parallel_world_size(),
+            pipe_rank=grid.get_pipe_parallel_rank(),
+            pipe_world=grid.get_pipe_parallel_world_size(),
+        )
+    mpu = groups.mpu if engine.mpu is None else engine.mpu
+    mesh = groups.mesh_device if engine.mesh_device is None else engine.mesh_device
+    place = _place_in(mpu, mesh, inherited=engine.mpu is None)
+    if engine.autotp_size() > 1:
+        _check_tensor_group(engine)
+    if engine.dp_world_size not in (None, place.data_world):
+        raise ConfigError(
+            "engine",
+            f"must have as many replicas as its groups say ({place.data_world})",
+            engine.dp_world_size,
+            "give initialize the mpu or mesh_param that the model was built for",
+        )
+    return place
 
 
-def data_world(engine: Any) -> int:
-    """Return the number of replicas."""
-    return int(groups._get_data_parallel_world_size())
+def _place_in(mpu: Any, mesh: Any, inherited: bool) -> Place:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sequence_rank, sequence_world = _sequence(mpu, mesh)
+    if mesh is not None:
+        group = mesh.get_group("data_parallel")
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+    elif mpu is not None and hasattr(mpu, "initialize_sequence_parallel"):  # Ulysses: it knows no data axis
+        rank, world = rank // sequence_world, world // sequence_world
+    elif mpu is not None:
+        rank, world = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    tensor_rank, tensor_world, pipe_rank, pipe_world = 0, 1, 0, 1
+    if mpu is not None and not hasattr(mpu, "initialize_sequence_parallel"):
+        tensor_rank = bwc_tensor_model_parallel_rank(mpu)
+        tensor_world = bwc_tensor_model_parallel_world_size(mpu)
+        pipe_rank, pipe_world = _stage(mpu)
+        if inherited:  # a whole model beside somebody else's stages
+            tensor_rank, tensor_world = pipe_rank * tensor_world + tensor_rank, pipe_world * tensor_world
+            pipe_rank, pipe_world = 0, 1
+    return Place(rank, world, tensor_rank, tensor_world, pipe_rank, pipe_world, sequence_rank, sequence_world)
+
+
+def _sequence(mpu: Any, mesh: Any) -> tuple[int, int]:
+    if mesh is not None:
+        group = mesh.get_group("sequence_parallel")
+        return dist.get_rank(group), dist.get_world_size(group)
+    if mpu is not None and hasattr(mpu, "get_sequence_parallel_world_size"):
+        return mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_world_size()
+    return 0, 1
+
+
+def _stage(mpu: Any) -> tuple[int, int]:
+    world = bwc_pipeline_parallel_world_size(mpu)
+    for name in ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank"):
+        if world > 1 and hasattr(mpu, name):
+            return getattr(mpu, name)(), world
+    return 0, world
+
+
+def _check_tensor_group(engine: Any) -> None:
+    """Refuse a tensor group of the user's own that DeepSpeed's groups do not know."""
+    given = engine.tensor_parallel_config().tensor_parallel.tp_group
+    known = groups.get_tensor_model_parallel_group()
+    if given is None or given is known:
+        return
+    ranks, wanted = dist.get_process_group_ranks(given), dist.get_process_group_ranks(known)
+    if ranks != wanted:
+        raise ConfigError(
+            "tp_group",
+            f"must be the tensor group of DeepSpeed's own groups ({wanted})",
+            ranks,
+            "leave it out",
+        )
+
+
+def steps_together(engine: Any) -> bool:
+    """Tell whether every micro batch has collectives of its own, not only the last one of a global batch."""
+    return bool(engine.zero_optimization_stage() > 1) or any(
+        getattr(place_of(engine), f"{axis}_world") > 1 for axis in ("tensor", "pipe", "sequence")
+    )
+
+
+def accumulation_of(engine: Any) -> int:
+    """Return the micro batches of a rank in a global batch.
+
+    Raises:
+        ConfigError: DeepSpeed has derived a broken number of them, from sizes that leave out a kind of
+            parallelism.
+    """
+    steps = engine.gradient_accumulation_steps()
+    if steps != int(steps) or steps < 1:
+        raise ConfigError(
+            "gradient_accumulation_steps",
+            "must be a whole number",
+            steps,
+            "give it and train_micro_batch_size_per_gpu, and leave train_batch_size out",
+        )
+    return int(steps)
 
 
 def compute_dtype(engine: Any) -> torch.dtype:

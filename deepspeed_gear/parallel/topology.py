@@ -1,4 +1,4 @@
-"""Where a rank sits: in the data-parallel world, and on which node."""
+"""Where a rank sits: in the grid of parallelism, and on which node."""
 
 from __future__ import annotations
 
@@ -9,65 +9,179 @@ from pathlib import Path
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.exchange import Exchange
 
+AXES = ("pipe", "data", "sequence", "tensor")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's coordinates in the grid of parallelism. Pure.
+
+    The ranks of one `data_rank` are a replica: they train on the same samples.
+
+    Args:
+        data_rank, data_world: Index of its replica, and their number.
+        tensor_rank, tensor_world: Place among those that hold slices of the same layers.
+        pipe_rank, pipe_world: Stage, and the number of stages.
+        sequence_rank, sequence_world: Which part of the time axis is its own, and the number of parts.
+    """
+
+    data_rank: int = 0
+    data_world: int = 1
+    tensor_rank: int = 0
+    tensor_world: int = 1
+    pipe_rank: int = 0
+    pipe_world: int = 1
+    sequence_rank: int = 0
+    sequence_world: int = 1
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipe_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipe_rank == self.pipe_world - 1
+
+    @property
+    def reads(self) -> bool:
+        """Whether it needs data: inner stages of a pipeline get theirs from the stage before."""
+        return self.is_first_stage or self.is_last_stage
+
+    @property
+    def reports(self) -> bool:
+        """Whether it is the one rank of its replica that reports priorities: of the stage with the loss."""
+        return self.tensor_rank == 0 and self.sequence_rank == 0 and self.is_last_stage
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """Sizes of the grid's axes, in the order of AXES."""
+        return tuple(getattr(self, f"{axis}_world") for axis in AXES)
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        """Place on the grid's axes, in the order of AXES."""
+        return tuple(getattr(self, f"{axis}_rank") for axis in AXES)
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{axis} {rank} of {world}"
+            for axis, rank, world in zip(AXES, self.coordinates, self.worlds, strict=True)
+            if world > 1 or axis == "data"
+        )
+
 
 @dataclass(frozen=True)
 class Topology:
-    """A rank's place.
+    """Where every rank sits.
 
     Args:
         rank: Global rank.
-        world_size: Number of ranks.
-        data_rank: Index of its replica.
-        data_world: Number of replicas.
-        peer: Index among the ranks of its node.
-        num_peers: Ranks of its node.
-        num_nodes: Nodes.
+        places: Of all ranks.
+        nodes: Number of the node of each rank, counted from 0 in the order of ranks.
     """
 
     rank: int
-    world_size: int
-    data_rank: int
-    data_world: int
-    peer: int
-    num_peers: int
-    num_nodes: int
+    places: tuple[Place, ...]
+    nodes: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.places)
+
+    @property
+    def place(self) -> Place:
+        """Where this rank sits."""
+        return self.places[self.rank]
+
+    @property
+    def data_rank(self) -> int:
+        return self.place.data_rank
+
+    @property
+    def data_world(self) -> int:
+        return self.place.data_world
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes))
+
+    @property
+    def peers(self) -> list[int]:
+        """Ranks of this rank's node, ascending."""
+        return [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
+
+    @property
+    def peer(self) -> int:
+        """Index among the ranks of its node."""
+        return self.peers.index(self.rank)
+
+    @property
+    def num_peers(self) -> int:
+        return len(self.peers)
 
     @property
     def leads_node(self) -> bool:
         return self.peer == 0
 
     @classmethod
-    def discover(cls, exchange: Exchange, data_rank: int, data_world: int) -> Topology:
-        """Find out which ranks share a node, and check that replicas are numbered without gaps. Collective.
+    def discover(cls, exchange: Exchange, place: Place) -> Topology:
+        """Find out which ranks share a node, and check that the places form a grid. Collective.
 
         Raises:
-            ConfigError: The ranks do not form a data-parallel world, or lie on several nodes.
+            ConfigError: They do not, or the ranks lie on several nodes.
         """
-        places = exchange.gather((node_identity(), data_rank, data_world))
-        nodes = [place[0] for place in places]
-        if (
-            sorted(place[1] for place in places) != list(range(data_world))
-            or len({p[2] for p in places}) != 1
-        ):
-            table = ", ".join(f"rank {r}: {p[1]} of {p[2]}" for r, p in enumerate(places))
-            raise ConfigError(
-                "data parallelism",
-                f"must give the {exchange.world_size} ranks one replica each",
-                table,
-                "tensor, pipeline and sequence parallelism are not supported by this version",
-            )
-        if len(set(nodes)) > 1:
-            raise ConfigError("ranks", "must be on one node", f"{len(set(nodes))} nodes", "use one node")
-        mine = [rank for rank, node in enumerate(nodes) if node == nodes[exchange.rank]]
-        return cls(
-            exchange.rank,
-            exchange.world_size,
-            data_rank,
-            data_world,
-            mine.index(exchange.rank),
-            len(mine),
-            len(set(nodes)),
-        )
+        answers = exchange.gather((node_identity(), place))
+        places = tuple(place for _, place in answers)
+        check_grid(places)
+        names = [node for node, _ in answers]
+        known = list(dict.fromkeys(names))
+        if len(known) > 1:
+            raise ConfigError("ranks", "must be on one node", f"{len(known)} nodes", "use one node")
+        return cls(exchange.rank, places, tuple(known.index(name) for name in names))
+
+    @classmethod
+    def from_engine(cls, engine: object) -> Topology:
+        """Find out where all ranks of an engine sit. Collective.
+
+        Args:
+            engine: From `deepspeed.initialize`.
+        Raises:
+            ConfigError: As `discover`, or it is of a kind that is not supported.
+        """
+        from deepspeed_gear.parallel import compat  # DeepSpeed is not needed without an engine
+
+        exchange = Exchange()
+        try:
+            return cls.discover(exchange, exchange.agree("the engine", lambda: compat.place_of(engine)))
+        finally:
+            exchange.close()
+
+
+def check_grid(places: tuple[Place, ...]) -> None:
+    """Check that each place of one grid is taken by exactly one rank.
+
+    Raises:
+        ConfigError: Sizes differ, or a place is empty or taken twice; the text holds the table of all ranks.
+    """
+    worlds = places[0].worlds
+    size = 1
+    for world in worlds:
+        size *= world
+    same = all(place.worlds == worlds for place in places)
+    inside = all(
+        0 <= rank < world
+        for place in places
+        for rank, world in zip(place.coordinates, place.worlds, strict=True)
+    )
+    if same and inside and size == len(places) == len({place.coordinates for place in places}):
+        return
+    table = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
+    raise ConfigError(
+        "parallelism",
+        f"must give the {len(places)} ranks one place each in a grid",
+        table,
+        "check the topology, the mpu or the mesh that the engine was given",
+    )
 
 
 def node_identity() -> tuple[str, int, int]:

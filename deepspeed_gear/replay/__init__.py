@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from deepspeed_gear.replay.replay import Replay
-from deepspeed_gear.replay.sizes import BatchInfo
+from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 
-__all__ = ["BatchInfo", "Replay"]
+__all__ = ["TRAIN", "BatchInfo", "Replay"]

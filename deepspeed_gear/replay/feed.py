@@ -2,75 +2,141 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.prefetch import Prefetcher
+from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import StoreError
+from deepspeed_gear.ops.constants import R_ANCHOR, R_ID
 from deepspeed_gear.replay import position
 from deepspeed_gear.replay.maker import BatchMaker
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.sizes import BatchInfo
-from deepspeed_gear.selection.cut import EPOCH
+from deepspeed_gear.replay.status import Status
+from deepspeed_gear.selection.cut import COUNT, EPOCH, Cut
 from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.stream import Stream
 
-Made = tuple[Batch, list[np.ndarray]]  # a micro batch, and the heads of the cuts that it is from
+
+@dataclass
+class Made:
+    """A micro batch of this rank.
+
+    Args:
+        batch: Itself.
+        heads: Of the cuts that it is from.
+        digest: Of the whole global batch, where it is to be verified and this is its last micro batch.
+    """
+
+    batch: Batch
+    heads: list[np.ndarray]
+    digest: int | None = None
 
 
 class Feed:
     """One micro batch after the other. One thread calls it.
 
     Args:
-        tables: Names of the sampled tables.
-        streams: Their training streams.
+        config: The config.
+        streams: The training stream of each sampled table.
         mixture: How many samples come from each; None for one table.
         maker: What collects.
         info: Sizes of a batch.
         data_rank: Index of this rank's replica.
-        prefetch: Global batches that are prepared ahead.
         metrics: What is measured.
+        status: Of the ranks that train together; None: nobody waits for another.
+        steps_together: Whether every micro batch has collectives, not only the last of a global batch.
     """
 
     def __init__(
         self,
-        tables: Sequence[str],
+        config: GearConfig,
         streams: Sequence[Stream],
         mixture: Mixture | None,
         maker: BatchMaker,
         info: BatchInfo,
         data_rank: int,
-        prefetch: int,
         metrics: Metrics,
+        status: Status | None = None,
+        steps_together: bool = True,
     ) -> None:
-        self._tables, self._streams, self._mixture, self._maker = tables, streams, mixture, maker
-        self._info, self._data_rank, self._prefetch, self._metrics = info, data_rank, prefetch, metrics
+        self._tables, self._streams, self._mixture = config.sampled_tables, streams, mixture
+        self._prefetch, self._verify_every = config.prefetch, config.verify_every
+        self._maker, self._info, self._data_rank, self._metrics = maker, info, data_rank, metrics
+        self._status, self._steps_together = status, steps_together
+        self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part of a global batch
+        self._held: Made | None = None  # made, and not returned yet, since another rank has failed
         self._start = 0  # global batch at which the numbering of micro batches begins
         self._used = 0  # micro batches that the user has had since then
         self._heads: list[np.ndarray] | None = None  # of the last global batch used; None: see _position
-        self._position = position.start(tables)
+        self._position = position.start(self._tables)
         self.prefetchers: list[Prefetcher[Made]] = []  # the thread that runs, if one does
 
     def next(self) -> Batch:
-        """Return the next micro batch."""
+        """Return the next micro batch.
+
+        Raises:
+            PeerError: Another rank failed in its turn; the next call tries again.
+        """
         begin = time.perf_counter()
-        for stream in self._streams:
-            stream.masses.ask(self._start + self._used // self._info.accumulation)
-        try:
-            batch, heads = self._prepared() if self._prefetch else self._make(self._used)
-        except StoreError:
-            for stream in self._streams:  # so that new priorities can mend what was wrong with the old ones
-                if not stream.stopped:
-                    stream.masses.give_up()
-            raise
+        number, micro = divmod(self._used, self._info.accumulation)
+        ends = micro == self._info.accumulation - 1
+        if self._held is None:
+            self._held = self._made(self._start + number)
+            if self._status is not None:
+                self._publish(self._held)
+        if self._status is not None and (ends or self._steps_together):
+            self._status.wait()
+        made, self._held = self._held, None
         self._used += 1
-        if self._used % self._info.accumulation == 0:
-            self._heads = heads
-        self._metrics.waited(time.perf_counter() - begin, int(heads[0][EPOCH]))
-        return batch
+        if ends:
+            self._heads = made.heads
+            if made.digest is not None:
+                self._verify(self._start + number, made.digest)
+        self._metrics.waited(time.perf_counter() - begin, int(made.heads[0][EPOCH]))
+        return made.batch
+
+    def skip(self) -> None:
+        """Take part in a turn of `next` without a batch, as an inner stage of a pipeline does."""
+        self._used += 1
+        if self._status is not None:
+            self._status.reach()
+
+    def _made(self, key: int) -> Made:
+        for stream in self._streams:
+            stream.masses.ask(key)
+        try:
+            return self._prepared() if self._prefetch else self._make(self._used)
+        except Exception as error:
+            if isinstance(error, StoreError):
+                for stream in self._streams:  # so that new priorities can mend what was wrong with the old
+                    if not stream.stopped:
+                        stream.masses.give_up()
+            if self._status is not None:
+                self._status.fail(error)
+            raise
+
+    def _publish(self, made: Made) -> None:
+        assert self._status is not None
+        if self._verify_every:
+            self._seen.update(_ids_and_anchors(made.batch.host_records))
+            if made.digest is not None:
+                self._status.publish_digest(_as_int64(self._seen.digest()))
+        if (self._used + 1) % self._info.accumulation == 0:
+            self._seen = hashlib.blake2b(digest_size=8)
+        self._status.reach()
+
+    def _verify(self, number: int, digest: int) -> None:
+        self._metrics.digest = number, digest
+        if self._status is not None:
+            self._status.compare_digests()
 
     @property
     def where(self) -> position.Position:
@@ -79,7 +145,8 @@ class Feed:
 
     def go_on_at(self, at: position.Position) -> None:
         """Continue at a position, at which the streams are already."""
-        self._heads, self._position = None, at
+        self._heads, self._position, self._held = None, at, None
+        self._seen = hashlib.blake2b(digest_size=8)
         self._start, self._used = position.batches(at), 0
 
     def stop(self) -> None:
@@ -109,11 +176,29 @@ class Feed:
         key, part = self._start + step, micro * info.data_world + self._data_rank
         cuts = [(stream, stream.take(key)) for stream in self._streams]
         heads = [cut.head.copy() for _, cut in cuts]
-        last = micro == info.accumulation - 1
+        last, digest = micro == info.accumulation - 1, None
+        if last and self._verify_every and key % self._verify_every == 0:
+            digest = digest_of([cut for _, cut in cuts])
         if self._mixture is None:
             batch = self._maker.make(*cuts[0], part, info.num_micro, None, last)
         else:
             chosen = self._mixture.part(key, part, info.num_micro)
             batch = self._maker.mix(cuts, chosen, self._mixture.parts(key), last)
         self._metrics.produced(time.perf_counter() - begin)
-        return batch, heads
+        return Made(batch, heads, digest)
+
+
+def digest_of(cuts: Sequence[Cut]) -> int:
+    """Return a digest of ids and anchors of a global batch, table by table: equal wherever it is made."""
+    seen = hashlib.blake2b(digest_size=8)
+    for cut in cuts:
+        seen.update(_ids_and_anchors(cut.resolutions[: int(cut.head[COUNT])]))
+    return _as_int64(seen.digest())
+
+
+def _ids_and_anchors(records: torch.Tensor) -> bytes:
+    return records[:, [R_ID, R_ANCHOR]].numpy().tobytes()
+
+
+def _as_int64(digest: bytes) -> int:
+    return int.from_bytes(digest, "little", signed=True)

@@ -133,6 +133,7 @@ def report_by_id(
     ids: Sequence[int] | torch.Tensor,
     priorities: torch.Tensor | Sequence[float],
     steps: Sequence[int] | torch.Tensor | None,
+    reports: bool,
 ) -> int:
     """Report priorities of items by id; see `Replay.set_priorities`."""
     numbers, anchors = _items(masses, ids, steps)
@@ -142,7 +143,8 @@ def report_by_id(
     check_priorities(values)
     with masses.table.lock:
         updates, known = _handles(masses, numbers, anchors)
-    masses.reports.add_items(updates[known], values[known], BY_ID)
+    if reports:
+        masses.reports.add_items(updates[known], values[known], BY_ID)
     return int(known.sum())
 
 

@@ -9,8 +9,9 @@ import torch
 
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.collector import Collector
-from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.config import GearConfig
 from deepspeed_gear.ops.constants import R_MASS, R_NUMBER
+from deepspeed_gear.parallel.plan import Needs
 from deepspeed_gear.replay import position
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
@@ -25,7 +26,7 @@ class BatchMaker:
 
     Args:
         config: The config.
-        fields: What a batch holds.
+        needs: What this rank needs of a batch.
         train: The training stream of each sampled table.
         statistics: Of their columns over the training split.
         info: Sizes of a batch.
@@ -36,14 +37,14 @@ class BatchMaker:
     def __init__(
         self,
         config: GearConfig,
-        fields: list[ResolvedField],
+        needs: Needs,
         train: Sequence[Stream],
         statistics: Mapping[str, ColumnStatistics],
         info: BatchInfo,
         engine_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._config, self._fields, self._statistics = config, fields, statistics
+        self._config, self._needs, self._statistics = config, needs, statistics
         self._info, self._engine_dtype, self._device = info, engine_dtype, device
         self.transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
@@ -153,10 +154,10 @@ class BatchMaker:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation
         depth = max(2, info.accumulation) + (ahead + 1 if ahead and stream.spec.name == TRAIN else 0)
         return Collector(
-            self._fields,
+            self._needs.fields,
             stream.table,
             self._statistics,
-            self._config.n_step,
+            self._config.n_step if self._needs.n_step else None,
             info.micro,
             depth,
             self._engine_dtype,

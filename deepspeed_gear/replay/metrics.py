@@ -14,6 +14,7 @@ class Metrics:
         self._lock = threading.Lock()
         self.num_batches = 0
         self.epoch = 0
+        self.digest: tuple[int, int] | None = None  # the last global batch that was verified, and its digest
         self._sums = {"sample_s": 0.0, "wait_s": 0.0, "batches": 0, "made": 0}
         self._counters = [0, 0, 0]
 

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.prefetch import Prefetcher
 from deepspeed_gear.config import GearConfig, refuse_batch_sizes
-from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.parallel.exchange import Exchange
-from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.parallel.plan import needs_of
+from deepspeed_gear.parallel.topology import Place, Topology
 from deepspeed_gear.replay import content, feedback, position, setup, snapshot
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.maker import BatchMaker, Transform
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.samplers import mixture_of, stream_specs
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
+from deepspeed_gear.replay.status import Status
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import EPOCH_SIZE, PASS_SHIFT, StreamSpec
 from deepspeed_gear.selection.priorities import PriorityMasses
@@ -32,6 +34,7 @@ from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
 from deepspeed_gear.store.table import Table
 
 Ids = Sequence[int] | torch.Tensor
+T = TypeVar("T")
 
 
 class Replay:
@@ -45,8 +48,10 @@ class Replay:
             or the section alone).
         process_group: Ranks that sample different parts of one global batch; None for all.
         schemas: Schemas of the tables that have a capacity and no schema in the config.
-        info: Batch sizes where an engine decides them.
-        data_rank: Index of this rank's replica; None for the rank.
+        info: Batch sizes where an engine decides them. The ranks then train together: an error, a death or
+            an early end of one is raised on all by their next `sample`.
+        place: Where this rank sits; None: each rank is a replica.
+        steps_together: Whether every micro batch has collectives, not only the last of a global batch.
         engine_dtype: What `"as": "engine"` means.
         device: Where batches go.
     Raises:
@@ -60,7 +65,8 @@ class Replay:
         schemas: Mapping[str, Schema] | None = None,
         *,
         info: BatchInfo | None = None,
-        data_rank: int | None = None,
+        place: Place | None = None,
+        steps_together: bool = True,
         engine_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -71,11 +77,10 @@ class Replay:
             exchange, exchange.agree("reading the config", lambda: setup.section_of(config))
         )
         ops = exchange.agree("loading the ops", lambda: load_backend(self.config.backend))
-        data_world = exchange.world_size if info is None else info.data_world
-        rank = exchange.rank if data_rank is None else data_rank
-        self.topology = Topology.discover(exchange, rank, data_world)
+        here = place or Place(exchange.rank, exchange.world_size)
+        self.topology = Topology.discover(exchange, here)
         self.batch_info = info or exchange.agree(
-            "the batch sizes", lambda: setup.batch_info(self.config, data_world)
+            "the batch sizes", lambda: setup.batch_info(self.config, here.data_world)
         )
         if info is not None:
             exchange.agree("the batch sizes", lambda: refuse_batch_sizes(self.config))
@@ -87,31 +92,39 @@ class Replay:
         self.fields = exchange.agree(
             "the fields", lambda: setup.fields_of(self.config, self.schemas, self.datasets)
         )
+        self._needs = exchange.agree("the fields", lambda: needs_of(here, self.config, self.fields))
         self.device = torch.device(device)
         self._splits = {t: setup.split_of(self.config, t, self.datasets) for t in self.config.sampled_tables}
-        self._attach(ops)
+        self._attach(ops, together=info is not None)
         try:
             self._maker = exchange.agree("the fields", lambda: self._make_maker(engine_dtype))
         except BaseException:
-            _release([], self._all_streams(), self.tables, exchange)
+            _release([], self._all_streams(), self.tables, exchange, None)
             raise
         self.metrics = Metrics()
         self._passes: dict[str, int] = {}
         self._feed = Feed(
-            self.config.sampled_tables,
+            self.config,
             self._train,
             self._mixture,
             self._maker,
             self.batch_info,
-            self.topology.data_rank,
-            self.config.prefetch,
+            here.data_rank,
             self.metrics,
+            self._status,
+            steps_together,
         )
         self._finalizer = weakref.finalize(
-            self, _release, self._feed.prefetchers, self._all_streams(), self.tables, exchange
+            self,
+            _release,
+            self._feed.prefetchers,
+            self._all_streams(),
+            self.tables,
+            exchange,
+            self._status,
         )
 
-    def _attach(self, ops: Any) -> None:
+    def _attach(self, ops: Any, together: bool) -> None:
         config, peers = self.config, self.topology.num_peers
         specs = setup.table_specs(config, self.schemas, self.datasets, self.fields, peers)
         self._mixture = mixture_of(config, self.batch_info, ops)
@@ -126,7 +139,18 @@ class Replay:
         self.tables, self._streams = setup.attach_tables(
             self._exchange, self.topology, config, ops, specs, streams
         )
+        self._status = None
+        if together:
+            table = self.tables[config.sampled_tables[0]]
+            self._status = Status(table, self.topology, config.timeout_s)
+        self._leave_inner_stage()
         self._train = [self._streams[table][TRAIN] for table in config.sampled_tables]
+
+    def _leave_inner_stage(self) -> None:
+        """Let nobody wait for this rank's reading where it reads nothing."""
+        if not self.topology.place.reads:
+            for stream in self._all_streams():
+                stream.leave()
 
     def _all_streams(self) -> list[Stream]:
         return [stream for streams in self._streams.values() for stream in streams.values()]
@@ -139,12 +163,12 @@ class Replay:
     def _make_maker(self, engine_dtype: torch.dtype) -> BatchMaker:
         statistics: Mapping[str, ColumnStatistics] = {}
         dataset = setup.statistics_source(self.config, self.datasets)
-        if dataset is not None and any(field.normalize for field in self.fields):
+        if dataset is not None and any(field.normalize for field in self._needs.fields):
             split = next(self._splits[t] for t in self.config.sampled_tables if t in self.datasets)
             same = dict(dataset.split) == split
             statistics = dataset.statistics if same else statistics_of(dataset, split)
         return BatchMaker(
-            self.config, self.fields, self._train, statistics, self.batch_info, engine_dtype, self.device
+            self.config, self._needs, self._train, statistics, self.batch_info, engine_dtype, self.device
         )
 
     @property
@@ -166,14 +190,40 @@ class Replay:
         """Return this rank's next micro batch of the training stream.
 
         Returns:
-            A Batch of `batch_info.micro` samples, on the Replay's device. Its tensors are reused after
-            max(2, accumulation) further calls; `clone` keeps them.
+            A Batch of `batch_info.micro` samples, on the Replay's device, with the fields and the part of the
+            time axis that this rank needs. Its tensors are reused after max(2, accumulation) further calls;
+            `clone` keeps them.
         Raises:
-            StoreError: No item is admitted by the sampler, or the Replay is closed.
-            PeerError: Another rank of the node lags too far behind.
+            StoreError: No item is admitted by the sampler, the Replay is closed, or the rank is an inner
+                stage of a pipeline.
+            PeerError: Another rank of the node lags too far behind; with an engine also: it failed, died or
+                ended. The next call tries again.
         """
-        self._check_open()
+        self._check_reads()
         return self._feed.next()
+
+    def skip(self) -> None:
+        """Take the turn of `sample` on an inner stage of a pipeline, which needs no batch."""
+        self._check_open()
+        self._feed.skip()
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has as many batches as this one, where an engine trains them together.
+
+        Raises:
+            PeerError: One failed, died, ended, or has not come in time.
+        """
+        if self._status is not None:
+            self._status.wait()
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Do something on this rank; raise if another rank failed in its turn, where an engine trains them.
+
+        Raises:
+            Exception: What `action` raised here.
+            PeerError: As `wait_for_all`.
+        """
+        return action() if self._status is None else self._status.agree(action)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.iterator()
@@ -187,15 +237,29 @@ class Replay:
         Raises:
             ConfigError: There is no such stream.
         """
+        self._check_reads()
         if stream == TRAIN:
             return self._endless()
-        found = [streams[stream] for streams in self._streams.values() if stream in streams]
-        if not found:
-            known = dict.fromkeys(name for streams in self._streams.values() for name in streams)
-            raise ConfigError("stream", f"must be one of {', '.join(known)}", stream, "give gear.data.split")
+        found = self._passed_streams(stream)
         number = self._passes.get(stream, 0)
         self._passes[stream] = number + 1
         return chain.from_iterable(self._pass(one, number) for one in found)
+
+    def num_batches(self, stream: str) -> int:
+        """Return how many batches of each rank one pass over a split has.
+
+        Raises:
+            ConfigError: There is no such split.
+        """
+        found = self._passed_streams(stream)
+        return sum(-(-one.masses.total // one.spec.batch) for one in found)
+
+    def _passed_streams(self, stream: str) -> list[Stream]:
+        found = [streams[stream] for streams in self._streams.values() if stream in streams]
+        if not found or stream == TRAIN:
+            known = dict.fromkeys(name for streams in self._streams.values() for name in streams)
+            raise ConfigError("stream", f"must be one of {', '.join(known)}", stream, "give gear.data.split")
+        return found
 
     def _endless(self) -> Iterator[Batch]:
         while True:
@@ -214,16 +278,17 @@ class Replay:
     # ---- priorities ------------------------------------------------------------------------------
 
     def update_priorities(
-        self, batch: Batch, priorities: torch.Tensor, mask: torch.Tensor | None = None
+        self, batch: Batch | None, priorities: torch.Tensor, mask: torch.Tensor | None = None
     ) -> None:
         """Report the priorities of a batch's items, as of their TD errors.
 
         The selection of global batch n sees what all ranks reported before they asked for batch
         n - prefetch. Of several reports of an item the one with the highest sample number of the newest batch
-        wins. Items that are gone are ignored, and counted in `statistics()`.
+        wins. Items that are gone are ignored, and counted in `statistics()`. One rank of each replica
+        reports: what its other tensor, sequence and pipeline ranks give is not looked at.
 
         Args:
-            batch: From `sample`.
+            batch: From `sample`; None is possible on a rank that reports nothing.
             priorities: [B], or [B, T] to be reduced over a window as `sampler.reduce` says; of any
                 floating dtype and device, finite, at least 0.
             mask: Which steps count. None: the batch's mask of this shape, or every step. [B, T], bool.
@@ -235,6 +300,14 @@ class Replay:
         """
         self._check_open()
         masses = [self._priorities(table) for table in self.config.sampled_tables]
+        if not self.topology.place.reports:
+            return
+        if priorities.dim() == 2 and self.topology.place.sequence_world > 1:
+            rule = "must have shape [B] where ranks share the time axis"
+            raise ShapeError(
+                "priorities", rule, list(priorities.shape), "reduce them over the sequence ranks"
+            )
+        assert batch is not None
         feedback.report(masses, self.config.item_sampler, batch, priorities, mask)
 
     def set_priorities(
@@ -257,7 +330,8 @@ class Replay:
             ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
         """
         self._check_open()
-        return feedback.report_by_id(self._priorities(table), ids, priorities, steps)
+        report = self.topology.place.reports
+        return feedback.report_by_id(self._priorities(table), ids, priorities, steps, report)
 
     def priorities(self, ids: Ids, steps: Ids | None = None, table: str | None = None) -> torch.Tensor:
         """Return the priorities that the latest cut has drawn with, 0 for what is gone. [n], float32."""
@@ -365,7 +439,11 @@ class Replay:
         Equal on all ranks; JSON-able. A global batch of which only some micro batches were used comes again.
         """
         self._check_open()
-        return position.state_of(self.config, self.fingerprint, self._passes, self._feed.where)
+        where, passes = self._feed.where, self._passes
+        if self.topology.place.pipe_world > 2:  # inner stages do not know
+            known = (where, passes) if self.topology.place.reads else None
+            where, passes = next(one for one in self._exchange.gather(known) if one is not None)
+        return position.state_of(self.config, self.fingerprint, passes, where)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Write what was added to tables, and priorities; return the position. Collective.
@@ -376,7 +454,7 @@ class Replay:
             `state_dict()`.
         """
         self._check_open()
-        used = position.batches(self._feed.where)
+        used = position.batches(self._feed.where)  # right on the rank that writes, which is a first stage
 
         def write() -> None:
             for name, table in self._changing_tables().items():
@@ -407,6 +485,7 @@ class Replay:
                     snapshot.load_table(table, streams, Path(folder) / name, used)
 
         self._exchange.agree("loading the tables", read if self.topology.leads_node else lambda: None)
+        self._leave_inner_stage()
 
     def _changing_tables(self) -> dict[str, Table]:
         """Return the tables whose content or priorities are not in the data set."""
@@ -427,6 +506,8 @@ class Replay:
         )
         self._feed.stop()
         self._exchange.barrier()
+        if self._status is not None:
+            self._status.restart()
         at = position.of(state, self.config.sampled_tables)
         self._passes = {name: int(count) for name, count in state["passes"].items()}
         if self.topology.leads_node:
@@ -436,6 +517,7 @@ class Replay:
                 with table.lock:
                     stream.seek(*(at[table.spec.name].values() if name == TRAIN else start))
         self._exchange.barrier()
+        self._leave_inner_stage()
         self._feed.go_on_at(at)
 
     def take_metrics(self) -> dict[str, float]:
@@ -453,6 +535,7 @@ class Replay:
             "huge_bytes": sum(table.memory.huge_bytes for table in tables),
             "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
             "batches": self.metrics.num_batches,
+            "digest": self.metrics.digest,
             **self._priority_statistics(),
             **self.take_metrics(),
         }
@@ -465,6 +548,12 @@ class Replay:
         return dict(found)
 
     # ---- end -------------------------------------------------------------------------------------
+
+    def _check_reads(self) -> None:
+        self._check_open()
+        if not self.topology.place.reads:
+            at = f"stage {self.topology.place.pipe_rank} of {self.topology.place.pipe_world}"
+            raise StoreError("a batch", "must be asked for on the first or last stage", at, "use skip()")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -484,8 +573,14 @@ class Replay:
 
 
 def _release(
-    prefetch: list[Prefetcher[Any]], streams: list[Stream], tables: dict[str, Table], exchange: Exchange
+    prefetch: list[Prefetcher[Any]],
+    streams: list[Stream],
+    tables: dict[str, Table],
+    exchange: Exchange,
+    status: Status | None,
 ) -> None:
+    if status is not None:
+        status.end()
     for stream in streams:
         stream.stopped = True
     for prefetcher in prefetch:

@@ -23,6 +23,7 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.replay.sizes import BatchInfo
+from deepspeed_gear.replay.status import Status
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.kinds import regions_of
@@ -155,11 +156,13 @@ class StorePlan:
     meaning: dict[str, Any]
     file_name: str
     nonce: str
+    more: list[Region]
 
     @property
     def extra(self) -> list[Region]:
-        """What the streams keep in the store."""
-        return [region for stream in self.streams for region in regions_of(stream, self.spec)]
+        """What the streams and the ranks' status keep in the store."""
+        streams = [region for stream in self.streams for region in regions_of(stream, self.spec)]
+        return [*streams, *self.more]
 
     def create(self, ops: Ops, config: GearConfig) -> tuple[Table, list[Stream]]:
         """Make the store and give it its name."""
@@ -207,6 +210,7 @@ def attach_tables(
     mine: dict[str, dict[str, Stream]] = {}
     try:
         for spec in specs:
+            more = Status.regions(topology.num_peers) if spec.name == config.sampled_tables[0] else []
             fingerprint = getattr(spec.dataset, "fingerprint", "")
             plan = StorePlan(
                 spec,
@@ -214,6 +218,7 @@ def attach_tables(
                 {"seed": config.seed, "backend": ops.name, "fingerprint": fingerprint},
                 f"{prefix}-{nonce}-{spec.name}",
                 nonce,
+                more,
             )
             _open_store(exchange, topology, config, ops, plan, tables, mine)
     except BaseException:

@@ -15,17 +15,29 @@ class BatchInfo:
         micro: Of one `sample()` on one rank.
         accumulation: Micro batches of a rank in a global batch.
         data_world: Replicas.
+        tensor_world, pipe_world, sequence_world: Ranks of a replica, by axis.
     """
 
     micro: int
     accumulation: int
     data_world: int
+    tensor_world: int = 1
+    pipe_world: int = 1
+    sequence_world: int = 1
 
     @property
     def num_micro(self) -> int:
-        """Micro batches of a global batch, all ranks together."""
+        """Micro batches of a global batch, all replicas together."""
         return self.accumulation * self.data_world
 
     @property
     def global_batch(self) -> int:
         return self.micro * self.num_micro
+
+    def __str__(self) -> str:
+        others = {"tensor": self.tensor_world, "pipeline": self.pipe_world, "sequence": self.sequence_world}
+        rest = "".join(f", {name} {world}" for name, world in others.items() if world > 1)
+        return (
+            f"global batch {self.global_batch} = micro batch {self.micro} x accumulation "
+            f"{self.accumulation} x data {self.data_world}{rest}"
+        )

@@ -49,6 +49,7 @@ from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
 
 _POLL_S, _IDLE_S = 100e-6, 500e-6
+NEVER_LATE = 1 << 62
 MOST_TOTAL_BITS = 62
 
 
@@ -162,6 +163,11 @@ class Stream:
     def consume(self, key: int) -> None:
         """Say that this process has copied what it needs of all cuts up to `key`."""
         self.consumed[self._peer] = key + 1
+
+    def leave(self) -> None:
+        """Say that this process reads nothing: nobody waits for it. `seek` forgets it."""
+        self.consumed[self._peer] = NEVER_LATE
+        self.masses.ask(NEVER_LATE)
 
     def _cut(self, key: int, entry: int) -> None:
         rows, count = self._rows(key, entry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from deepspeed.utils import logger
 
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import parse, refuse_batch_sizes
+from deepspeed_gear.engine.pipeline import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.register import register
 from deepspeed_gear.parallel import compat
 from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import BatchInfo, Replay
 from deepspeed_gear.schema import Schema
 
@@ -63,7 +66,8 @@ def attach(
     Returns:
         The engine. An engine that is attached already stays as it is.
     Raises:
-        ConfigError: There is no gear section, or the engine is of a kind that is not supported.
+        ConfigError: There is no gear section, the engine is of a kind that is not supported, or the shared
+            Replay belongs to an engine of other sizes or another place in the grid.
     """
     if "gear" in engine.__dict__:
         return engine
@@ -72,11 +76,17 @@ def attach(
     owns = replay is None
     if replay is None:
         replay = _make_replay(engine, config, schemas)
+    else:
+        _check_shared(engine, replay)
     engine.gear = replay
-    engine.gear_sample = replay.sample
+    engine.gear_sample = replay.sample if replay.topology.place.reads else replay.skip
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
+    keep_sizes(engine)
+    if compat.is_pipeline(engine):
+        attach_pipeline(engine, replay)  # after its section was checked, so that nothing can fail here
     if owns:
+        _log_sizes(engine, replay)
         _carry_state(engine, replay)
         _report_metrics(engine, replay)
         _close_with(engine, replay)
@@ -142,20 +152,57 @@ def _section_in(config: Mapping[str, Any]) -> Any:
 
 
 def _make_replay(engine: Any, config: Any, schemas: Mapping[str, Schema] | None) -> Replay:
-    section = compat.gear_section(engine) if config is None else config
-    info = BatchInfo(
-        engine.train_micro_batch_size_per_gpu(),
-        engine.gradient_accumulation_steps(),
-        compat.data_world(engine),
-    )
+    section = _section_in({"gear": compat.gear_section(engine) if config is None else config})
+    exchange = Exchange()
+
+    def sizes() -> tuple[Place, BatchInfo]:
+        if compat.is_pipeline(engine):
+            check_section(parse(section))
+        return _sizes_of(engine)
+
+    try:
+        place, info = exchange.agree("the engine", sizes)
+    finally:
+        exchange.close()
     return Replay(
-        _section_in({"gear": section}),
+        section,
         schemas=schemas,
         info=info,
-        data_rank=compat.data_rank(engine),
+        place=place,
+        steps_together=compat.steps_together(engine),
         engine_dtype=compat.compute_dtype(engine),
         device=engine.device,
     )
+
+
+def _sizes_of(engine: Any) -> tuple[Place, BatchInfo]:
+    place, micro = compat.place_of(engine), int(engine.train_micro_batch_size_per_gpu())
+    worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world
+    return place, BatchInfo(micro, compat.accumulation_of(engine), *worlds)
+
+
+def _check_shared(engine: Any, replay: Replay) -> None:
+    """Refuse a Replay whose batches are cut for another engine."""
+    place, info = _sizes_of(engine)
+    if (place, info) != (replay.topology.place, replay.batch_info):
+        rule = f"must be of an engine like this one ({place}; {info})"
+        raise ConfigError(
+            "replay", rule, f"{replay.topology.place}; {replay.batch_info}", "let it have a Replay of its own"
+        )
+
+
+def _log_sizes(engine: Any, replay: Replay) -> None:
+    """Write sizes to DeepSpeed's log once, and what the replay logs later."""
+    log = logging.getLogger("deepspeed_gear")
+    if not log.handlers:
+        log.setLevel(logger.level)
+        for handler in logger.handlers:
+            log.addHandler(handler)
+        log.propagate = False
+    if replay.topology.rank == 0:
+        counted, wanted = engine.train_batch_size(), replay.batch_info.global_batch
+        wrong = "" if counted == wanted else f" (train_batch_size says {counted})"
+        log.info("gear: %s%s", replay.batch_info, wrong)
 
 
 def _wrap(engine: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -219,7 +266,7 @@ def _report_metrics(engine: Any, replay: Replay) -> None:
 
         return step
 
-    _wrap(engine, "step", stepping)
+    _wrap(engine, "train_batch" if compat.is_pipeline(engine) else "step", stepping)
 
 
 def _close_with(engine: Any, replay: Replay) -> None:

@@ -1,0 +1,5 @@
+"""What DeepSpeed sees."""
+
+from deepspeed_gear.engine.attach import attach, disable, enable, initialize
+
+__all__ = ["attach", "disable", "enable", "initialize"]

@@ -1,0 +1,148 @@
+"""Pipeline engines: what their schedules pull, fetched before they start.
+
+DeepSpeed's first and last stage each pull their micro batches in the middle of a schedule of sends and
+receives; who waited there for another rank would wait for ever. So all micro batches of a schedule are
+fetched first, on all ranks together; an error is raised before the schedule begins.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.config import GearConfig, PipelineConfig
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.parallel.plan import EXAMPLE
+from deepspeed_gear.replay import TRAIN, Replay
+
+Part = torch.Tensor | tuple[torch.Tensor, ...] | None
+
+
+class PipelineIterator(Iterator[tuple[Part, Part]]):
+    """Micro batches of a pipeline: what `gear.pipeline` names inputs and labels.
+
+    `next` gives (inputs, labels); the first stage has inputs, the last one labels, an inner stage neither.
+    It never ends: a pass over a split begins again, so any number of micro batches may be pulled.
+
+    Args:
+        replay: Where they come from.
+        stream: "train", or the name of a split.
+    """
+
+    def __init__(self, replay: Replay, stream: str) -> None:
+        self._replay, self._stream, self._place = replay, stream, replay.topology.place
+        pipeline = check_section(replay.config)
+        self._inputs: Sequence[str] = pipeline.inputs if self._place.is_first_stage else ()
+        self._labels: Sequence[str] = pipeline.labels if self._place.is_last_stage else ()
+        self._length = None if stream == TRAIN else replay.num_batches(stream)
+        self._pass: Iterator[Batch] = iter(())
+        self._ready: deque[Batch | None] = deque()
+        self._is_over = True  # the schedule that was fetched for
+        self.batches: list[Batch] = []  # of the last schedule, on ranks that read
+
+    def __len__(self) -> int:
+        """Return the micro batches of one pass over a split."""
+        if self._length is None:
+            raise TypeError("the training stream has no end")
+        return self._length
+
+    def fetch(self, count: int) -> None:
+        """Fetch the micro batches of a schedule. Collective.
+
+        Raises:
+            GearError: On every rank; the next call goes on.
+        """
+        if self._is_over:
+            self._ready.clear()  # an inner stage pulls nothing
+        self._is_over = False
+        while len(self._ready) < count:
+            self._ready.append(self._fetched())
+        self._replay.wait_for_all()
+        self._is_over = True
+        self.batches = [batch for batch in self._ready if batch is not None]
+
+    def __next__(self) -> tuple[Part, Part]:
+        if not self._ready:
+            self._ready.append(self._fetched())
+        batch = self._ready.popleft()
+        if batch is None:
+            return None, None
+        return _picked(batch, self._inputs), _picked(batch, self._labels)
+
+    def _fetched(self) -> Batch | None:
+        if not self._place.reads:
+            self._replay.skip()
+            return None
+        return self._replay.sample() if self._stream == TRAIN else self._replay.agree(self._next_of_pass)
+
+    def _next_of_pass(self) -> Batch:
+        batch = next(self._pass, None)
+        if batch is None:
+            self._pass = self._replay.iterator(self._stream)
+            batch = next(self._pass)
+        return batch.clone()  # a pass keeps two batches, a schedule any number
+
+
+def check_section(config: GearConfig) -> PipelineConfig:
+    """Return what the ends of a pipeline read.
+
+    Raises:
+        ConfigError: The config does not say it.
+    """
+    if config.pipeline is None:
+        raise ConfigError("gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE)
+    return config.pipeline
+
+
+def _picked(batch: Batch, names: Sequence[str]) -> Part:
+    """Return what names stand for: one tensor, or a tuple of them; None for none."""
+    if not names:
+        return None
+    parts = tuple(batch.part(name) for name in names)
+    return parts[0] if len(parts) == 1 else parts
+
+
+def attach_pipeline(engine: Any, replay: Replay) -> None:
+    """Let an engine's `train_batch` and `eval_batch` fetch before they start. Binds to the instance only."""
+    train = PipelineIterator(replay, TRAIN)
+
+    def iterator(stream: str = TRAIN) -> PipelineIterator:
+        return train if stream == TRAIN else PipelineIterator(replay, stream)
+
+    def train_batch(data_iter: Any = None) -> Any:
+        data_iter = train if data_iter is None else data_iter
+        if isinstance(data_iter, PipelineIterator):
+            data_iter.fetch(engine.micro_batches)
+        return original_train(data_iter)
+
+    @functools.wraps(type(engine).eval_batch)
+    def eval_batch(data_iter: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(data_iter, PipelineIterator):
+            given = options.get("num_micro_batches", rest[5] if len(rest) > 5 else None)
+            data_iter.fetch(engine.micro_batches if given is None else given)
+        return original_eval(data_iter, *rest, **options)
+
+    original_train, original_eval = engine.train_batch, engine.eval_batch
+    engine.gear_iterator = iterator
+    engine.train_batch = functools.wraps(original_train)(train_batch)
+    engine.eval_batch = eval_batch
+    engine.gear_batches = lambda: list(train.batches)
+
+
+def keep_sizes(engine: Any) -> None:
+    """Refuse to change the sizes of a global batch while training, which the replay's cuts are made for."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise ConfigError(f"engine.{name}", "must not be called with a gear section", None, "start again")
+
+        return refuse
+
+    for name in ("set_train_batch_size", "set_train_micro_batch_size"):
+        if hasattr(type(engine), name):
+            setattr(engine, name, refusing(name))
