@@ -17,7 +17,7 @@ from deepspeed_gear.store.statistics import ColumnStatistics
 from deepspeed_gear.store.table import Table
 
 SOURCES = {"T": 0, "T+1": 1, "1": 2}  # enum Source of ops/csrc/cpu/ops.h
-SOURCE_TIMESTEP = 3
+COMPUTED = {"timestep": 3, "position": 4}
 ALIGNS = {"in_place": 0, "left": 1, "right": 2}
 PADS = {"zero": 0, "value": 0, "edge": 1}
 WIDE = (torch.float64, torch.int64, torch.int32)  # sources whose arithmetic needs float64
@@ -98,8 +98,8 @@ class Collector:
         windows: dict[tuple[object, ...], int],
     ) -> None:
         shape: tuple[int, ...] = ()
-        if field.derived == "timestep":
-            source, column = SOURCE_TIMESTEP, torch.empty(0, dtype=torch.int64)
+        if field.derived in COMPUTED:
+            source, column = COMPUTED[field.derived], torch.empty(0, dtype=torch.int64)
         elif field.derived == "return_to_go":
             source, column = SOURCES["T"], torch.from_numpy(self._table.views[RETURN_TO_GO])
         else:
@@ -110,11 +110,12 @@ class Collector:
         shift, gain = _affine(field, statistics, column.dtype, dtype, shape)
         follows = field.offset == "n_step"
         offset = 0 if field.offset == "n_step" else int(field.offset)
-        length = field.length or 1
-        window = (source, offset, field.length, field.align, follows)
+        length, part = field.length or 1, field.collected_length
+        count = part or 1
+        window = (source, offset, field.length, field.align, follows, field.part_first, part)
         mask = windows.setdefault(window, len(windows))
         if mask == len(self._mask_lengths):
-            self._mask_lengths.append(field.length)
+            self._mask_lengths.append(part)
         self._mask_of[field.name] = mask
         elements = int(np.prod(shape, dtype=np.int64))
         writes = mask if list(self._mask_of.values()).count(mask) == 1 else -1
@@ -127,12 +128,14 @@ class Collector:
             PADS[field.pad_kind],
             elements,
             writes,
+            field.part_first,
+            count,
         ]
         self._pads.append(float(field.pad_value) if field.pad_kind == "value" else 0.0)
         self._columns.append(column)
         self._shifts.append(shift)
         self._gains.append(gain)
-        time = () if field.length is None else (field.length,)
+        time = () if part is None else (part,)
         self._shapes.append(((*time, *shape), dtype))
 
     def _prepare_n_step(self, n_step: NStepConfig) -> None:
@@ -263,7 +266,7 @@ def _affine(
     constant = ~(spread > CONSTANT * np.abs(mean))
     gain = field.scale / np.where(constant, 1.0, spread)
     elements = int(np.prod(shape, dtype=np.int64))
-    repeats = max(1, min(field.length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
+    repeats = max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
 
     def tiled(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.tile(values.reshape(-1), repeats)).to(wide)

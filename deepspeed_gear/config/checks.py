@@ -217,7 +217,8 @@ def _check_field(name: str, field: FieldConfig, config: GearConfig) -> None:
             field.derived,
             "drop one",
         )
-    if field.derived is not None and name in ("return_to_go", "timestep") and name != field.derived:
+    names = ("return_to_go", "timestep", "position")
+    if field.derived is not None and name in names and name != field.derived:
         raise ConfigError(
             f"{at}.derived", f"must be {name!r} in a field of that name", field.derived, "rename the field"
         )

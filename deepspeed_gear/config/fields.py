@@ -14,7 +14,7 @@ from deepspeed_gear.config.samplers import RecentSampler, Sampler, WeightedSampl
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import DTYPES, Column, Schema
 
-DERIVED = {"return_to_go": "float32", "timestep": "int64"}
+DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
 SAMPLE_NAMES = ("weight", "id", "anchor", "number", "probability", "epoch", "valid")  # of any batch
 MASK = "mask."  # before the name of a field: its mask
 
@@ -26,7 +26,7 @@ class ResolvedField:
     Args:
         name: Its name in the batch.
         column: The stored column, or None for a derived field.
-        derived: "return_to_go", "timestep" or None.
+        derived: "return_to_go", "timestep", "position" or None.
         offset: First step relative to the anchor, or "n_step".
         length: Steps of the window; None for no time axis.
         align: "in_place", "left" or "right".
@@ -35,6 +35,8 @@ class ResolvedField:
         normalize: "mean_std", "min_max" or None.
         scale: Factor applied after normalisation.
         dtype: Name of the dtype in the batch, or "engine".
+        part_first: First step of the window that is collected. No option: set where ranks share a window.
+        part_length: Steps that are collected; None for the whole window.
     """
 
     name: str
@@ -48,6 +50,13 @@ class ResolvedField:
     normalize: str | None = None
     scale: float = 1.0
     dtype: str = "float32"
+    part_first: int = 0
+    part_length: int | None = None
+
+    @property
+    def collected_length(self) -> int | None:
+        """Steps of the window that are collected; None for no time axis."""
+        return self.length if self.part_length is None else self.part_length
 
     @property
     def is_converted(self) -> bool:
@@ -222,8 +231,10 @@ def _resolve(
         _check_per_trajectory(at, field, column)
     if field.normalize is not None:
         _check_normalize(at, field, column, statistics)
-    if derived == "timestep":
-        _check_timestep(at, field)
+    if derived in ("timestep", "position"):
+        _check_computed(at, field, "time steps" if derived == "timestep" else "positions")
+    if derived == "position":
+        _check_position(at, field)
     own = (
         DERIVED[derived]
         if column is None and derived is not None
@@ -267,12 +278,26 @@ def _check_per_trajectory(at: str, field: FieldConfig, column: Column) -> None:
             )
 
 
-def _check_timestep(at: str, field: FieldConfig) -> None:
+def _check_computed(at: str, field: FieldConfig, what: str) -> None:
     for option, value, only in (("scale", field.scale, (1.0,)), ("as", field.dtype, (None, "int64"))):
         if value not in only:
             raise ConfigError(
-                f"{at}.{option}", "must not be given for time steps", value, "convert them in the model"
+                f"{at}.{option}", f"must not be given for {what}", value, "convert them in the model"
             )
+
+
+def _check_position(at: str, field: FieldConfig) -> None:
+    if field.length is None:
+        raise ConfigError(
+            f"{at}.length", "must be given for positions", None, "they count the steps of a window"
+        )
+    if field.pad != "zero":
+        raise ConfigError(
+            f"{at}.pad",
+            "must not be given for positions",
+            field.pad,
+            "drop it: a padded step has a position, too",
+        )
 
 
 def _check_normalize(

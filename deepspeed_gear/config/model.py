@@ -130,11 +130,13 @@ class FieldConfig(GearModel):
     column: Name | None = Field(
         default=None, description="The stored column. null: the one of the field's name."
     )
-    derived: Literal["return_to_go", "timestep"] | None = Field(
+    derived: Literal["return_to_go", "timestep", "position"] | None = Field(
         default=None,
         description=(
-            "A quantity computed while collecting instead of a stored column. A field of this name "
-            "whose table has no such column is derived by itself."
+            "A quantity computed while collecting instead of a stored column: the sum of the rewards to "
+            "come, the number of each step in its trajectory, or its place in the window (0 to length - 1, "
+            "also where that is padded). A field of this name whose table has no such column is derived by "
+            "itself."
         ),
     )
     offset: Offset = Field(

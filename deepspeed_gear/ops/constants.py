@@ -27,8 +27,9 @@ FOR_COORDINATE, FOR_ANCHOR, FOR_PERMUTATION, FOR_SPLIT = range(4)
 # common/window.h and cpu/ops.h: a field of a gather.
 ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT = 0, 1, 2
 PAD_VALUE, PAD_EDGE = 0, 1
-SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE, SOURCE_TRAJECTORY, SOURCE_TIMESTEP = 0, 1, 2, 3
-FIELD_INTS = 8  # source, offset, length, align, after_n_step, pad, elements, index of the mask
+SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE, SOURCE_TRAJECTORY, SOURCE_TIMESTEP, SOURCE_POSITION = range(5)
+# Source, offset, length, align, after_n_step, pad, elements, index of the mask, first and count of the part.
+FIELD_INTS = 10
 
 # common/tree.h
 FAN_OUT = 32

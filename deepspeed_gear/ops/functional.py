@@ -23,6 +23,7 @@ from .constants import (
     PAD_VALUE,
     RESOLUTION_WORDS,
     SLOT_WORDS,
+    SOURCE_POSITION,
     SOURCE_STEPS,
     SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
@@ -276,6 +277,8 @@ def gather(
     align: int = ALIGN_IN_PLACE,
     pad: float | str = 0.0,
     dtype: torch.dtype | None = None,
+    first: int = 0,
+    count: int | None = None,
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Collect one window of one column for every resolution.
@@ -289,9 +292,12 @@ def gather(
         align: `ALIGN_IN_PLACE`, `ALIGN_LEFT` or `ALIGN_RIGHT`: where the real steps lie in the window.
         pad: "edge", or the value of the other steps, in units of the result.
         dtype: Of the result; None keeps the column's.
+        first: The first row of the window that is wanted.
+        count: Rows of the window that are wanted; None: up to its end.
         ops: The backend; None for "auto".
     Returns:
-        The window ([B, length, *shape], or [B, *shape]) and where it is real ([B, length] or [B], bool).
+        The rows [first, first + count) of the window ([B, count, *shape], or [B, *shape] without a time axis)
+        and where they are real ([B, count] or [B], bool).
     Raises:
         ShapeError: Wrong shape, dtype or range, or a resolution lies outside the column.
     """
@@ -299,17 +305,20 @@ def gather(
     target = dtype or column.dtype
     if not reference.is_allowed(column.dtype, target):
         raise ShapeError("dtype", f"must be one that {column.dtype} can be converted to", target)
-    if source == SOURCE_TIMESTEP or (source == SOURCE_TRAJECTORY and length is not None):
+    if source in (SOURCE_TIMESTEP, SOURCE_POSITION) or (source == SOURCE_TRAJECTORY and length is not None):
         raise ShapeError("source", "must be a column of steps where there is a window", source)
     steps = 1 if length is None else check_range("length", length, 1, 1 << 40)
+    check_range("first", first, 0, steps)
+    rows_wanted = steps - first if count is None else check_range("count", count, 1, steps - first + 1)
     elements = math.prod(column.shape[1:])
     is_step = source != SOURCE_TRAJECTORY
     final_row = int(source != SOURCE_STEPS and is_step)
     rows, slots = (len(column), None) if is_step else (None, len(column))
     reference.check_rows(resolutions, rows, slots, final_row)
-    out = torch.empty(len(resolutions), steps, *column.shape[1:], dtype=target)
-    mask = torch.empty(len(resolutions), steps, dtype=torch.bool)
-    spec = [source, offset, steps, align, 0, PAD_EDGE if pad == "edge" else PAD_VALUE, elements, 0]
+    out = torch.empty(len(resolutions), rows_wanted, *column.shape[1:], dtype=target)
+    mask = torch.empty(len(resolutions), rows_wanted, dtype=torch.bool)
+    kind = PAD_EDGE if pad == "edge" else PAD_VALUE
+    spec = [source, offset, steps, align, 0, kind, elements, 0, first, rows_wanted]
     assert len(spec) == FIELD_INTS
     none = torch.empty(0)
     counters, value = torch.zeros(3, dtype=torch.int64), 0.0 if isinstance(pad, str) else float(pad)

@@ -29,7 +29,7 @@ def arguments(name: str) -> tuple[Any, ...]:
     resolutions = torch.stack((slot, slot, zero, slot * 5, zero + 5, zero + 2, zero, zero), dim=1)
     none, powers = torch.empty(0), torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
     extents = torch.stack((torch.arange(NUM_SLOTS) * 5, torch.full((NUM_SLOTS,), 5)), dim=1)
-    fields = [0, -2, 4, 0, 0, 1, 3, 0, 0, 0, 1, 0, 1, 0, 3, -1]
+    fields = [0, -2, 4, 0, 0, 1, 3, 0, 0, 4, 0, 0, 1, 0, 1, 0, 3, -1, 0, 1]
     windows = [torch.zeros(COUNT, 4, 3), torch.zeros(COUNT, 1, 3, dtype=torch.float16)]
     mask, counters = torch.zeros(COUNT, 4, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     two, pads = [none, none], [0.0, 1.0]

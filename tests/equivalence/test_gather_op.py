@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from deepspeed_gear.ops.constants import (
     ALIGN_RIGHT,
     PAD_EDGE,
     PAD_VALUE,
+    SOURCE_POSITION,
     SOURCE_STEPS,
     SOURCE_STEPS_PLUS_ONE,
     SOURCE_TIMESTEP,
@@ -74,19 +76,25 @@ class Field:
     dtype: torch.dtype | None = None
     shift: Tensor = NONE
     gain: Tensor = NONE
+    first: int = 0
+    count: int | None = None  # None: the whole window
 
     @property
     def elements(self) -> int:
-        return 1 if self.source == SOURCE_TIMESTEP else self.column[0].numel()
+        return 1 if self.source in (SOURCE_TIMESTEP, SOURCE_POSITION) else self.column[0].numel()
+
+    @property
+    def rows(self) -> int:
+        return self.length if self.count is None else self.count
 
     @property
     def spec(self) -> list[int]:
         pad = PAD_EDGE if self.pad == "edge" else PAD_VALUE
         numbers = [self.source, self.offset, self.length, self.align, self.after_n_step, pad]
-        return [*numbers, self.elements, self.mask]
+        return [*numbers, self.elements, self.mask, self.first, self.rows]
 
     def out(self, count: int) -> Tensor:
-        shape = (count, self.length, self.elements)
+        shape = (count, self.rows, self.elements)
         return torch.full(shape, 1).to(self.dtype or self.column.dtype)
 
 
@@ -97,7 +105,7 @@ def gather(
     count = len(resolutions)
     outs = [f.out(count) for f in fields]
     masks = [
-        torch.ones(count, next(f.length for f in fields if f.mask == i), dtype=torch.bool)
+        torch.ones(count, next(f.rows for f in fields if f.mask == i), dtype=torch.bool)
         for i in range(max((f.mask for f in fields), default=-1) + 1)
     ]
     counters = torch.tensor([1, 2, 3])
@@ -234,6 +242,11 @@ def test_many_fields_at_once(
             for align in (ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT)
             for pad in (-1.0, "edge")
         ),
+        *(
+            Field(NONE, SOURCE_POSITION, offset, 9, align, follows, dtype=torch.int64)
+            for align in (ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT)
+            for offset, follows in ((-4, 0), (-60, 0), (0, 1))
+        ),
     ]
     n_steps = torch.randint(1, 6, (count,))
     before = torch.get_num_threads()
@@ -242,6 +255,42 @@ def test_many_fields_at_once(
         check(reference, native, same_bits, fields, resolutions_of(count), n_steps, threads)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [0, 1, 33])
+@pytest.mark.parametrize(("length", "part"), [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6), (48, 12), (7, 4)])
+def test_parts_of_windows(
+    reference: Ops, native: Ops, same_bits: SameBits, count: int, length: int, part: int
+) -> None:
+    """Every part has the reference's bits and counters, also one that meets no real row."""
+    torch.manual_seed(count * 100 + length + part)
+    floats, bytes_ = random_bits(torch.float32, NUM_ROWS, 5), random_bits(torch.uint8, NUM_ROWS, 3)
+    scale = scaling(*torch.randn(2, 5, dtype=torch.float64), torch.float32, torch.bfloat16)
+    n_steps, resolutions = torch.randint(1, 6, (count,)), resolutions_of(count)
+    aligns = (ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT)
+    firsts = sorted({*range(0, length - part + 1, part), length - part})
+    for first, align, offset in itertools.product(firsts, aligns, (-60, -length, -3, 0, 2, 60)):
+        window: dict[str, Any] = {
+            "offset": offset,
+            "length": length,
+            "align": align,
+            "first": first,
+            "count": part,
+        }
+        fields = [
+            Field(floats, mask=0, pad=7.5, **window),
+            Field(floats, SOURCE_STEPS_PLUS_ONE, after_n_step=1, pad="edge", mask=1, **window),
+            Field(bytes_, pad="edge", mask=0, **window),
+            Field(floats, pad="edge", dtype=torch.bfloat16, shift=scale[0], gain=scale[1], mask=2, **window),
+            Field(NONE, SOURCE_TIMESTEP, pad="edge", dtype=torch.int64, mask=3, **window),
+            Field(NONE, SOURCE_POSITION, dtype=torch.int64, mask=4, **window),
+        ]
+        found = check(reference, native, same_bits, fields, resolutions, n_steps)
+        *masks, counters = found[len(fields) :]
+        assert found[5].tolist() == [[[first + i] for i in range(part)]] * count
+        real = 2 * int(masks[0].sum()) + sum(int(mask.sum()) for mask in masks[1:])
+        row_bytes = 20 + 20 + 3 + 10 + 8 + 8
+        assert counters.tolist() == [1 + real, 2 + 6 * count * part, 3 + count * part * row_bytes]
 
 
 def test_nothing_to_collect(reference: Ops, native: Ops, same_bits: SameBits) -> None:
@@ -297,6 +346,13 @@ def test_final_row_and_slots_are_checked(request: pytest.FixtureRequest, name: s
         (Field(torch.zeros(50, dtype=torch.int64), pad=0.5, offset=-1), "whole number"),
         (Field(torch.zeros(50, dtype=torch.bool), pad=2.0, offset=-1), "whole number"),
         (Field(torch.zeros(50, 2), after_n_step=1), "n_steps"),
+        (Field(torch.zeros(50, 2), length=5, first=-1, count=2), "first and count must be a part"),
+        (Field(torch.zeros(50, 2), length=5, first=2, count=0), "first and count must be a part"),
+        (Field(torch.zeros(50, 2), length=5, first=4, count=2), "first and count must be a part"),
+        (Field(torch.zeros(50, 2), length=5, first=5, count=1), "first and count must be a part"),
+        (Field(torch.zeros(50, 2), length=5, first=0, count=6), "first and count must be a part"),
+        (Field(torch.zeros(50, 2), length=5, first=(1 << 63) - 1, count=5), "first and count must be a part"),
+        (Field(torch.zeros(50, 2), SOURCE_TRAJECTORY, first=1, count=1), "first and count must be a part"),
     ],
 )
 @pytest.mark.parametrize("name", ["reference", "cpu"])

@@ -17,7 +17,7 @@ OUTSIDE = pytest.raises(RuntimeError, match="index that leads outside")
 def test_resolution_outside_the_column(kernels_on_host: Ops, word: int, value: int) -> None:
     resolutions = torch.tensor([[0, 0, 0, 0, 2, 0, 0, 0]]).repeat(3, 1)
     column, none, counters = torch.zeros(10, 2), torch.empty(0), torch.zeros(3, dtype=torch.int64)
-    out, spec = torch.ones(3, 1, 2), [0, 0, 1, 0, 0, 0, 2, -1]
+    out, spec = torch.ones(3, 1, 2), [0, 0, 1, 0, 0, 0, 2, -1, 0, 1]
 
     def gather() -> None:
         kernels_on_host.gather_(
@@ -47,7 +47,7 @@ def test_resolution_outside_the_column(kernels_on_host: Ops, word: int, value: i
 def test_slot_outside_the_column(kernels_on_host: Ops) -> None:
     resolutions, none = torch.tensor([[0, 3, 0, 0, 2, 0, 0, 0]]), torch.empty(0)
     counters = torch.zeros(3, dtype=torch.int64)
-    arguments = (resolutions, None, [2, 0, 1, 0, 0, 0, 2, -1], [0.0], 1)
+    arguments = (resolutions, None, [2, 0, 1, 0, 0, 0, 2, -1, 0, 1], [0.0], 1)
     with OUTSIDE:
         kernels_on_host.gather_(
             [torch.ones(1, 2)], [], counters, [torch.zeros(3, 2)], [none], [none], *arguments

@@ -44,7 +44,7 @@ def resolutions_of(count: int, slots: int = NUM_SLOTS, length: int = LENGTH) -> 
 
 
 def window(column: Tensor, offset: int, length: int) -> list[int]:
-    return [SOURCE_STEPS, offset, length, 0, 0, 0, column[0].numel(), 0]
+    return [SOURCE_STEPS, offset, length, 0, 0, 0, column[0].numel(), 0, 0, length]
 
 
 def arguments(name: str) -> tuple[Any, ...]:
@@ -188,7 +188,7 @@ def test_column_beyond_4_gib(cuda: Ops) -> None:
     resolutions = torch.tensor([[0, 0, 0, rows - 40, 40, 5, 0, 0]], device=DEVICE)
     none = torch.empty(0)
     out, counters = torch.zeros(1, 20, dtype=torch.uint8, device=DEVICE), torch.zeros(3, dtype=torch.int64)
-    spec = [SOURCE_STEPS, 0, 20, 0, 0, 0, 1, -1]
+    spec = [SOURCE_STEPS, 0, 20, 0, 0, 0, 1, -1, 0, 20]
     cuda.gather_([out], [], counters.to(DEVICE), [column], [none], [none], resolutions, None, spec, [0.0], 1)
     assert torch.equal(out[0].cpu(), torch.arange(5, 25, dtype=torch.uint8))
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
 from deepspeed_gear.config.checks import N_STEP_NAMES
+from deepspeed_gear.config.fields import DERIVED
 from deepspeed_gear.schema import DTYPES, FLOATING
 
 BATCH = 24
@@ -71,20 +72,22 @@ def scenes(draw: st.DrawFn) -> Scene:
 def draw_fields(draw: st.DrawFn, schema: Schema, has_n_step: bool) -> dict[str, dict[str, Any]]:
     fields: dict[str, dict[str, Any]] = {}
     for i in range(draw(st.integers(1, 6))):
-        source = draw(st.sampled_from([*schema.names, "return_to_go", "timestep"]))
-        field: dict[str, Any] = {"derived" if source in ("return_to_go", "timestep") else "column": source}
+        source = draw(st.sampled_from([*schema.names, *DERIVED]))
+        field: dict[str, Any] = {"derived" if source in DERIVED else "column": source}
         column = None if source not in schema else schema[source]  # noqa: SIM401 - a Schema has no get
-        own = {"return_to_go": "float32", "timestep": "int64"}.get(source) or schema[source].dtype
+        own = DERIVED.get(source) or schema[source].dtype
+        computed = source in ("timestep", "position")
         if column is None or column.rows != "1":
             field["offset"] = draw(st.integers(-12, 12) | st.sampled_from(["n_step"] * has_n_step or [0]))
-            if draw(st.booleans()):
+            if source == "position" or draw(st.booleans()):
                 field["length"] = draw(st.integers(1, 12))
                 field["align"] = draw(st.sampled_from(["in_place", "left", "right"]))
             pads: list[Any] = ["zero", "edge", 1] if own == "bool" else ["zero", "edge", 7]
-            field["pad"] = draw(st.sampled_from(pads + [-0.5] * (own in FLOATING)))
-        if own != "bool" and source != "timestep" and draw(st.integers(0, 3)) == 0:
+            if source != "position":
+                field["pad"] = draw(st.sampled_from(pads + [-0.5] * (own in FLOATING)))
+        if own != "bool" and not computed and draw(st.integers(0, 3)) == 0:
             field["scale"] = draw(st.sampled_from([0.001, -2.0, 3.0]))
-        if source != "timestep" and draw(st.integers(0, 3)) == 0:
+        if not computed and draw(st.integers(0, 3)) == 0:
             field["as"] = draw(st.sampled_from(["float32", "float64"]))
         fields[f"f{i}"] = {
             **field,
@@ -139,7 +142,7 @@ class Oracle:
         """Return all values of a field's source. [rows, *shape]."""
         t, derived = self.scene.trajectories[number], field.get("derived")
         steps = len(t["reward"])
-        if derived == "timestep":
+        if derived in ("timestep", "position"):
             return torch.arange(steps)
         if derived == "return_to_go":
             total, found = 0.0, []
@@ -204,12 +207,14 @@ class Oracle:
                 pad = field.get("pad", "zero")
                 constant = torch.zeros_like(found[0]) + (0 if isinstance(pad, str) else pad)
                 parts = [constant if v is None else self.convert(v, field, target) for v in wanted]
+                if field.get("derived") == "position":
+                    parts = list(torch.arange(len(wanted)))
                 assert torch.equal(found, torch.stack([p.to(target) for p in parts])), (name, field, i)
 
     def dtype(self, field: dict[str, Any]) -> torch.dtype:
         if "as" in field:
             return DTYPES[field["as"]]
-        derived = {"return_to_go": "float32", "timestep": "int64"}.get(str(field.get("derived")))
+        derived = DERIVED.get(str(field.get("derived")))
         own = derived or self.scene.schema[field["column"]].dtype
         converted = field["scale"] != 1.0 or field.get("normalize")
         return torch.float32 if converted and own not in FLOATING else DTYPES[own]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.ops import Ops, functional, load_backend
@@ -15,8 +15,12 @@ from deepspeed_gear.ops.constants import (
     ALIGN_IN_PLACE,
     ALIGN_LEFT,
     ALIGN_RIGHT,
+    PAD_EDGE,
+    PAD_VALUE,
+    SOURCE_POSITION,
     SOURCE_STEPS,
     SOURCE_STEPS_PLUS_ONE,
+    SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
 )
 
@@ -95,6 +99,106 @@ def test_window(
         for place, (row, real) in enumerate(expected):
             stored = column[table.first_rows[i] + row].tolist()
             assert values[j, place].tolist() == (stored if real or pad == "edge" else [pad, pad])
+
+
+class Kind(NamedTuple):
+    """What a field is read from and becomes: its source, rows and dtype, and whether it is scaled."""
+
+    source: int
+    elements: int = 1
+    stored: torch.dtype = torch.int64
+    dtype: torch.dtype = torch.int64
+    scaled: bool = False
+
+
+KINDS = [
+    Kind(SOURCE_STEPS, 3, torch.float32, torch.float32),
+    Kind(SOURCE_STEPS_PLUS_ONE, 2, torch.uint8, torch.uint8),
+    Kind(SOURCE_STEPS, 1, torch.bool, torch.float32),
+    Kind(SOURCE_STEPS, 1, torch.int16, torch.int64),
+    Kind(SOURCE_STEPS, 1, torch.float32, torch.float32, scaled=True),  # as return_to_go
+    Kind(SOURCE_STEPS_PLUS_ONE, 5, torch.float64, torch.bfloat16, scaled=True),
+    Kind(SOURCE_TIMESTEP),
+    Kind(SOURCE_POSITION),
+]
+
+
+class Window(NamedTuple):
+    """The window of a field."""
+
+    offset: int
+    length: int
+    align: int
+    after_n_step: int
+    pad: float | str
+
+
+@st.composite
+def divided_windows(draw: st.DrawFn) -> tuple[Window, int]:
+    """A window, and the number of equal parts into which it is divided."""
+    parts, part = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    align = draw(st.sampled_from([ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT]))
+    window = Window(
+        draw(st.integers(-32, 14)),
+        parts * part,
+        align,
+        draw(st.integers(0, 1)),
+        draw(st.sampled_from([0.0, 3.0, "edge"])),
+    )
+    return window, parts
+
+
+def collect(
+    ops: Ops, table: Table, column: torch.Tensor, kind: Kind, window: Window, first: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Collect the rows [first, first + count) of a window: values, mask, and what is counted."""
+    resolutions, none = table.resolutions, torch.empty(0)
+    scale, n_steps = (none, none), torch.arange(len(resolutions)) % 4 + 1
+    if kind.scaled:
+        both = torch.stack((torch.linspace(-3, 3, kind.elements), torch.linspace(0.3, 2, kind.elements)))
+        scale = functional.scaling(both[0], both[1], kind.stored, kind.dtype)
+    out = torch.full((len(resolutions), count, kind.elements), 1).to(kind.dtype)
+    mask = torch.ones(len(resolutions), count, dtype=torch.bool)
+    counters = torch.zeros(3, dtype=torch.int64)
+    pad, value = (PAD_EDGE, 0.0) if isinstance(window.pad, str) else (PAD_VALUE, window.pad)
+    spec = [kind.source, window.offset, window.length, window.align, window.after_n_step, pad]
+    spec += [kind.elements, 0, first, count]
+    ops.gather_(
+        [out], [mask], counters, [column], [scale[0]], [scale[1]], resolutions, n_steps, spec, [value], 1
+    )
+    return out, mask, counters.tolist()
+
+
+@settings(max_examples=300)
+@given(table=tables(), divided=divided_windows(), kind=st.sampled_from(KINDS))
+def test_parts_are_the_window(ops: Ops, table: Table, divided: tuple[Window, int], kind: Kind) -> None:
+    """The equal parts of a window, one behind the other, are the window; each counts its own rows."""
+    window, parts = divided
+    random = torch.Generator().manual_seed(table.num_rows)
+    column = (torch.rand(table.num_rows, kind.elements, generator=random) * 100).to(kind.stored)
+    whole, mask, counts = collect(ops, table, column, kind, window, 0, window.length)
+    part = window.length // parts
+    found = [collect(ops, table, column, kind, window, i * part, part) for i in range(parts)]
+    joined, joined_mask = torch.cat([f[0] for f in found], dim=1), torch.cat([f[1] for f in found], dim=1)
+    assert torch.equal(joined.view(torch.uint8), whole.view(torch.uint8))
+    assert torch.equal(joined_mask, mask)
+    for values, real, (num_real, num_rows, num_bytes) in found:
+        assert (num_real, num_rows) == (int(real.sum()), real.numel())
+        assert num_bytes == values.numel() * values.element_size()
+    assert [sum(column) for column in zip(*(f[2] for f in found), strict=True)] == counts
+    assert mask.tolist() == expected_mask(table, kind.source, window)
+    if kind.source == SOURCE_POSITION:
+        assert torch.equal(whole[:, :, 0], torch.arange(window.length).repeat(len(whole), 1))
+
+
+def expected_mask(table: Table, source: int, window: Window) -> list[list[bool]]:
+    """Return where the whole windows are real."""
+    more, masks = int(source == SOURCE_STEPS_PLUS_ONE), []
+    for j, (i, anchor) in enumerate(table.anchors):
+        first = anchor + window.offset + window.after_n_step * (j % 4 + 1)
+        places = window_by_hand(first, window.length, table.lengths[i] + more, window.align)
+        masks.append([is_real for _, is_real in places])
+    return masks
 
 
 @given(table=tables(), offset=st.integers(-3, 3))

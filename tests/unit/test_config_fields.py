@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +44,13 @@ def test_no_fields_are_all_columns_at_their_anchors() -> None:
 
 def test_derived_fields() -> None:
     fields = resolve(
-        fields={"return_to_go": {"length": 3}, "timestep": {}, "rtg": {"derived": "return_to_go"}}
+        fields={
+            "return_to_go": {"length": 3},
+            "timestep": {},
+            "rtg": {"derived": "return_to_go"},
+            "position": {"length": 4, "offset": -2},
+            "place": {"derived": "position", "length": 2, "align": "right"},
+        }
     )
     assert fields["return_to_go"] == ResolvedField(
         name="return_to_go", column=None, derived="return_to_go", length=3, dtype="float32"
@@ -52,8 +59,21 @@ def test_derived_fields() -> None:
         name="timestep", column=None, derived="timestep", dtype="int64"
     )
     assert fields["rtg"].derived == "return_to_go"
-    stored = Column("timestep", "int32")
-    assert resolve(Schema([stored]), fields={"timestep": {}})["timestep"].column == stored
+    assert fields["position"] == ResolvedField(
+        name="position", column=None, derived="position", offset=-2, length=4, dtype="int64"
+    )
+    assert fields["place"].derived == "position"
+    for name in ("timestep", "position"):
+        stored = Column(name, "int32")
+        assert resolve(Schema([stored]), fields={name: {}})[name].column == stored
+
+
+def test_parts_of_a_window() -> None:
+    whole = one(length=6)
+    assert (whole.part_first, whole.part_length, whole.collected_length) == (0, None, 6)
+    part = replace(whole, part_first=2, part_length=3)
+    assert (part.length, part.collected_length) == (6, 3)
+    assert one().collected_length is None
 
 
 def test_dtypes() -> None:
@@ -69,6 +89,7 @@ def test_dtypes() -> None:
     assert one(column="terminated", **{"as": "float32"}).dtype == "float32"
     assert one(column="return", **{"as": "float32"}).dtype == "float32"
     assert one(derived="timestep", column=None, **{"as": "int64"}).dtype == "int64"
+    assert one(derived="position", column=None, length=2, **{"as": "int64"}).dtype == "int64"
     assert not one().is_converted
     assert one(scale=2).is_converted
 
@@ -142,6 +163,32 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"fields": {"timestep": {"as": "float32"}}},
         "gear.fields.timestep.as must not be given for time steps, got 'float32'; convert them in the model",
+    ),
+    (
+        {"fields": {"position": {"length": 3, "normalize": "mean_std"}}},
+        "gear.fields.position.normalize must not be given for a derived field, got 'mean_std'; use scale",
+    ),
+    (
+        {"fields": {"position": {"length": 3, "scale": 2}}},
+        "gear.fields.position.scale must not be given for positions, got 2.0; convert them in the model",
+    ),
+    (
+        {"fields": {"place": {"derived": "position", "length": 3, "as": "float32"}}},
+        "gear.fields.place.as must not be given for positions, got 'float32'; convert them in the model",
+    ),
+    (
+        {"fields": {"position": {"length": 3, "pad": "edge"}}},
+        "gear.fields.position.pad must not be given for positions, got 'edge'; drop it: a padded step has a "
+        "position, too",
+    ),
+    (
+        {"fields": {"position": {"length": 3, "pad": -1}}},
+        "gear.fields.position.pad must not be given for positions, got -1; drop it: a padded step has a "
+        "position, too",
+    ),
+    (
+        {"fields": {"position": {"offset": -2}}},
+        "gear.fields.position.length must be given for positions; they count the steps of a window",
     ),
     (
         {"fields": {"terminated": {"normalize": "mean_std"}}},

@@ -319,6 +319,11 @@ WRONG: list[tuple[Any, str]] = [
         "'return_to_go'; rename the field",
     ),
     (
+        _field("position", derived="timestep", length=2),
+        "gear.fields.position.derived must be 'position' in a field of that name, got 'timestep'; "
+        "rename the field",
+    ),
+    (
         _field(derived="return_to_go", normalize="mean_std"),
         "gear.fields.action.normalize must not be given for a derived field, got 'mean_std'; "
         "there are no statistics; use scale",

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_gear.errors import BuildError, ConfigError, ShapeError
 from deepspeed_gear.ops import Ops, fake, functional, load_backend
-from deepspeed_gear.ops.constants import SOURCE_TIMESTEP, SOURCE_TRAJECTORY
+from deepspeed_gear.ops.constants import SOURCE_POSITION, SOURCE_TIMESTEP, SOURCE_TRAJECTORY
 
 RESOLUTIONS = torch.tensor([[0, 0, 0, 2, 5, 1, 1, 0]])
 COLUMN = torch.arange(20.0).view(10, 2)
@@ -206,6 +206,18 @@ REFUSED: dict[str, tuple[Callable[[Ops], object], str]] = {
         lambda o: functional.gather(COLUMN, RESOLUTIONS, source=SOURCE_TIMESTEP, ops=o),
         "source must",
     ),
+    "position": (
+        lambda o: functional.gather(COLUMN, RESOLUTIONS, source=SOURCE_POSITION, length=2, ops=o),
+        "source must",
+    ),
+    "first of a window": (
+        lambda o: functional.gather(COLUMN, RESOLUTIONS, length=3, first=3, ops=o),
+        r"first must be in \[0, 3\), got 3",
+    ),
+    "count of a window": (
+        lambda o: functional.gather(COLUMN, RESOLUTIONS, length=3, first=1, count=3, ops=o),
+        r"count must be in \[1, 3\), got 3",
+    ),
     "window of a trajectory's row": (
         lambda o: functional.gather(COLUMN, RESOLUTIONS, source=SOURCE_TRAJECTORY, length=3, ops=o),
         "source must",
@@ -230,6 +242,10 @@ def test_results() -> None:
     values, mask = functional.gather(COLUMN, RESOLUTIONS, offset=-2, length=3, pad=9, dtype=torch.float64)
     assert values.tolist() == [[[9.0, 9.0], [4.0, 5.0], [6.0, 7.0]]]
     assert mask.tolist() == [[False, True, True]]
+    part = functional.gather(COLUMN, RESOLUTIONS, offset=-2, length=3, pad=9, first=1, count=1)
+    assert [x.tolist() for x in part] == [[[[4.0, 5.0]]], [[True]]]
+    rest, _ = functional.gather(COLUMN, RESOLUTIONS, offset=-2, length=3, pad=9, first=1)
+    assert rest.tolist() == [[[4.0, 5.0], [6.0, 7.0]]]
     reward, ends = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]), torch.zeros(7, dtype=torch.bool)
     returns, discount, steps = functional.n_step(reward, ends, None, RESOLUTIONS, 2, 0.5)
     assert (returns.tolist(), discount.tolist(), steps.tolist()) == ([16.0], [0.25], [2])

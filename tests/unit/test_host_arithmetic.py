@@ -373,6 +373,7 @@ def test_python_repeats_the_headers_numbers() -> None:
         "kStepRowsPlusOne": constants.SOURCE_STEPS_PLUS_ONE,
         "kTrajectoryRow": constants.SOURCE_TRAJECTORY,
         "kTimestep": constants.SOURCE_TIMESTEP,
+        "kPosition": constants.SOURCE_POSITION,
         "kCommitted": constants.COMMITTED,
         "kApplied": constants.APPLIED,
         "kStale": constants.STALE,

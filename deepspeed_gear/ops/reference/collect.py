@@ -18,6 +18,7 @@ from ..constants import (
     R_FIRST_ROW,
     R_NUM_STEPS,
     R_SLOT,
+    SOURCE_POSITION,
     SOURCE_STEPS,
     SOURCE_STEPS_PLUS_ONE,
     SOURCE_TIMESTEP,
@@ -40,6 +41,8 @@ class FieldSpec(NamedTuple):
     pad: int
     elements: int
     mask: int
+    part_first: int
+    part_count: int
 
 
 class Span(NamedTuple):
@@ -110,11 +113,12 @@ def gather_(
     """Collect all fields of a batch.
 
     Args:
-        outs: Every field's tensor, written whole. [B, length, elements] in any shape.
-        masks: True where a row is real; fields with equal windows may share one, which the first of them
-            writes. [B, length], bool.
+        outs: Every field's tensor, written whole: the rows [first, first + count) of its window.
+            [B, count, elements] in any shape.
+        masks: True where a row is real; fields with equal parts of equal windows may share one, which the
+            first of them writes. [B, count], bool.
         counters: Adds real rows, all rows and bytes written. [3], int64.
-        columns: Every field's column; ignored for a timestep. [rows, elements] in any shape.
+        columns: Every field's column; ignored for a timestep and a position. [rows, elements] in any shape.
         shifts: Every field's shift, repeated any number of times; empty without. [k * elements] or [1].
         gains: As shifts; both or none.
         resolutions: [B, 8], int64.
@@ -123,7 +127,8 @@ def gather_(
         pad_values: Every field's padding, in units of its output.
         threads: Not used here.
     Raises:
-        ShapeError: A resolution lies outside the columns, or there is no conversion between two dtypes.
+        ShapeError: A resolution lies outside the columns, a part outside its window, or there is no
+            conversion between two dtypes.
     """
     fields = [FieldSpec(*spec[i : i + FIELD_INTS]) for i in range(0, len(spec), FIELD_INTS)]
     for field in fields:
@@ -134,7 +139,7 @@ def gather_(
         field, out, column, shift, gain, pad = each
         row, real = _rows_of(field, resolutions, n_steps)
         values = _values(field, out.dtype, column, shift, gain, resolutions, row)
-        if field.pad != PAD_EDGE:
+        if field.pad != PAD_EDGE and field.source != SOURCE_POSITION:
             values[~real] = _pad(pad, out.dtype)
         out.copy_(values.view(out.shape))
         if field.mask not in written:
@@ -148,6 +153,10 @@ def gather_(
 def _check_field(field: FieldSpec, n_steps: Tensor | None) -> None:
     if not 1 <= field.length <= _MOST_STEPS:
         raise ShapeError("length", f"must be in [1, {_MOST_STEPS}]", field.length)
+    end = field.part_first + field.part_count
+    if not 0 <= field.part_first < end <= field.length:
+        rule = f"must be a part of the window, [0, {field.length})"
+        raise ShapeError("first and count", rule, f"[{field.part_first}, {end})")
     if abs(field.offset) > _MOST_STEPS:
         raise ShapeError("offset", f"must be in [-{_MOST_STEPS}, {_MOST_STEPS}]", field.offset)
     if field.source == SOURCE_TRAJECTORY and field.length != 1:
@@ -166,6 +175,7 @@ def _smallest(fields: Sequence[FieldSpec], columns: Sequence[Tensor]) -> tuple[i
 
 
 def _rows_of(field: FieldSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the row of every place of the part, and where it is real. [B, count] each."""
     if field.source == SOURCE_TRAJECTORY:
         return resolutions[:, R_SLOT, None], torch.ones(len(resolutions), 1, dtype=torch.bool)
     offset: Tensor | int = field.offset
@@ -173,7 +183,9 @@ def _rows_of(field: FieldSpec, resolutions: Tensor, n_steps: Tensor | None) -> t
         offset = offset + n_steps
     rows = resolutions[:, R_NUM_STEPS] + (field.source == SOURCE_STEPS_PLUS_ONE)
     span = bounds(offset, field.length, field.align, resolutions[:, R_ANCHOR], rows)
-    return window_rows(span, field.length)
+    row, real = window_rows(span, field.length)
+    part = slice(field.part_first, field.part_first + field.part_count)
+    return row[:, part], real[:, part]
 
 
 def _values(
@@ -185,7 +197,10 @@ def _values(
     resolutions: Tensor,
     row: Tensor,
 ) -> Tensor:
-    """Read and convert the rows of every window. [B, length, elements], of `dtype`."""
+    """Read and convert the rows of every part. [B, count, elements], of `dtype`."""
+    if field.source == SOURCE_POSITION:
+        places = torch.arange(field.part_first, field.part_first + field.part_count)
+        return places.repeat(len(row), 1)[:, :, None]
     if field.source == SOURCE_TIMESTEP:
         return row[:, :, None].clone()
     if field.source != SOURCE_TRAJECTORY:

@@ -16,7 +16,8 @@ namespace gear {
 inline constexpr int64_t kSlotWords = sizeof(Slot) / sizeof(int64_t);
 inline constexpr int64_t kResolutionWords = sizeof(Resolution) / sizeof(int64_t);
 inline constexpr int64_t kFieldInts =
-    8;  // source, offset, length, align, after_n_step, pad, elements, index of the mask
+    10;  // source, offset, length, align, after_n_step, pad, elements, index of the mask, first and
+         // count of the part
 
 inline int64_t CodeOf(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -96,13 +97,16 @@ inline bool IsInteger(double value, int64_t dtype) {
 
 // What is wrong with a field, or null.
 inline const char* CheckField(const cpu::Field& field) {
-  if (field.source < cpu::kStepRows || field.source > cpu::kTimestep) return "unknown source";
+  if (field.source < cpu::kStepRows || field.source > cpu::kPosition) return "unknown source";
   if (field.from < 0 || field.from > kFloat64 || field.to < 0 || field.to > kFloat64)
     return "unknown dtype code";
   if (field.window.length < 1 || field.window.length > kMostSteps)
     return "length must be in [1, 2^40]";
   if (field.window.offset < -kMostSteps || field.window.offset > kMostSteps)
     return "offset must be in [-2^40, 2^40]";
+  if (field.part.first < 0 || field.part.count < 1 ||
+      field.part.first > field.window.length - field.part.count)
+    return "first and count must be a part of the window: 0 <= first < first + count <= length";
   if (field.source == cpu::kTrajectoryRow && field.window.length != 1)
     return "a column of one row per trajectory has no window";
   if ((field.shift == nullptr) != (field.gain == nullptr)) return "shift and gain go together";
@@ -110,7 +114,7 @@ inline const char* CheckField(const cpu::Field& field) {
   if (field.to < kFloat16 && field.pad == kPadValue && !IsInteger(field.pad_value, field.to))
     return "the pad value must be a whole number that its dtype can hold";
   const bool same = field.from == field.to && field.gain == nullptr;
-  return field.source == cpu::kTimestep || same || IsConversion(field.from, field.to)
+  return cpu::IsComputed(field.source) || same || IsConversion(field.from, field.to)
              ? nullptr
              : "no conversion between these dtypes";
 }
@@ -124,18 +128,19 @@ inline cpu::Field FieldOf(const int64_t* spec, double pad_value, const at::Tenso
   field.after_n_step = spec[4];
   field.pad = spec[5];
   field.elements = spec[6];
+  field.part = {spec[8], spec[9]};
   field.to = CodeOf(out);
-  field.from = field.source == cpu::kTimestep ? field.to : CodeOf(column);
+  field.from = cpu::IsComputed(field.source) ? field.to : CodeOf(column);
   field.to_bytes = out.element_size();
   field.pad_value = pad_value;
   TORCH_CHECK(out.is_contiguous() && column.is_contiguous(),
               "gear: out and columns must be contiguous");
-  TORCH_CHECK(out.numel() == count * field.window.length * field.elements, "gear: out must hold ",
-              count, " x ", field.window.length, " x ", field.elements, " elements, got ",
+  TORCH_CHECK(out.numel() == count * field.part.count * field.elements, "gear: out must hold ",
+              count, " x ", field.part.count, " x ", field.elements, " elements, got ",
               out.sizes());
-  TORCH_CHECK(field.source != cpu::kTimestep || field.to == kInt64,
-              "gear: time steps must be int64");
-  TORCH_CHECK(field.source == cpu::kTimestep || column.numel() % field.elements == 0,
+  TORCH_CHECK(!cpu::IsComputed(field.source) || field.to == kInt64,
+              "gear: time steps and positions must be int64");
+  TORCH_CHECK(cpu::IsComputed(field.source) || column.numel() % field.elements == 0,
               "gear: column must hold whole rows of ", field.elements, " elements");
   const auto needs_double = [](int64_t dtype) {
     return dtype == kFloat64 || dtype == kInt64 || dtype == kInt32;
@@ -151,12 +156,12 @@ inline cpu::Field FieldOf(const int64_t* spec, double pad_value, const at::Tenso
     field.shift = shift.const_data_ptr();
     field.gain = gain.const_data_ptr();
   }
-  if (field.source != cpu::kTimestep) field.column = column.const_data_ptr();
+  if (!cpu::IsComputed(field.source)) field.column = column.const_data_ptr();
   field.out = out.mutable_data_ptr();
   if (mask != nullptr) {
     CheckTensor(*mask, "mask", at::kBool);
-    TORCH_CHECK(mask->numel() == count * field.window.length, "gear: mask must be [", count, ", ",
-                field.window.length, "], got ", mask->sizes());
+    TORCH_CHECK(mask->numel() == count * field.part.count, "gear: mask must be [", count, ", ",
+                field.part.count, "], got ", mask->sizes());
     field.mask = mask->mutable_data_ptr<bool>();
   }
   const char* wrong = CheckField(field);

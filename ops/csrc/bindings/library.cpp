@@ -233,7 +233,7 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
   int64_t rows = std::numeric_limits<int64_t>::max(), slots = rows, final_row = 0;
   for (size_t f = 0; f < fields.size(); ++f) {
     const cpu::Field& field = fields[f];
-    if (field.source == cpu::kTimestep) continue;
+    if (cpu::IsComputed(field.source)) continue;
     const int64_t held = columns[f].numel() / field.elements;
     if (field.source == cpu::kTrajectoryRow)
       slots = std::min(slots, held);
@@ -258,8 +258,8 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
       InThreads(count, threads, work);
     real = real_rows.load(std::memory_order_relaxed);
     for (const cpu::Field& field : fields) {
-      all += count * field.window.length;
-      bytes += count * field.window.length * field.elements * field.to_bytes;
+      all += count * field.part.count;
+      bytes += count * field.part.count * field.elements * field.to_bytes;
     }
   }
   int64_t* counter = counters.mutable_data_ptr<int64_t>();

@@ -198,8 +198,8 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
     const cpu::Field& field = fields[f];
     cuda::Gather(field, columns[f].numel() / field.elements, records, offsets, count, counter,
                  device.stream());
-    all += count * field.window.length;
-    bytes += count * field.window.length * field.elements * field.to_bytes;
+    all += count * field.part.count;
+    bytes += count * field.part.count * field.elements * field.to_bytes;
   }
   cuda::AddToCounters(counter, all, bytes, device.stream());
 }

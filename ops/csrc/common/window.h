@@ -11,6 +11,11 @@ struct Window {
   int64_t offset, length, align;
 };
 
+// The rows [first, first + count) of a window: all of it that is written.
+struct Part {
+  int64_t first, count;
+};
+
 struct Span {
   int64_t begin, end;     // rows of the trajectory that are real
   int64_t place;          // where `begin` lies in the window
@@ -34,6 +39,16 @@ GEAR_HOST_DEVICE Span Bounds(const Window& window, int64_t anchor, int64_t rows)
   span.before = begin;
   span.after = end - 1;
   return span;
+}
+
+// What of a window's span lies in a part of it, at its place in the part. What pads stays the
+// window's; a part without real rows is padded like the side on which it lies.
+GEAR_HOST_DEVICE Span Cut(const Span& span, const Part& part) {
+  const int64_t ahead = span.begin - span.place;  // the row at the window's first place
+  const int64_t last = part.first + part.count;
+  const int64_t from = Clamp<int64_t>(span.place, part.first, last);
+  const int64_t to = Clamp<int64_t>(span.place + span.end - span.begin, part.first, last);
+  return {from + ahead, to + ahead, from - part.first, span.before, span.after};
 }
 
 }  // namespace gear

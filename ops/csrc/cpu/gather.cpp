@@ -60,6 +60,13 @@ void PrefetchWindow(const char* data, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(data + i, 0, 0);
 }
 
+// Where the real rows of a part begin, as far as the anchor alone tells.
+int64_t LikelyRow(const Field& field, int64_t anchor) {
+  const int64_t first = anchor + field.window.offset;
+  const int64_t begin = field.window.align == kLeft ? Max<int64_t>(0, first) : first;
+  return Max<int64_t>(0, begin + field.part.first);
+}
+
 // Fills `count` rows at `to` with padding.
 template <typename To, typename Rows>
 void PadRows(const Field& field, const char* edge, char* to, int64_t count) {
@@ -78,7 +85,7 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
                    int64_t begin, int64_t end) {
   const int64_t from_row = field.elements * SizeOf(field.from),
                 to_row = field.elements * field.to_bytes;
-  const int64_t length = field.window.length;
+  const int64_t length = field.part.count;
   const char* column = static_cast<const char*>(field.column);
   int64_t real = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -86,7 +93,7 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
       const Resolution& next = resolutions[i + kLookAhead];
       const int64_t row = field.source == kTrajectoryRow
                               ? next.slot
-                              : next.first_row + Max<int64_t>(0, next.anchor + field.window.offset);
+                              : next.first_row + LikelyRow(field, next.anchor);
       PrefetchWindow(column + row * from_row, length * from_row);
     }
     const Resolution& r = resolutions[i];
@@ -99,8 +106,8 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
     }
     Window window = field.window;
     if (field.after_n_step) window.offset += n_steps[i];
-    const Span span =
-        Bounds(window, r.anchor, r.num_steps + (field.source == kStepRowsPlusOne ? 1 : 0));
+    const int64_t held = r.num_steps + (field.source == kStepRowsPlusOne ? 1 : 0);
+    const Span span = Cut(Bounds(window, r.anchor, held), field.part);
     const int64_t rows = span.end - span.begin, behind = length - span.place - rows;
     const char* first = column + r.first_row * from_row;
     if (span.place > 0) PadRows<To, Rows>(field, first + span.before * from_row, out, span.place);
@@ -169,23 +176,27 @@ int64_t GatherSteps(const Field& field, const Resolution* resolutions, const int
   return real;
 }
 
-// The step numbers of a window themselves; nothing is read.
-int64_t GatherTimesteps(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
-                        int64_t begin, int64_t end) {
-  const int64_t length = field.window.length;
+// The step numbers of a window themselves, or its places; nothing is read.
+int64_t GatherComputed(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
+                       int64_t begin, int64_t end) {
+  const int64_t length = field.part.count;
   int64_t real = 0;
   for (int64_t i = begin; i < end; ++i) {
     Window window = field.window;
     if (field.after_n_step) window.offset += n_steps[i];
-    const Span span = Bounds(window, resolutions[i].anchor, resolutions[i].num_steps);
+    const Resolution& r = resolutions[i];
+    const Span span = Cut(Bounds(window, r.anchor, r.num_steps), field.part);
     const int64_t rows = span.end - span.begin;
     int64_t* out = static_cast<int64_t*>(field.out) + i * length;
-    const bool edge = field.pad == kPadEdge;
+    const bool edge = field.pad == kPadEdge, is_position = field.source == kPosition;
     const int64_t value = static_cast<int64_t>(field.pad_value);
     for (int64_t t = 0; t < length; ++t) {
       const bool is_real = t >= span.place && t < span.place + rows;
-      out[t] = is_real ? span.begin + t - span.place
-                       : (edge ? (t < span.place ? span.before : span.after) : value);
+      if (is_position)
+        out[t] = field.part.first + t;
+      else
+        out[t] = is_real ? span.begin + t - span.place
+                         : (edge ? (t < span.place ? span.before : span.after) : value);
       if (field.mask != nullptr) field.mask[i * length + t] = is_real;
     }
     real += rows;
@@ -274,7 +285,7 @@ GatherFunction ConvertFunction(int64_t from, int64_t to) {
 }
 
 GatherFunction FunctionFor(const Field& field) {
-  if (field.source == kTimestep) return &GatherTimesteps;
+  if (IsComputed(field.source)) return &GatherComputed;
   const bool same = field.from == field.to && field.shift == nullptr && field.gain == nullptr;
   return same ? CopyFunction(field) : ConvertFunction(field.from, field.to);
 }

@@ -112,11 +112,21 @@ void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t cou
                  float* discount, int64_t* steps);
 
 // How one field is collected from one column.
-enum Source : int64_t { kStepRows = 0, kStepRowsPlusOne = 1, kTrajectoryRow = 2, kTimestep = 3 };
+enum Source : int64_t {
+  kStepRows = 0,
+  kStepRowsPlusOne = 1,
+  kTrajectoryRow = 2,
+  kTimestep = 3,  // the step's number in its trajectory
+  kPosition = 4   // its place in the window, also where that is padded
+};
+
+// Whether a source is computed: it has no column, and its field is int64.
+constexpr bool IsComputed(int64_t source) { return source >= kTimestep; }
 
 struct Field {
   int64_t source;  // enum Source
   Window window;
+  Part part;             // of the window
   int64_t after_n_step;  // add the sample's number of n-step steps to the offset
   int64_t pad;           // enum Pad
   int64_t elements;      // of one row
@@ -127,8 +137,8 @@ struct Field {
   const void* shift;  // [period] of the arithmetic type, or null
   const void* gain;
   int64_t period;  // elements after which shift and gain repeat: 1 or a multiple of `elements`
-  void* out;       // [count, length, elements]
-  bool* mask;      // [count, length], or null
+  void* out;       // [count, part.count, elements]
+  bool* mask;      // [count, part.count], or null
 };
 
 // Collects the samples [begin, end) of one field. Returns the number of real rows.

@@ -1,24 +1,26 @@
-// Collection of rows as they are, and of the time steps themselves.
+// Collection of rows as they are, of time steps and of positions.
 #include "cuda/gather.h"
 
 namespace gear::cuda {
 namespace {
 
-__global__ void TimestepKernel(const Field field, const Resolution* __restrict__ resolutions,
+__global__ void ComputedKernel(const Field field, const Resolution* __restrict__ resolutions,
                                const int64_t* __restrict__ n_steps, int64_t count, int64_t pad,
                                uint64_t* counters) {
-  const int64_t length = field.window.length;
+  const int64_t length = field.part.count;
   uint64_t real = 0;
   for (int64_t i = GlobalThread(); i < count * length; i += GlobalThreads()) {
     const int64_t sample = i / length, t = i % length;
     const Resolution r = resolutions[sample];
     Window window = field.window;
     if (field.after_n_step) window.offset += n_steps[sample];
-    const Span span = Bounds(window, r.anchor, r.num_steps);
+    const Span span = Cut(Bounds(window, r.anchor, r.num_steps), field.part);
     const bool is_real = t >= span.place && t < span.place + span.end - span.begin;
     const int64_t edge = t < span.place ? span.before : span.after;
-    static_cast<int64_t*>(field.out)[i] =
+    const int64_t step =
         is_real ? span.begin + t - span.place : (field.pad == kPadEdge ? edge : pad);
+    static_cast<int64_t*>(field.out)[i] =
+        field.source == cpu::kPosition ? field.part.first + t : step;
     if (field.mask != nullptr) field.mask[i] = is_real;
     real += is_real;
   }
@@ -40,8 +42,8 @@ T PadOf(const Field& field) {
 void Gather(const Field& field, int64_t held, const Resolution* resolutions, const int64_t* n_steps,
             int64_t count, int64_t* counters, void* stream) {
   if (count == 0) return;
-  if (field.source == cpu::kTimestep) {
-    TimestepKernel<<<Blocks(count * field.window.length), kThreads, 0, AsStream(stream)>>>(
+  if (cpu::IsComputed(field.source)) {
+    ComputedKernel<<<Blocks(count * field.part.count), kThreads, 0, AsStream(stream)>>>(
         field, resolutions, n_steps, count, PadOf<int64_t>(field),
         reinterpret_cast<uint64_t*>(counters));
     return CheckLaunch("Gather");

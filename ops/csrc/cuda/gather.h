@@ -68,7 +68,7 @@ __global__ void GatherKernel(const Field field, int64_t held,
                              const int64_t* __restrict__ n_steps, int64_t count,
                              typename Rows::To pad, int team, uint64_t* counters) {
   const Lane lane{static_cast<int>(threadIdx.x) & (team - 1), team};
-  const int64_t length = field.window.length;
+  const int64_t length = field.part.count;
   uint64_t real = 0;
   for (int64_t i = GlobalThread() / team; i < count; i += GlobalThreads() / team) {
     const Resolution r = resolutions[i];
@@ -82,7 +82,7 @@ __global__ void GatherKernel(const Field field, int64_t held,
       Require(IsInside(r, held, final_row));
       Window window = field.window;
       if (field.after_n_step) window.offset += n_steps[i];
-      span = Bounds(window, r.anchor, r.num_steps + final_row);
+      span = Cut(Bounds(window, r.anchor, r.num_steps + final_row), field.part);
       first += r.first_row * field.elements;
     }
     const int64_t rows = span.end - span.begin, behind = span.place + rows;
@@ -112,7 +112,7 @@ template <typename Rows>
 void LaunchGather(const Field& field, int64_t held, const Resolution* resolutions,
                   const int64_t* n_steps, int64_t count, typename Rows::To pad, int64_t* counters,
                   void* stream) {
-  const int team = TeamOf(field.window.length * field.elements * field.to_bytes);
+  const int team = TeamOf(field.part.count * field.elements * field.to_bytes);
   GatherKernel<Rows><<<Blocks(count * team), kThreads, 0, AsStream(stream)>>>(
       field, held, resolutions, n_steps, count, pad, team, reinterpret_cast<uint64_t*>(counters));
   CheckLaunch("Gather");
