@@ -192,12 +192,13 @@ def _check_shared(engine: Any, replay: Replay) -> None:
 
 
 def _log_sizes(engine: Any, replay: Replay) -> None:
-    """Write sizes to DeepSpeed's log once, and what the replay logs later."""
+    """Write the sizes to the log, once. It is ours, as DeepSpeed's own shows warnings only."""
     log = logging.getLogger("deepspeed_gear")
     if not log.handlers:
-        log.setLevel(logger.level)
-        for handler in logger.handlers:
-            log.addHandler(handler)
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
         log.propagate = False
     if replay.topology.rank == 0:
         counted, wanted = engine.train_batch_size(), replay.batch_info.global_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from deepspeed_gear.replay.status import Status
 from deepspeed_gear.selection.cut import COUNT, EPOCH, Cut
 from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.stream import Stream
+
+LOG = logging.getLogger("deepspeed_gear")
 
 
 @dataclass
@@ -137,6 +140,8 @@ class Feed:
         self._metrics.digest = number, digest
         if self._status is not None:
             self._status.compare_digests()
+            if self._status.leads:
+                LOG.info("gear: global batch %d: digest %016x", number, digest % (1 << 64))
 
     @property
     def where(self) -> position.Position:

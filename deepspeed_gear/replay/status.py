@@ -37,6 +37,7 @@ class Status:
     def __init__(self, table: Table, topology: Topology, timeout_s: float) -> None:
         self._table, self._ranks, self._timeout_s = table, topology.peers, timeout_s
         self._places = [topology.places[rank] for rank in self._ranks]
+        self.leads = topology.rank == 0
         self._words: np.ndarray = table.views["status/words"]
         self._texts: np.ndarray = table.views["status/texts"]
         self._reached: np.ndarray = self._words[:, REACHED]

@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.exchange import Exchange
-from deepspeed_gear.parallel.topology import Topology, node_identity
+from deepspeed_gear.parallel.topology import Place, Topology, node_identity
 
 
 def test_one_process_agrees_with_itself() -> None:
@@ -31,14 +31,15 @@ def test_its_own_error_stays_as_it_is(error: Exception) -> None:
 
 
 def test_place_of_one_process() -> None:
-    place = Topology.discover(Exchange(), 0, 1)
-    assert place == Topology(0, 1, 0, 1, 0, 1, 1)
-    assert place.leads_node
+    topology = Topology.discover(Exchange(), Place())
+    assert topology == Topology(0, (Place(),), (0,))
+    assert topology.leads_node
+    assert (topology.peer, topology.num_peers, topology.num_nodes) == (0, 1, 1)
     assert node_identity() == node_identity()
 
 
 @pytest.mark.parametrize(("data_rank", "data_world"), [(1, 2), (0, 2), (1, 1)])
-def test_what_is_not_data_parallel_is_refused(data_rank: int, data_world: int) -> None:
-    text = f"must give the 1 ranks one replica each, got 'rank 0: {data_rank} of {data_world}'"
+def test_a_place_that_is_no_grid_is_refused(data_rank: int, data_world: int) -> None:
+    text = f"must give the 1 ranks one place each in a grid, got 'rank 0: data {data_rank} of {data_world}'"
     with pytest.raises(ConfigError, match=text):
-        Topology.discover(Exchange(), data_rank, data_world)
+        Topology.discover(Exchange(), Place(data_rank, data_world))

@@ -1,0 +1,207 @@
+"""Train engines of one kind of parallelism, and write what each rank sees and where it sits.
+
+The last argument is a task: `mode` (a row of MODES), `gear`, `cases` (accumulation and prefetch by name),
+`steps`, `out`. A field of codes (trajectory * 1000 + step) goes with the inputs through a pipeline, so that
+the loss can see whether labels belong to them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed import comm as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from engine_parts import BATCH, task
+from torch import nn
+
+import deepspeed_gear
+from deepspeed_gear import Batch
+
+WINDOW, SIZE = 4, 3
+SPLIT = {"layer_specs": [
+    {"patterns": [".*up.weight$"], "partition_type": "column"},
+    {"patterns": [".*down.weight$"], "partition_type": "row"},
+], "use_default_specs": False}  # fmt: skip
+
+
+class Network(nn.Module):
+    """Predicts an action from an observation, step by step."""
+
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(SIZE, 8), nn.Linear(8, 2)
+        expert = nn.Linear(8, 8)
+        self.moe = MoE(8, expert, num_experts=experts, ep_size=experts, k=1) if experts else None
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(observation / 1e4))
+        if self.moe is not None:
+            hidden = hidden + self.moe(hidden)[0]
+        return self.down(hidden)
+
+
+class Stage(nn.Module):
+    """A layer of a pipeline that hands the codes on beside what it computes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        torch.manual_seed(inputs)
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, codes = both
+        return torch.tanh(self.linear(x)), codes
+
+
+def first_layer(both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    observation, codes = both
+    return observation.flatten(1) / 1e4, codes
+
+
+class Losses:
+    """The loss of a pipeline; keeps what the priorities are made of."""
+
+    def __init__(self) -> None:
+        self.checked = 0
+
+    def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
+        (found, codes), (action, code, ids, mask, weight) = outputs, labels
+        assert codes.equal(code), (codes, code)
+        assert (code // 1000).equal(ids), (code, ids)
+        assert mask.dtype == torch.bool
+        assert len(weight) == len(ids)
+        self.checked += 1
+        return (weight[:, None] * (found - action / 1e4).square()).mean()
+
+
+def pipeline(topology: Any, losses: Losses) -> PipelineModule:
+    layers = [first_layer, LayerSpec(Stage, WINDOW * SIZE, 8), LayerSpec(Stage, 8, 8), LayerSpec(Stage, 8, 2)]
+    return PipelineModule(layers, topology=topology, loss_fn=losses, partition_method="uniform")
+
+
+def made(mode: str, config: dict[str, Any], losses: Losses) -> Any:
+    """Return an engine of a mode."""
+    kind, _, sizes = mode.partition(":")
+    one, two, three = [*(int(size) for size in sizes.split("x") if size), 1, 1, 1][:3]
+    model, options = None, {}
+    if kind == "pipe":
+        mesh = PipeDataParallelTopology(one, two)
+        model = pipeline(PipeModelDataParallelTopology(one, three, two) if three > 1 else mesh, losses)
+    elif kind == "zero":
+        config["zero_optimization"] = {"stage": one, "stage3_param_persistence_threshold": 0}
+    elif kind == "tensor":
+        config["tensor_parallel"] = {"autotp_size": one, "partition_config": SPLIT}
+    elif kind == "tp_model_init":
+        config["tensor_parallel"] = {"partition_config": SPLIT}
+        model = deepspeed.tp_model_init(Network(), tp_size=one, dtype=torch.float32)
+    elif kind == "ulysses":
+        if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
+            parallel_state_sp.initialize_sequence_parallel(one)
+        options["mpu"] = parallel_state_sp
+    elif kind == "mesh":
+        options["mesh_param"] = (two, one)
+    elif kind == "expert":
+        model = Network(experts=one)
+    model = model or Network()
+    if not isinstance(model, PipelineModule):
+        options["model_parameters"] = model.parameters()
+    return deepspeed_gear.initialize(model=model, config=config, **options)[0]
+
+
+def priorities(batch: Batch) -> torch.Tensor:
+    """Depend on item and sample number alone."""
+    return ((batch.id * 7919 + batch.anchor * 104729 + batch.number * 31) % 1009 + 1).double() / 100
+
+
+def report(engine: Any, batch: Batch) -> None:
+    if engine.gear.config.sampler.kind == "prioritized":
+        engine.gear_update_priorities(batch, priorities(batch))
+
+
+def seen(batch: Batch) -> dict[str, np.ndarray]:
+    known = {name: getattr(batch, name) for name in ("number", "id", "anchor", "weight", "num_steps")}
+    masks = {f"mask.{name}": mask for name, mask in batch.mask.items()}
+    return {name: tensor.numpy().copy() for name, tensor in {**known, **batch, **masks}.items()}
+
+
+def step(engine: Any) -> list[dict[str, np.ndarray]]:
+    """Make one optimizer step; return the micro batches of this rank."""
+    found = []
+    if hasattr(engine, "gear_batches"):
+        assert torch.isfinite(engine.train_batch(data_iter=engine.gear_iterator()))
+        for batch in engine.gear_batches():
+            report(engine, batch)
+            found.append(seen(batch))
+        return found
+    for _ in range(engine.gradient_accumulation_steps()):
+        batch = engine.gear_sample()
+        output = engine(batch["observation"])
+        loss = (output - batch["action"][:, None] / 1e4).square().mean(dim=(1, 2))
+        engine.backward((batch.weight * loss).mean())
+        engine.step()
+        report(engine, batch)
+        found.append(seen(batch))
+    return found
+
+
+def evaluate(engine: Any, losses: Losses) -> int:
+    """Evaluate a pipeline over one pass, in parts of any size; return its micro batches."""
+    iterator, before = engine.gear_iterator("eval"), losses.checked
+    first = min(2, len(iterator))
+    engine.eval_batch(iterator, num_micro_batches=first)
+    engine.eval_batch(iterator, num_micro_batches=len(iterator))
+    if engine.gear.topology.place.is_last_stage:
+        assert losses.checked - before == first + len(iterator)
+    return len(iterator)
+
+
+def main(wanted: dict[str, Any]) -> None:
+    deepspeed.init_distributed()
+    for name, case in wanted["cases"].items():
+        losses = Losses()
+        config = {
+            "train_micro_batch_size_per_gpu": BATCH // wanted["replicas"] // case["accumulation"],
+            "gradient_accumulation_steps": case["accumulation"],
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "zero_force_ds_cpu_optimizer": False,
+            "gear": {**wanted["gear"], **case["gear"]},
+        }
+        engine = made(wanted["mode"], config, losses)
+        rows = []
+        for number in range(wanted["steps"]):
+            found = step(engine)
+            if found:
+                rows.append({key: np.concatenate([part[key] for part in found]) for key in found[0]})
+            if number == 2 and hasattr(engine, "gear_batches"):
+                evaluate(engine, losses)
+        replay = engine.gear
+        place, known = replay.topology.place, replay.statistics()
+        found_here = {
+            "coordinates": dict(zip(("pipe", "data", "sequence", "tensor"), place.coordinates, strict=True)),
+            "reads": place.reads,
+            "reports": place.reports,
+            "global_batch": replay.batch_info.global_batch,
+            "bytes": known["bytes"],
+            "padding": known["padding"],
+            "applied": known.get("priorities_applied"),
+            "digest": known["digest"],
+        }
+        at = Path(wanted["out"]) / f"{name}.{dist.get_rank()}"
+        at.with_suffix(at.suffix + ".json").write_text(json.dumps(found_here))
+        if rows:
+            np.savez(f"{at}.npz", **{key: np.stack([row[key] for row in rows]) for key in rows[0]})
+        engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(task())
