@@ -60,13 +60,6 @@ void PrefetchWindow(const char* data, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(data + i, 0, 0);
 }
 
-// Where the real rows of a part begin, as far as the anchor alone tells.
-int64_t LikelyRow(const Field& field, int64_t anchor) {
-  const int64_t first = anchor + field.window.offset;
-  const int64_t begin = field.window.align == kLeft ? Max<int64_t>(0, first) : first;
-  return Max<int64_t>(0, begin + field.part.first);
-}
-
 // Fills `count` rows at `to` with padding.
 template <typename To, typename Rows>
 void PadRows(const Field& field, const char* edge, char* to, int64_t count) {
@@ -86,6 +79,10 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
   const int64_t from_row = field.elements * SizeOf(field.from),
                 to_row = field.elements * field.to_bytes;
   const int64_t length = field.part.count;
+  const bool is_whole = length == field.window.length;
+  // Where a part's real rows begin, as far as the anchor alone tells: at least here, or behind it.
+  const int64_t least = field.window.align == kLeft ? field.part.first : 0;
+  const int64_t ahead = field.window.offset + field.part.first;
   const char* column = static_cast<const char*>(field.column);
   int64_t real = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -93,7 +90,7 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
       const Resolution& next = resolutions[i + kLookAhead];
       const int64_t row = field.source == kTrajectoryRow
                               ? next.slot
-                              : next.first_row + LikelyRow(field, next.anchor);
+                              : next.first_row + Max(least, next.anchor + ahead);
       PrefetchWindow(column + row * from_row, length * from_row);
     }
     const Resolution& r = resolutions[i];
@@ -107,7 +104,8 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
     Window window = field.window;
     if (field.after_n_step) window.offset += n_steps[i];
     const int64_t held = r.num_steps + (field.source == kStepRowsPlusOne ? 1 : 0);
-    const Span span = Cut(Bounds(window, r.anchor, held), field.part);
+    Span span = Bounds(window, r.anchor, held);
+    if (!is_whole) span = Cut(span, field.part);
     const int64_t rows = span.end - span.begin, behind = length - span.place - rows;
     const char* first = column + r.first_row * from_row;
     if (span.place > 0) PadRows<To, Rows>(field, first + span.before * from_row, out, span.place);
@@ -180,12 +178,14 @@ int64_t GatherSteps(const Field& field, const Resolution* resolutions, const int
 int64_t GatherComputed(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
                        int64_t begin, int64_t end) {
   const int64_t length = field.part.count;
+  const bool is_whole = length == field.window.length;
   int64_t real = 0;
   for (int64_t i = begin; i < end; ++i) {
     Window window = field.window;
     if (field.after_n_step) window.offset += n_steps[i];
     const Resolution& r = resolutions[i];
-    const Span span = Cut(Bounds(window, r.anchor, r.num_steps), field.part);
+    Span span = Bounds(window, r.anchor, r.num_steps);
+    if (!is_whole) span = Cut(span, field.part);
     const int64_t rows = span.end - span.begin;
     int64_t* out = static_cast<int64_t*>(field.out) + i * length;
     const bool edge = field.pad == kPadEdge, is_position = field.source == kPosition;
