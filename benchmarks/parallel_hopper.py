@@ -194,8 +194,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     names = [row["mode"] for row in rows]
     bars = right.bar(names, [row["return_after"] for row in rows], color=["lightgray", "tab:orange", "black"])
     right.bar_label(bars, fmt="%.0f")
-    right.axhline(TARGET, linestyle="--", linewidth=1, color="gray")
-    right.set(ylabel="return", title=f"mean return of 5 episodes, asked for {TARGET:.0f}")
+    right.axhline(TARGET, linestyle="--", linewidth=1, color="gray", label=f"asked for: {TARGET:.0f}")
+    right.set(ylabel="return", title="mean return of 5 episodes", ylim=(0, 1.25 * TARGET))
+    right.legend(loc="upper right")
     left.legend()
     middle.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

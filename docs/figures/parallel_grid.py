@@ -15,7 +15,7 @@ from deepspeed_gear.parallel.topology import Place
 ROOT = Path(__file__).resolve().parents[2]
 COLORS = ("#dbe9f6", "#fde5cc")  # of replicas
 FONT = "font-family='sans-serif' font-size='12'"
-WIDTH, HEIGHT, LEFT, TOP, GAP = 196, 96, 116, 92, 14
+WIDTH, HEIGHT, LEFT, TOP, GAP = 176, 100, 116, 92, 14
 
 
 def text(x: float, y: float, words: str, extra: str = "") -> str:
@@ -31,14 +31,10 @@ def rank_box(rank: int, place: Place, names: list[str]) -> list[str]:
     color = COLORS[place.data_rank]
     lines = [f"<rect x='{x}' y='{y}' width='{WIDTH}' height='{HEIGHT}' rx='6' fill='{color}' stroke='#555'/>"]
     lines.append(text(x + 10, y + 20, f"rank {rank}: {kind}", "font-weight='bold'"))
-    half = -(-len(names) // 2)
-    lines += [
-        text(x + 10, y + 42 + 18 * i, ", ".join(part))
-        for i, part in enumerate((names[:half], names[half:]))
-        if part
-    ]
+    pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
+    lines += [text(x + 10, y + 40 + 17 * i, ", ".join(pair)) for i, pair in enumerate(pairs)]
     reports = "reports priorities" if place.reports else ""
-    return [*lines, text(x + 10, y + 84, reports, "font-style='italic' fill='#a33'")]
+    return [*lines, text(x + 10, y + 90, reports, "font-style='italic' fill='#a33'")]
 
 
 def main() -> None:
@@ -51,7 +47,9 @@ def main() -> None:
     lines.append(text(LEFT, 24, "one global batch, cut once", "font-size='15' font-weight='bold'"))
     for data in range(2):
         x = LEFT + data * (2 * (WIDTH + GAP) + GAP)
-        lines.append(text(x, 52, f"replica {data}: its half of the samples", "font-weight='bold'"))
+        lines.append(
+            text(x, 52, f"replica {data}: samples {data}, {data + 2}, {data + 4}, ...", "font-weight='bold'")
+        )
         for tensor in range(2):
             lines.append(text(x + tensor * (WIDTH + GAP), 74, f"tensor {tensor}"))
     for rank, (pipe, data, tensor) in enumerate(itertools.product(range(2), repeat=3)):
