@@ -60,11 +60,13 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
         if self._is_over:
             self._ready.clear()  # an inner stage pulls nothing
         self._is_over = False
-        while len(self._ready) < count:
-            self._ready.append(self._fetched())
-        self._replay.wait_for_all()
+        self._replay.agree(lambda: self._fill(count))
         self._is_over = True
         self.batches = [batch for batch in self._ready if batch is not None]
+
+    def _fill(self, count: int) -> None:
+        while len(self._ready) < count:
+            self._ready.append(self._fetched())
 
     def __next__(self) -> tuple[Part, Part]:
         if not self._ready:
@@ -76,9 +78,8 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
 
     def _fetched(self) -> Batch | None:
         if not self._place.reads:
-            self._replay.skip()
             return None
-        return self._replay.sample() if self._stream == TRAIN else self._replay.agree(self._next_of_pass)
+        return self._replay.sample() if self._stream == TRAIN else self._next_of_pass()
 
     def _next_of_pass(self) -> Batch:
         batch = next(self._pass, None)

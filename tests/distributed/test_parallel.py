@@ -13,38 +13,17 @@ import numpy as np
 import pytest
 import torch
 from gear_support import STEP, config_of, shared_files
+from parallel_support import ENDS, FIELDS, MODES, WINDOW
 
 from deepspeed_gear import Batch, Replay
 
-BATCH, STEPS, WINDOW = 12, 20, 4
+BATCH, STEPS = 12, 20
 KNOWN = ("number", "id", "anchor", "weight", "num_steps")
-FIELDS = {
-    "observation": {"offset": -3, "length": WINDOW},
-    "action": {},
-    "code": {},
-    "late": {"column": "code", "offset": -1, "length": WINDOW, "align": "right", "pad": "edge"},
-    "position": {"length": WINDOW},
-}
 ROW_BYTES = {"observation": 12, "action": 8, "code": 8, "late": 8, "position": 8}
-ENDS = {"inputs": ["observation", "code"], "labels": ["action", "code", "id", "mask.action", "weight"]}
 PRIORITIZED = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
 CASES = {
     "uniform": {"accumulation": 3, "gear": {"sampler": {"kind": "uniform", "unit": "step"}, "prefetch": 1}},
     "prioritized": {"accumulation": 1, "gear": {"sampler": PRIORITIZED, "verify_every": 5}},
-}
-MODES = {  # what the program makes: ranks, replicas
-    "zero:1x2": (2, 2),
-    "zero:3x4": (4, 4),
-    "tensor:2": (2, 1),
-    "tensor:2x2": (4, 2),
-    "tp_model_init:2": (2, 1),
-    "pipe:2": (2, 1),
-    "pipe:3": (3, 1),
-    "pipe:2x2": (4, 2),
-    "pipe:2x1x2": (4, 1),
-    "ulysses:2x2": (4, 2),
-    "mesh:2x2": (4, 2),
-    "expert:2": (2, 2),
 }
 Arrays = dict[str, np.ndarray]
 
