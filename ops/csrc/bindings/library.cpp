@@ -1,7 +1,5 @@
 // The thin binding: schemas, checks of what the kernels rely on, pointers. The meaning of every op
 // stands in deepspeed_gear/ops/reference, its shapes in deepspeed_gear/ops/functional.py.
-#include <Python.h>
-
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -14,12 +12,11 @@
 
 #include "bindings/check_priorities.h"
 #include "bindings/checks.h"
+#include "bindings/ops.h"
 #include "common/convert.h"
-#include "cpu/mutex.h"
 #include "cpu/ops.h"
 
 namespace gear {
-namespace {
 
 void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
   CheckTensor(coordinates, "coordinates", at::kLong);
@@ -43,7 +40,7 @@ void TreeBuild(at::Tensor sums, int64_t num_items) {
   cpu::TreeBuild(Unsigned(sums), num_items);
 }
 
-const int64_t* ItemsIn(const at::Tensor& items, int64_t num_items) {
+static const int64_t* ItemsIn(const at::Tensor& items, int64_t num_items) {
   CheckTensor(items, "items", at::kLong);
   const int64_t* data = items.const_data_ptr<int64_t>();
   TORCH_CHECK(
@@ -62,7 +59,8 @@ void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items,
 }
 
 // A coordinate below the total hits an item with a mass, so never the padding behind the last slot.
-void CheckCoordinates(const at::Tensor& sums, int64_t num_items, const at::Tensor& coordinates) {
+static void CheckCoordinates(const at::Tensor& sums, int64_t num_items,
+                             const at::Tensor& coordinates) {
   const TreeShape shape = ShapeOfTree(num_items);
   const int64_t* top = sums.const_data_ptr<int64_t>() + shape.offset[shape.levels - 1];
   const int64_t total = std::accumulate(top, top + shape.width[shape.levels - 1], int64_t{0});
@@ -97,7 +95,7 @@ void ResolveRows(at::Tensor resolutions, const at::Tensor& sums, const at::Tenso
               " must hit a row that is a step of its slot");
 }
 
-void CheckPriority(uint32_t bits, int64_t index) {
+static void CheckPriority(uint32_t bits, int64_t index) {
   TORCH_CHECK(IsPriority(bits), "gear: priority ", index, " must be finite and at least 0, got ",
               BitCast<float>(bits));
 }
@@ -182,8 +180,8 @@ void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& exten
 }
 
 // One pass over the resolutions protects every column: the shortest one bounds the rows.
-void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64_t slots,
-               int64_t final_row) {
+static void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64_t slots,
+                      int64_t final_row) {
   for (int64_t i = 0; i < count; ++i) {
     const Resolution& r = resolutions[i];
     TORCH_CHECK(r.first_row >= 0 && r.num_steps >= 1 && r.num_steps <= rows - final_row &&
@@ -212,7 +210,7 @@ void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
 // Splits [0, count) over threads of its own: torch's pool would need OpenMP's runtime of the same
 // torch build.
 template <typename Work>
-void InThreads(int64_t count, int64_t threads, const Work& work) {
+static void InThreads(int64_t count, int64_t threads, const Work& work) {
   const int64_t part = (count + threads - 1) / threads;
   std::vector<std::thread> others;
   for (int64_t begin = part; begin < count; begin += part)
@@ -247,9 +245,8 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
   if (count > 0) {
     std::atomic<int64_t> real_rows{0};
     const auto work = [&](int64_t begin, int64_t end) {
-      int64_t mine = 0;
-      for (const cpu::Field& field : fields)
-        mine += cpu::Gather(field, records, offsets, begin, end);
+      const int64_t mine = cpu::Gather(fields.data(), static_cast<int64_t>(fields.size()), records,
+                                       offsets, begin, end);
       real_rows.fetch_add(mine, std::memory_order_relaxed);
     };
     if (threads <= 1)
@@ -268,7 +265,6 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
   counter[2] += bytes;
 }
 
-}  // namespace
 }  // namespace gear
 
 TORCH_LIBRARY(gear, m) {
@@ -326,71 +322,4 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("suffix_sum_", gear::SuffixSum);
   m.impl("n_step_", gear::NStepReturn);
   m.impl("gather_", gear::Gather);
-}
-
-// ---- The module itself: the mutex of the stores, by address.
-// ------------------------------------------------------
-namespace {
-
-gear::cpu::SharedMutex* MutexAt(PyObject* address) {
-  return static_cast<gear::cpu::SharedMutex*>(PyLong_AsVoidPtr(address));
-}
-
-PyObject* PyMutexInit(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  gear::cpu::MutexInit(mutex);
-  Py_RETURN_NONE;
-}
-
-PyObject* PyMutexLock(PyObject*, PyObject* arguments) {
-  PyObject* address;
-  double timeout_s;
-  if (!PyArg_ParseTuple(arguments, "Od", &address, &timeout_s)) return nullptr;
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  int result;
-  Py_BEGIN_ALLOW_THREADS result = static_cast<int>(gear::cpu::MutexLock(mutex, timeout_s));
-  Py_END_ALLOW_THREADS return PyLong_FromLong(result);
-}
-
-PyObject* PyMutexConsistent(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  gear::cpu::MutexConsistent(mutex);
-  Py_RETURN_NONE;
-}
-
-PyObject* PyMutexUnlock(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  gear::cpu::MutexUnlock(mutex);
-  Py_RETURN_NONE;
-}
-
-PyObject* PyMutexOwner(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  return PyLong_FromLongLong(__atomic_load_n(&mutex->owner, __ATOMIC_RELAXED));
-}
-
-PyMethodDef kMethods[] = {
-    {"mutex_init", PyMutexInit, METH_O, "mutex_init(address) -> None"},
-    {"mutex_lock", PyMutexLock, METH_VARARGS,
-     "mutex_lock(address, timeout_s) -> 0 locked, 1 locked after its owner died, 2 timed out, 3 "
-     "broken"},
-    {"mutex_consistent", PyMutexConsistent, METH_O, "mutex_consistent(address) -> None"},
-    {"mutex_unlock", PyMutexUnlock, METH_O, "mutex_unlock(address) -> None"},
-    {"mutex_owner", PyMutexOwner, METH_O, "mutex_owner(address) -> process id, 0 if free"},
-    {nullptr, nullptr, 0, nullptr}};
-
-}  // namespace
-
-// The name under which DeepSpeed's jit_load imports the shared library.
-#define GEAR_JOIN(a, b) a##b
-#define GEAR_INIT(name) GEAR_JOIN(PyInit_, name)
-PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
-  static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "gear", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
 }

@@ -131,8 +131,8 @@ struct Field {
   bool* mask;      // [count, length], or null
 };
 
-// Collects the samples [begin, end) of one field. Returns the number of real rows.
-int64_t Gather(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
-               int64_t begin, int64_t end);
+// Collects the samples [begin, end) of all fields. Returns the number of real rows.
+int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolutions,
+               const int64_t* n_steps, int64_t begin, int64_t end);
 
 }  // namespace gear::cpu

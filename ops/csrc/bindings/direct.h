@@ -1,0 +1,143 @@
+// An op as a plain function of Python: what torch's dispatcher does for devices, gradients and
+// tracing takes longer than an op over a small batch, and tensors of a store need none of it.
+#pragma once
+#include <Python.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <exception>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+namespace gear::direct {
+
+struct PythonError : std::exception {};  // Python knows what is wrong
+
+[[noreturn]] inline void RaiseType(const char* expected, PyObject* got) {
+  PyErr_Format(PyExc_TypeError, "gear: expected %s, got %s", expected, Py_TYPE(got)->tp_name);
+  throw PythonError{};
+}
+
+inline const at::Tensor& AsTensor(PyObject* object) {
+  if (!THPVariable_Check(object)) RaiseType("a tensor", object);
+  return THPVariable_Unpack(object);
+}
+
+inline int64_t AsInt(PyObject* object) {
+  const int64_t value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError{};
+  return value;
+}
+
+inline double AsDouble(PyObject* object) {
+  const double value = PyFloat_AsDouble(object);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError{};
+  return value;
+}
+
+// One argument: takes it from Python, keeps what the op refers to, gives it to the op.
+template <typename T>
+struct Argument;
+
+template <>
+struct Argument<int64_t> {
+  explicit Argument(PyObject* object) : value(AsInt(object)) {}
+  int64_t value;
+};
+
+template <>
+struct Argument<at::Tensor> {
+  explicit Argument(PyObject* object) : value(AsTensor(object)) {}
+  const at::Tensor& value;  // the caller's reference keeps it
+};
+
+template <>
+struct Argument<std::optional<at::Tensor>> {
+  explicit Argument(PyObject* object) {
+    if (object != Py_None) value = AsTensor(object);
+  }
+  std::optional<at::Tensor> value;
+};
+
+template <typename T, auto Convert>
+struct ListArgument {
+  explicit ListArgument(PyObject* object) {
+    if (!PyList_Check(object) && !PyTuple_Check(object)) RaiseType("a list or a tuple", object);
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
+    PyObject** items = PySequence_Fast_ITEMS(object);
+    value.reserve(static_cast<size_t>(size));
+    for (Py_ssize_t i = 0; i < size; ++i) value.push_back(Convert(items[i]));
+  }
+  c10::SmallVector<T, 16> value;
+};
+
+template <>
+struct Argument<at::TensorList> : ListArgument<at::Tensor, &AsTensor> {
+  using ListArgument::ListArgument;
+};
+
+template <>
+struct Argument<at::IntArrayRef> : ListArgument<int64_t, &AsInt> {
+  using ListArgument::ListArgument;
+};
+
+template <>
+struct Argument<at::ArrayRef<double>> : ListArgument<double, &AsDouble> {
+  using ListArgument::ListArgument;
+};
+
+// Other threads of Python run meanwhile, as during an op of torch's.
+class WithoutLock {
+ public:
+  WithoutLock() : state_(PyEval_SaveThread()) {}
+  ~WithoutLock() { PyEval_RestoreThread(state_); }
+  WithoutLock(const WithoutLock&) = delete;
+  WithoutLock& operator=(const WithoutLock&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+template <typename... Ts, size_t... Is>
+void CallWith(void (*op)(Ts...), PyObject* const* given, std::index_sequence<Is...>) {
+  // Braces: from left to right.
+  std::tuple<Argument<std::decay_t<Ts>>...> arguments{Argument<std::decay_t<Ts>>(given[Is])...};
+  const WithoutLock unlocked;
+  op(std::get<Is>(arguments).value...);
+}
+
+template <typename... Ts>
+void CallChecked(void (*op)(Ts...), PyObject* const* given, Py_ssize_t count) {
+  if (count != static_cast<Py_ssize_t>(sizeof...(Ts))) {
+    PyErr_Format(PyExc_TypeError, "gear: expected %zu arguments, got %zd", sizeof...(Ts), count);
+    throw PythonError{};
+  }
+  CallWith(op, given, std::index_sequence_for<Ts...>{});
+}
+
+// The op as a METH_FASTCALL function.
+template <auto* kOp>
+PyObject* Call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  try {
+    CallChecked(kOp, given, count);
+    Py_RETURN_NONE;
+  } catch (const PythonError&) {
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+template <auto* kOp>
+PyMethodDef Method(const char* name, const char* signature) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&Call<kOp>)), METH_FASTCALL,
+          signature};
+}
+
+}  // namespace gear::direct
