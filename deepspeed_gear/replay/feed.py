@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.prefetch import Prefetcher
 from deepspeed_gear.errors import StoreError
@@ -18,7 +16,7 @@ from deepspeed_gear.selection.cut import EPOCH
 from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.stream import Stream
 
-Made = tuple[Batch, list[np.ndarray]]  # a micro batch, and the heads of the cuts that it is from
+Made = tuple[Batch, list[list[int]]]  # a micro batch, and the heads of the cuts that it is from
 
 
 class Feed:
@@ -50,7 +48,7 @@ class Feed:
         self._info, self._data_rank, self._prefetch, self._metrics = info, data_rank, prefetch, metrics
         self._start = 0  # global batch at which the numbering of micro batches begins
         self._used = 0  # micro batches that the user has had since then
-        self._heads: list[np.ndarray] | None = None  # of the last global batch used; None: see _position
+        self._heads: list[list[int]] | None = None  # of the last global batch used; None: see _position
         self._position = position.start(tables)
         self.prefetchers: list[Prefetcher[Made]] = []  # the thread that runs, if one does
 
@@ -69,7 +67,7 @@ class Feed:
         self._used += 1
         if self._used % self._info.accumulation == 0:
             self._heads = heads
-        self._metrics.waited(time.perf_counter() - begin, int(heads[0][EPOCH]))
+        self._metrics.waited(time.perf_counter() - begin, heads[0][EPOCH])
         return batch
 
     @property
@@ -108,7 +106,7 @@ class Feed:
         step, micro = divmod(index, info.accumulation)
         key, part = self._start + step, micro * info.data_world + self._data_rank
         cuts = [(stream, stream.take(key)) for stream in self._streams]
-        heads = [cut.head.copy() for _, cut in cuts]
+        heads = [cut.head for _, cut in cuts]
         last = micro == info.accumulation - 1
         if self._mixture is None:
             batch = self._maker.make(*cuts[0], part, info.num_micro, None, last)

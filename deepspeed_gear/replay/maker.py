@@ -74,7 +74,7 @@ class BatchMaker:
         parts, weights, probabilities, keys = [], [], [], []
         for (stream, cut), which, share in zip(cuts, chosen, shares, strict=True):
             records = cut.resolutions[torch.from_numpy(which)]
-            words: list[int] = cut.head.tolist()
+            words = cut.head
             parts.append((self._collectors[stream], records))
             weights.append(self._weigh(stream, words, records))
             probabilities.append(self._probability(stream, words, records) * share)
@@ -106,11 +106,12 @@ class BatchMaker:
         micro = self._info.micro
         if stream not in self._collectors:
             self._collectors[stream] = self._collector(stream)
-        records = cut.resolutions[part::num_parts].clone(memory_format=torch.contiguous_format)
+        mine = cut.resolutions if num_parts == 1 else cut.resolutions[part::num_parts]
+        records = mine.clone(memory_format=torch.contiguous_format)
         epoch = self._no_epoch
         if stream.spec.kind != "random":
             epoch = cut.epochs.view(micro, num_parts)[:, part].clone()
-        words: list[int] = cut.head.tolist()
+        words = cut.head
         tensors, mask = self._collectors[stream].collect(records)
         total = words[TOTAL]
         if last:

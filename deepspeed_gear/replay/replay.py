@@ -206,7 +206,7 @@ class Replay:
         while index < num_batches:
             self._check_open()
             cut = stream.take(number << PASS_SHIFT | index)
-            size = int(cut.head[EPOCH_SIZE])
+            size = cut.head[EPOCH_SIZE]
             num_batches = -(-size // stream.spec.batch)
             yield self._maker.make(stream, cut, self.topology.data_rank, self.topology.data_world, size)
             index += 1

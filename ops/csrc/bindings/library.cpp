@@ -152,9 +152,13 @@ void WriteReports(at::Tensor log, const at::Tensor& resolutions, const at::Tenso
 void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::Tensor counts,
                 const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit) {
   CheckPrioritize(sums, minima, priorities, counts, slots, updates, alpha, unit);
-  const cpu::Updates records{updates.const_data_ptr<int64_t>(), updates.size(1)};
+  cpu::Updates records{updates.const_data_ptr<int64_t>(), updates.size(1)};
   const int64_t count = updates.size(0), num_items = priorities.numel();
   for (int64_t i = 0; i < count; ++i) CheckPriority(static_cast<uint32_t>(records[i].priority), i);
+  std::vector<Report> sorted;
+  if (records.row_words == kReportWords)
+    records.rows =
+        reinterpret_cast<const int64_t*>(cpu::InOrder(Records<Report>(updates), count, &sorted));
   std::vector<int64_t> items(static_cast<size_t>(count));
   const int64_t found = cpu::ItemsOf(Records<Slot>(slots), slots.size(0), unit, records, count,
                                      num_items, items.data());
