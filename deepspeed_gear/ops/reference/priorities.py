@@ -194,8 +194,8 @@ def prioritize_(
     """Set the priorities of items in order, so that the last of equal ones wins; mend sums and minima.
 
     An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half of its
-    word). Updates come in their order, reports (see `report_`) by batch and sample number, equal ones in
-    their order. Those of a trajectory that is gone change nothing. `counts` takes the numbers that `constants`
+    word). Updates come in their order; reports (see `report_`) by batch and sample number, equal ones in
+    their order. Those of a trajectory that is gone change nothing. `counts` takes what `constants`
     names; empty `minima` are not kept.
     """
     _check_exponent("alpha", alpha)
