@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -234,8 +235,7 @@ class Replay:
             StoreError: More were reported than `sample` takes up.
         """
         self._check_open()
-        masses = [self._priorities(table) for table in self.config.sampled_tables]
-        feedback.report(masses, self.config.item_sampler, batch, priorities, mask)
+        feedback.report(self._all_priorities, self.config.item_sampler, batch, priorities, mask)
 
     def set_priorities(
         self,
@@ -263,6 +263,10 @@ class Replay:
         """Return the priorities that the latest cut has drawn with, 0 for what is gone. [n], float32."""
         self._check_open()
         return feedback.priorities_of(self._priorities(table), ids, steps)
+
+    @cached_property
+    def _all_priorities(self) -> list[PriorityMasses]:
+        return [self._priorities(table) for table in self.config.sampled_tables]
 
     def _priorities(self, table: str | None) -> PriorityMasses:
         name = self._table(table).spec.name

@@ -119,8 +119,7 @@ class PriorityMasses(Masses):
             self._build()
         due = self.reports.due(key)
         if due:
-            parts = [entries for _, entries in due]
-            reports = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            reports = due[0][1] if len(due) == 1 else np.concatenate([entries for _, entries in due])
             self.ops.prioritize_(
                 self.sums,
                 self._minima,

@@ -129,7 +129,7 @@ class Reports:
             DataError: A priority is negative, infinite or NaN; nothing has changed.
             StoreError: More wait than the log holds; nothing has changed.
         """
-        count, peer = len(priorities), self._peer
+        count, peer = priorities.numel(), self._peer
         self.check_room(count)
         tail = self.ends[peer, TAIL]
         try:

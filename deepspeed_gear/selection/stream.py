@@ -78,6 +78,7 @@ class Stream:
         self._consumed_words: memoryview = self.consumed.data
         self._peer, self._num_peers = table.memory.peer, len(self.consumed)
         self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
+        self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
         self.stopped = False  # set by another thread: ends a wait of `take`
         self._timeout_s = table.lock.timeout_s
         self.peers = Peers(spec, table, self.consumed, self._timeout_s)
@@ -181,7 +182,7 @@ class Stream:
             if self.spec.kind not in DRAWS:
                 self._take_first(rows, after[SAMPLES])
             elif self._words[AHEAD] != key:
-                self._draw(rows, after[SAMPLES], after[TOTAL])
+                self._draw(rows, count, after[SAMPLES], after[TOTAL])
             if isinstance(self.masses, PriorityMasses):
                 masses = self._drawn_masses[entry]
                 after[NUMERATOR : EXPONENT + 1] = self.masses.weigh(key, masses[:count], after[TOTAL])
@@ -209,13 +210,11 @@ class Stream:
         self._heads[entry][KEY] = NOTHING
         total = self.masses.total
         if total:
-            self._draw(self._rows(key, entry)[0], words[SAMPLES], total)
+            self._draw(*self._rows(key, entry), words[SAMPLES], total)
             words[AHEAD] = key
 
-    def _draw(self, rows: torch.Tensor, first: int, total: int) -> None:
-        coordinates = self._coordinates
-        if len(rows) != len(coordinates):
-            coordinates = coordinates[: len(rows)]
+    def _draw(self, rows: torch.Tensor, count: int, first: int, total: int) -> None:
+        coordinates = self._coordinates if count == self.spec.batch else self._coordinates[:count]
         self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
         if self.spec.kind == "stratified":
             stratify_(coordinates, total)
