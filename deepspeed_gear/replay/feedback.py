@@ -32,7 +32,9 @@ def report(
     if values.shape != (batch.num_samples,):
         rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
         raise ShapeError("priorities", rule, list(priorities.shape))
-    records, rounded = batch.host_records.cpu(), as_float32(values)
+    records, rounded = batch.host_records, as_float32(values)
+    if not records.is_cpu:
+        records = records.cpu()
     if len(tables) == 1:
         _check_split(tables[0], records)
         tables[0].reports.add(records, rounded)
@@ -68,7 +70,8 @@ def as_float32(values: torch.Tensor | Sequence[float]) -> torch.Tensor:
         DataError: One is negative, infinite or NaN, seen in float64.
     """
     given = values if isinstance(values, torch.Tensor) else torch.as_tensor(np.asarray(values))
-    given = given.detach()
+    if given.requires_grad:
+        given = given.detach()
     if given.dtype == torch.float32 and given.is_cpu:
         return given.contiguous()
     given = given.to("cpu")

@@ -53,6 +53,7 @@ class Reports:
         self._log: np.ndarray = views[at + "log"]
         self._log_words: memoryview = self._log.data
         self.ends: memoryview = views[at + "ends"].data
+        self._ends: list[memoryview] = [ends.data for ends in views[at + "ends"]]
         self.asked: np.ndarray = views[at + "asked"]
         self._asked_words: memoryview = self.asked.data
         self._peer, self._num_peers = table.memory.peer, len(self.asked)
@@ -131,14 +132,15 @@ class Reports:
         """
         count, peer = priorities.numel(), self._peer
         self.check_room(count)
-        tail = self.ends[peer, TAIL]
+        ends = self._ends[peer]
+        tail = ends[TAIL]
         try:
             self.ops.report_(self._my_log, samples, priorities, tail, self._asked_words[peer])
         except (RuntimeError, ShapeError):
             check_priorities(priorities.numpy())
             raise
         with self.table.lock:  # so that whoever makes the next cut sees the entries behind the tail
-            self.ends[peer, TAIL] = tail + count
+            ends[TAIL] = tail + count
 
     def check_room(self, count: int) -> None:
         """Refuse more reports than the log holds.
@@ -146,7 +148,8 @@ class Reports:
         Raises:
             StoreError: There are more.
         """
-        waiting = self.ends[self._peer, TAIL] - self.ends[self._peer, HEAD]
+        ends = self._ends[self._peer]
+        waiting = ends[TAIL] - ends[HEAD]
         if count > self.rule.log_size - waiting:
             raise StoreError(
                 f"stream {self.spec.name}: priorities",
@@ -174,8 +177,8 @@ class Reports:
     def due(self, key: int) -> list[tuple[int, np.ndarray]]:
         """Return the reports of each process that a cut of a global batch applies."""
         batch, size, due = key - self.rule.lag, self.rule.log_size, []
-        for peer in range(self._num_peers):
-            head, tail = self.ends[peer, HEAD], self.ends[peer, TAIL]
+        for peer, ends in enumerate(self._ends):
+            head, tail = ends[HEAD], ends[TAIL]
             if head == tail:
                 continue
             entries = self._entries(peer, head, tail)
@@ -193,12 +196,15 @@ class Reports:
 
     def take(self, due: list[tuple[int, np.ndarray]]) -> None:
         """Take applied reports out of all logs, or out of none: some alone, applied again, would win."""
+        first = self._ends[0]
         for peer, entries in due:
-            self.ends[peer, NEXT] = self.ends[peer, HEAD] + len(entries)
-        self.ends[0, TAKING] = 1  # the commit point
+            ends = self._ends[peer]
+            ends[NEXT] = ends[HEAD] + len(entries)
+        first[TAKING] = 1  # the commit point
         for peer, _ in due:
-            self.ends[peer, HEAD] = self.ends[peer, NEXT]
-        self.ends[0, TAKING] = 0
+            ends = self._ends[peer]
+            ends[HEAD] = ends[NEXT]
+        first[TAKING] = 0
 
     def recover(self) -> None:
         """Make the heads whole after a process died while they moved."""
