@@ -25,11 +25,11 @@ def report(
     mask: torch.Tensor | None,
 ) -> None:
     """Report the priorities of a batch; see `Replay.update_priorities`."""
-    values = priorities.detach()
+    values = priorities.detach() if priorities.requires_grad else priorities
     if values.dim() == 2:
         assert isinstance(sampler, (PrioritizedSampler, TopKSampler))
         values = reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
-    if values.shape != (batch.num_samples,):
+    if values.dim() != 1 or values.numel() != batch.num_samples:
         rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
         raise ShapeError("priorities", rule, list(priorities.shape))
     records, rounded = batch.host_records, as_float32(values)

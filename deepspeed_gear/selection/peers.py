@@ -35,9 +35,9 @@ class Peers:
 
     def behind(self, key: int) -> list[int]:
         """Return the living peers whose word has not reached a key."""
+        if min(self._reached) >= key:
+            return []
         behind = [peer for peer, reached in enumerate(self._reached) if reached < key]
-        if not behind:
-            return behind
         attached = [peer for peer in behind if self._table.peers[peer, PEER_PID] != 0]
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 

@@ -16,8 +16,8 @@ entry already. Any change forgets them; the cut itself is made by whoever asks f
 
 from __future__ import annotations
 
+import struct
 import time
-from array import array
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
 
 _POLL_S, _IDLE_S = 100e-6, 500e-6
 MOST_TOTAL_BITS = 62
+_AFTER_KEY = struct.Struct(f"={CUT_WORDS - 1}q")
 
 
 class Stream:
@@ -188,7 +189,7 @@ class Stream:
                 after[NUMERATOR : EXPONENT + 1] = self.masses.weigh(key, masses[:count], after[TOTAL])
         after[KEY], after[COUNT] = key + 1, count
         after[SAMPLES] += count
-        head[1:CUT_WORDS] = array(head.format, after[1:])
+        _AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
         head[KEY] = key  # the commit point
         self._advance(entry)
 
