@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/MaybeOwned.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -22,9 +23,10 @@ struct PythonError : std::exception {};  // Python knows what is wrong
   throw PythonError{};
 }
 
-inline const at::Tensor& AsTensor(PyObject* object) {
+// The caller's reference keeps the tensor; to count another one would take the GIL.
+inline at::Tensor& AsTensor(PyObject* object) {
   if (!THPVariable_Check(object)) RaiseType("a tensor", object);
-  return THPVariable_Unpack(object);
+  return const_cast<at::Tensor&>(THPVariable_Unpack(object));
 }
 
 inline int64_t AsInt(PyObject* object) {
@@ -52,7 +54,7 @@ struct Argument<int64_t> {
 template <>
 struct Argument<at::Tensor> {
   explicit Argument(PyObject* object) : value(AsTensor(object)) {}
-  const at::Tensor& value;  // the caller's reference keeps it
+  at::Tensor& value;
 };
 
 template <>
@@ -63,31 +65,43 @@ struct Argument<std::optional<at::Tensor>> {
   std::optional<at::Tensor> value;
 };
 
-template <typename T, auto Convert>
-struct ListArgument {
-  explicit ListArgument(PyObject* object) {
-    if (!PyList_Check(object) && !PyTuple_Check(object)) RaiseType("a list or a tuple", object);
-    const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
-    PyObject** items = PySequence_Fast_ITEMS(object);
-    value.reserve(static_cast<size_t>(size));
-    for (Py_ssize_t i = 0; i < size; ++i) value.push_back(Convert(items[i]));
+// Calls visit(item) for each item of a list or a tuple.
+template <typename Visit>
+void ForEach(PyObject* list, const Visit& visit) {
+  if (!PyList_Check(list) && !PyTuple_Check(list)) RaiseType("a list or a tuple", list);
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(list);
+  for (Py_ssize_t i = 0; i < size; ++i) visit(PySequence_Fast_ITEMS(list)[i]);
+}
+
+template <>
+struct Argument<at::TensorList> {
+  using Borrow = c10::MaybeOwnedTraits<at::Tensor>;
+  explicit Argument(PyObject* list) {
+    ForEach(list, [](PyObject* item) { AsTensor(item); });  // refuses before anything is borrowed
+    ForEach(list, [&](PyObject* item) { value.push_back(Borrow::createBorrow(AsTensor(item))); });
   }
-  c10::SmallVector<T, 16> value;
+  ~Argument() {
+    for (at::Tensor& tensor : value) Borrow::destroyBorrow(tensor);
+  }
+  Argument(const Argument&) = delete;
+  Argument& operator=(const Argument&) = delete;
+  c10::SmallVector<at::Tensor, 16> value;
 };
 
 template <>
-struct Argument<at::TensorList> : ListArgument<at::Tensor, &AsTensor> {
-  using ListArgument::ListArgument;
+struct Argument<at::IntArrayRef> {
+  explicit Argument(PyObject* list) {
+    ForEach(list, [&](PyObject* item) { value.push_back(AsInt(item)); });
+  }
+  c10::SmallVector<int64_t, 64> value;
 };
 
 template <>
-struct Argument<at::IntArrayRef> : ListArgument<int64_t, &AsInt> {
-  using ListArgument::ListArgument;
-};
-
-template <>
-struct Argument<at::ArrayRef<double>> : ListArgument<double, &AsDouble> {
-  using ListArgument::ListArgument;
+struct Argument<at::ArrayRef<double>> {
+  explicit Argument(PyObject* list) {
+    ForEach(list, [&](PyObject* item) { value.push_back(AsDouble(item)); });
+  }
+  c10::SmallVector<double, 16> value;
 };
 
 // Other threads of Python run meanwhile, as during an op of torch's.
@@ -104,8 +118,7 @@ class WithoutLock {
 
 template <typename... Ts, size_t... Is>
 void CallWith(void (*op)(Ts...), PyObject* const* given, std::index_sequence<Is...>) {
-  // Braces: from left to right.
-  std::tuple<Argument<std::decay_t<Ts>>...> arguments{Argument<std::decay_t<Ts>>(given[Is])...};
+  std::tuple<Argument<std::decay_t<Ts>>...> arguments(given[Is]...);
   const WithoutLock unlocked;
   op(std::get<Is>(arguments).value...);
 }

@@ -18,7 +18,7 @@
 
 namespace gear {
 
-void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
+void Draw(at::Tensor& coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
   CheckTensor(coordinates, "coordinates", at::kLong);
   TORCH_CHECK(total > 0, "gear: total must be positive, got ", total);
   cpu::Draw(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first,
@@ -26,7 +26,7 @@ void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, i
             coordinates.mutable_data_ptr<int64_t>());
 }
 
-void Permute(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first,
+void Permute(at::Tensor& coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first,
              int64_t size) {
   CheckTensor(coordinates, "coordinates", at::kLong);
   CheckIndices(coordinates, first, size);
@@ -35,7 +35,7 @@ void Permute(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t epoch
                coordinates.mutable_data_ptr<int64_t>());
 }
 
-void TreeBuild(at::Tensor sums, int64_t num_items) {
+void TreeBuild(at::Tensor& sums, int64_t num_items) {
   CheckTree(sums, num_items);
   cpu::TreeBuild(Unsigned(sums), num_items);
 }
@@ -49,7 +49,7 @@ static const int64_t* ItemsIn(const at::Tensor& items, int64_t num_items) {
   return data;
 }
 
-void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items,
+void TreeUpdate(at::Tensor& sums, int64_t num_items, const at::Tensor& items,
                 const at::Tensor& masses) {
   CheckTree(sums, num_items);
   CheckTensor(masses, "masses", at::kLong);
@@ -70,7 +70,7 @@ static void CheckCoordinates(const at::Tensor& sums, int64_t num_items,
       "gear: coordinates must lie in [0, ", total, ")");
 }
 
-void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots,
+void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
              const at::Tensor& coordinates, at::IntArrayRef rule, int64_t unit, int64_t seed,
              int64_t stream, int64_t first) {
   CheckResolve(resolutions, sums, slots, coordinates, rule);
@@ -83,7 +83,7 @@ void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& s
                reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()));
 }
 
-void ResolveRows(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots,
+void ResolveRows(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
                  const at::Tensor& row_slots, const at::Tensor& coordinates, int64_t first) {
   CheckResolveRows(resolutions, sums, slots, row_slots, coordinates);
   CheckCoordinates(sums, row_slots.numel(), coordinates);
@@ -100,7 +100,7 @@ static void CheckPriority(uint32_t bits, int64_t index) {
               BitCast<float>(bits));
 }
 
-void MassOf(at::Tensor masses, const at::Tensor& priorities, int64_t alpha) {
+void MassOf(at::Tensor& masses, const at::Tensor& priorities, int64_t alpha) {
   CheckMass(masses, priorities, alpha);
   const float* data = priorities.const_data_ptr<float>();
   for (int64_t i = 0; i < priorities.numel(); ++i) CheckPriority(BitCast<uint32_t>(data[i]), i);
@@ -108,8 +108,8 @@ void MassOf(at::Tensor masses, const at::Tensor& priorities, int64_t alpha) {
               masses.mutable_data_ptr<int64_t>());
 }
 
-void Importance(at::Tensor weights, const at::Tensor& resolutions, int64_t numerator, int64_t count,
-                int64_t beta) {
+void Importance(at::Tensor& weights, const at::Tensor& resolutions, int64_t numerator,
+                int64_t count, int64_t beta) {
   CheckImportance(weights, resolutions, numerator, count, beta);
   const Resolution* records = Resolutions(resolutions);
   for (int64_t i = 0; i < resolutions.size(0); ++i)
@@ -120,25 +120,25 @@ void Importance(at::Tensor weights, const at::Tensor& resolutions, int64_t numer
                   weights.mutable_data_ptr<float>());
 }
 
-void MinimaBuild(at::Tensor minima, const at::Tensor& sums, int64_t num_items) {
+void MinimaBuild(at::Tensor& minima, const at::Tensor& sums, int64_t num_items) {
   CheckMinima(minima, sums, num_items);
   cpu::MinimaBuild(Unsigned(sums), num_items, Unsigned(minima));
 }
 
-void MinimaUpdate(at::Tensor minima, const at::Tensor& sums, int64_t num_items,
+void MinimaUpdate(at::Tensor& minima, const at::Tensor& sums, int64_t num_items,
                   const at::Tensor& items) {
   CheckMinima(minima, sums, num_items);
   cpu::MinimaUpdate(Unsigned(sums), num_items, ItemsIn(items, num_items), items.numel(),
                     Unsigned(minima));
 }
 
-void TopK(at::Tensor items, const at::Tensor& priorities, const at::Tensor& sums) {
+void TopK(at::Tensor& items, const at::Tensor& priorities, const at::Tensor& sums) {
   CheckTopK(items, priorities, sums);
   cpu::TopK(priorities.const_data_ptr<float>(), Unsigned(sums), priorities.numel(), items.numel(),
             items.mutable_data_ptr<int64_t>());
 }
 
-void WriteReports(at::Tensor log, const at::Tensor& resolutions, const at::Tensor& priorities,
+void WriteReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tensor& priorities,
                   int64_t tail, int64_t batch) {
   CheckReport(log, resolutions, priorities, tail);
   const int64_t count = priorities.numel();
@@ -149,7 +149,7 @@ void WriteReports(at::Tensor log, const at::Tensor& resolutions, const at::Tenso
                     Resolutions(resolutions), data, count, tail, batch);
 }
 
-void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::Tensor counts,
+void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
                 const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit) {
   CheckPrioritize(sums, minima, priorities, counts, slots, updates, alpha, unit);
   cpu::Updates records{updates.const_data_ptr<int64_t>(), updates.size(1)};
@@ -170,7 +170,7 @@ void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::T
                   counts.mutable_data_ptr<int64_t>());
 }
 
-void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& extents) {
+void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents) {
   CheckTensor(out, "out", at::kFloat);
   CheckRecords(extents, "extents", 2);
   CheckReward(reward, out.numel());
@@ -197,7 +197,7 @@ static void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows
   }
 }
 
-void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
+void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& steps,
                  const at::Tensor& reward, const at::Tensor& terminated,
                  const std::optional<at::Tensor>& truncated, const at::Tensor& powers,
                  const at::Tensor& resolutions, int64_t n) {
@@ -223,7 +223,7 @@ static void InThreads(int64_t count, int64_t threads, const Work& work) {
   for (std::thread& other : others) other.join();
 }
 
-void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::TensorList columns,
+void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
             at::ArrayRef<double> pad_values, int64_t threads) {
