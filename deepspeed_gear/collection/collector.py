@@ -203,8 +203,7 @@ class Collector:
     def _next(self) -> Buffers:
         buffers = self.ring[self._turn]
         self._turn = (self._turn + 1) % len(self.ring)
-        for tensor in buffers.all:  # a backward pass that saved the old content must fail
-            increment_version(tensor)
+        increment_version(buffers.all)  # a backward pass that saved the old content must fail
         return buffers
 
     def fill(self, buffers: Buffers, records: torch.Tensor) -> None:
