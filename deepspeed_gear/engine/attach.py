@@ -79,7 +79,7 @@ def attach(
     else:
         _check_shared(engine, replay)
     engine.gear = replay
-    engine.gear_sample = replay.sample if replay.topology.place.reads else replay.skip
+    engine.gear_sample = replay.sample if replay.topology.place.reads else _nothing
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
     keep_sizes(engine)
@@ -169,10 +169,14 @@ def _make_replay(engine: Any, config: Any, schemas: Mapping[str, Schema] | None)
         schemas=schemas,
         info=info,
         place=place,
-        steps_together=compat.steps_together(engine),
+        turns=compat.turns_of(engine),
         engine_dtype=compat.compute_dtype(engine),
         device=engine.device,
     )
+
+
+def _nothing() -> None:
+    """What `gear_sample` is on an inner stage of a pipeline."""
 
 
 def _sizes_of(engine: Any) -> tuple[Place, BatchInfo]:

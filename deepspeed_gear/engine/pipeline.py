@@ -8,6 +8,7 @@ fetched first, on all ranks together; an error is raised before the schedule beg
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -60,11 +61,13 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
         if self._is_over:
             self._ready.clear()  # an inner stage pulls nothing
         self._is_over = False
-        while len(self._ready) < count:
-            self._ready.append(self._fetched())
-        self._replay.wait_for_all()
+        self._replay.agree(lambda: self._fill(count))
         self._is_over = True
         self.batches = [batch for batch in self._ready if batch is not None]
+
+    def _fill(self, count: int) -> None:
+        while len(self._ready) < count:
+            self._ready.append(self._fetched())
 
     def __next__(self) -> tuple[Part, Part]:
         if not self._ready:
@@ -76,9 +79,8 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
 
     def _fetched(self) -> Batch | None:
         if not self._place.reads:
-            self._replay.skip()
             return None
-        return self._replay.sample() if self._stream == TRAIN else self._replay.agree(self._next_of_pass)
+        return self._replay.sample() if self._stream == TRAIN else self._next_of_pass()
 
     def _next_of_pass(self) -> Batch:
         batch = next(self._pass, None)
@@ -123,11 +125,12 @@ def attach_pipeline(engine: Any, replay: Replay) -> None:
     @functools.wraps(type(engine).eval_batch)
     def eval_batch(data_iter: Any, *rest: Any, **options: Any) -> Any:
         if isinstance(data_iter, PipelineIterator):
-            given = options.get("num_micro_batches", rest[5] if len(rest) > 5 else None)
+            given = signature.bind(data_iter, *rest, **options).arguments.get("num_micro_batches")
             data_iter.fetch(engine.micro_batches if given is None else given)
         return original_eval(data_iter, *rest, **options)
 
     original_train, original_eval = engine.train_batch, engine.eval_batch
+    signature = inspect.signature(original_eval)
     engine.gear_iterator = iterator
     engine.train_batch = functools.wraps(original_train)(train_batch)
     engine.eval_batch = eval_batch

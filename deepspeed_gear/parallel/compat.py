@@ -6,7 +6,7 @@ by its name.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -179,11 +179,16 @@ def _check_tensor_group(engine: Any) -> None:
         )
 
 
-def steps_together(engine: Any) -> bool:
-    """Tell whether every micro batch has collectives of its own, not only the last one of a global batch."""
-    return bool(engine.zero_optimization_stage() > 1) or any(
-        getattr(place_of(engine), f"{axis}_world") > 1 for axis in ("tensor", "pipe", "sequence")
-    )
+def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
+    """Tell which batches of an engine are followed by collectives: all, or the last of a global batch.
+
+    A pipeline engine has schedules of its own.
+    """
+    if is_pipeline(engine):
+        return "schedule"
+    place = place_of(engine)
+    alone = place.worlds == (1, place.data_world, 1, 1)
+    return "global" if alone and engine.zero_optimization_stage() <= 1 else "micro"
 
 
 def accumulation_of(engine: Any) -> int:

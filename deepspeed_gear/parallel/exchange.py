@@ -4,6 +4,8 @@ groups.
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,6 +16,9 @@ from deepspeed_gear.errors import GearError, PeerError
 
 T = TypeVar("T")
 SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set
+# Gloo's threads drop the tensors of a collective after it has returned, and take the interpreter's lock for
+# that. If the interpreter ends meanwhile, as behind an error that all ranks raise, the process aborts.
+EXIT_PAUSE_S = 0.1
 
 
 class Exchange:
@@ -97,6 +102,8 @@ _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 def _control_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
     """Return the gloo group over some ranks. Collective over them the first time."""
     world, group = _groups.get(ranks, (None, None))
+    if not _groups:
+        atexit.register(time.sleep, EXIT_PAUSE_S)
     if group is None or world is not dist.group.WORLD:
         # Only the members of a part of the world call this, so they must not wait for the others. Otherwise
         # the usual way: its names are never used twice and do not depend on what groups a rank is in.

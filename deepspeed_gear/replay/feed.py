@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
 import torch
 
 from deepspeed_gear.collection.batch import Batch
@@ -20,7 +20,7 @@ from deepspeed_gear.replay import position
 from deepspeed_gear.replay.maker import BatchMaker
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.sizes import BatchInfo
-from deepspeed_gear.replay.status import Status
+from deepspeed_gear.replay.status import NO_DIGEST, Status
 from deepspeed_gear.selection.cut import COUNT, EPOCH, Cut
 from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.stream import Stream
@@ -39,7 +39,7 @@ class Made:
     """
 
     batch: Batch
-    heads: list[np.ndarray]
+    heads: list[list[int]]
     digest: int | None = None
 
 
@@ -53,9 +53,10 @@ class Feed:
         maker: What collects.
         info: Sizes of a batch.
         data_rank: Index of this rank's replica.
+        leads: Whether this rank writes to the log.
         metrics: What is measured.
-        status: Of the ranks that train together; None: nobody waits for another.
-        steps_together: Whether every micro batch has collectives, not only the last of a global batch.
+        status: Turns of the ranks that train together; None: there are none, or an engine takes them.
+        turns: How many there are in a global batch: one for each micro batch, or one behind the last.
     """
 
     def __init__(
@@ -66,19 +67,21 @@ class Feed:
         maker: BatchMaker,
         info: BatchInfo,
         data_rank: int,
+        leads: bool,
         metrics: Metrics,
         status: Status | None = None,
-        steps_together: bool = True,
+        turns: Literal["micro", "global"] = "micro",
     ) -> None:
         self._tables, self._streams, self._mixture = config.sampled_tables, streams, mixture
         self._prefetch, self._verify_every = config.prefetch, config.verify_every
         self._maker, self._info, self._data_rank, self._metrics = maker, info, data_rank, metrics
-        self._status, self._steps_together = status, steps_together
+        self._status, self._every_micro = status, turns == "micro"
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part of a global batch
+        self._digest, self._leads = NO_DIGEST, leads
         self._held: Made | None = None  # made, and not returned yet, since another rank has failed
         self._start = 0  # global batch at which the numbering of micro batches begins
         self._used = 0  # micro batches that the user has had since then
-        self._heads: list[np.ndarray] | None = None  # of the last global batch used; None: see _position
+        self._heads: list[list[int]] | None = None  # of the last global batch used; None: see _position
         self._position = position.start(self._tables)
         self.prefetchers: list[Prefetcher[Made]] = []  # the thread that runs, if one does
 
@@ -93,24 +96,22 @@ class Feed:
         ends = micro == self._info.accumulation - 1
         if self._held is None:
             self._held = self._made(self._start + number)
-            if self._status is not None:
-                self._publish(self._held)
-        if self._status is not None and (ends or self._steps_together):
+            if self._verify_every:
+                self._see(self._held, self._start + number)
+        if self._status is not None and (ends or self._every_micro):
+            self._status.reach(self.take_digest())
             self._status.wait()
         made, self._held = self._held, None
         self._used += 1
         if ends:
             self._heads = made.heads
-            if made.digest is not None:
-                self._verify(self._start + number, made.digest)
-        self._metrics.waited(time.perf_counter() - begin, int(made.heads[0][EPOCH]))
+        self._metrics.waited(time.perf_counter() - begin, made.heads[0][EPOCH])
         return made.batch
 
-    def skip(self) -> None:
-        """Take part in a turn of `next` without a batch, as an inner stage of a pipeline does."""
-        self._used += 1
-        if self._status is not None:
-            self._status.reach()
+    def take_digest(self) -> int:
+        """Return the digest of this rank's part of a global batch that is to be verified, once; else 0."""
+        digest, self._digest = self._digest, NO_DIGEST
+        return digest
 
     def _made(self, key: int) -> Made:
         for stream in self._streams:
@@ -126,22 +127,17 @@ class Feed:
                 self._status.fail(error)
             raise
 
-    def _publish(self, made: Made) -> None:
-        assert self._status is not None
-        if self._verify_every:
-            self._seen.update(_ids_and_anchors(made.batch.host_records))
-            if made.digest is not None:
-                self._status.publish_digest(_as_int64(self._seen.digest()))
-        if (self._used + 1) % self._info.accumulation == 0:
-            self._seen = hashlib.blake2b(digest_size=8)
-        self._status.reach()
-
-    def _verify(self, number: int, digest: int) -> None:
-        self._metrics.digest = number, digest
-        if self._status is not None:
-            self._status.compare_digests()
-            if self._status.leads:
-                LOG.info("gear: global batch %d: digest %016x", number, digest % (1 << 64))
+    def _see(self, made: Made, number: int) -> None:
+        """Take a micro batch into the digest of this rank's part of a global batch."""
+        self._seen.update(_ids_and_anchors(made.batch.host_records))
+        if (self._used + 1) % self._info.accumulation:
+            return
+        if made.digest is not None:
+            self._digest = _as_int64(self._seen.digest()) | 1
+            self._metrics.digest = number, made.digest
+            if self._leads:
+                LOG.info("gear: global batch %d: digest %016x", number, made.digest % (1 << 64))
+        self._seen = hashlib.blake2b(digest_size=8)
 
     @property
     def where(self) -> position.Position:
@@ -151,7 +147,7 @@ class Feed:
     def go_on_at(self, at: position.Position) -> None:
         """Continue at a position, at which the streams are already."""
         self._heads, self._position, self._held = None, at, None
-        self._seen = hashlib.blake2b(digest_size=8)
+        self._seen, self._digest = hashlib.blake2b(digest_size=8), NO_DIGEST
         self._start, self._used = position.batches(at), 0
 
     def stop(self) -> None:
@@ -180,7 +176,7 @@ class Feed:
         step, micro = divmod(index, info.accumulation)
         key, part = self._start + step, micro * info.data_world + self._data_rank
         cuts = [(stream, stream.take(key)) for stream in self._streams]
-        heads = [cut.head.copy() for _, cut in cuts]
+        heads = [cut.head for _, cut in cuts]
         last, digest = micro == info.accumulation - 1, None
         if last and self._verify_every and key % self._verify_every == 0:
             digest = digest_of([cut for _, cut in cuts])
@@ -197,7 +193,7 @@ def digest_of(cuts: Sequence[Cut]) -> int:
     """Return a digest of ids and anchors of a global batch, table by table: equal wherever it is made."""
     seen = hashlib.blake2b(digest_size=8)
     for cut in cuts:
-        seen.update(_ids_and_anchors(cut.resolutions[: int(cut.head[COUNT])]))
+        seen.update(_ids_and_anchors(cut.resolutions[: cut.head[COUNT]]))
     return _as_int64(seen.digest())
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -51,7 +52,8 @@ class Replay:
         info: Batch sizes where an engine decides them. The ranks then train together: an error, a death or
             an early end of one is raised on all by their next `sample`.
         place: Where this rank sits; None: each rank is a replica.
-        steps_together: Whether every micro batch has collectives, not only the last of a global batch.
+        turns: Where ranks that train together wait for each other: behind each micro batch, behind the last
+            one of a global batch, or where an engine calls `agree`.
         engine_dtype: What `"as": "engine"` means.
         device: Where batches go.
     Raises:
@@ -66,7 +68,7 @@ class Replay:
         *,
         info: BatchInfo | None = None,
         place: Place | None = None,
-        steps_together: bool = True,
+        turns: Literal["micro", "global", "schedule"] = "micro",
         engine_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -95,7 +97,7 @@ class Replay:
         self._needs = exchange.agree("the fields", lambda: needs_of(here, self.config, self.fields))
         self.device = torch.device(device)
         self._splits = {t: setup.split_of(self.config, t, self.datasets) for t in self.config.sampled_tables}
-        self._attach(ops, together=info is not None)
+        self._attach(ops, None if info is None else turns)
         try:
             self._maker = exchange.agree("the fields", lambda: self._make_maker(engine_dtype))
         except BaseException:
@@ -110,9 +112,10 @@ class Replay:
             self._maker,
             self.batch_info,
             here.data_rank,
+            self.topology.rank == 0,
             self.metrics,
-            self._status,
-            steps_together,
+            None if turns == "schedule" else self._status,
+            "micro" if turns == "schedule" else turns,
         )
         self._finalizer = weakref.finalize(
             self,
@@ -124,7 +127,7 @@ class Replay:
             self._status,
         )
 
-    def _attach(self, ops: Any, together: bool) -> None:
+    def _attach(self, ops: Any, turns: str | None) -> None:
         config, peers = self.config, self.topology.num_peers
         specs = setup.table_specs(config, self.schemas, self.datasets, self.fields, peers)
         self._mixture = mixture_of(config, self.batch_info, ops)
@@ -140,9 +143,9 @@ class Replay:
             self._exchange, self.topology, config, ops, specs, streams
         )
         self._status = None
-        if together:
+        if turns is not None:
             table = self.tables[config.sampled_tables[0]]
-            self._status = Status(table, self.topology, config.timeout_s)
+            self._status = Status(table, self.topology, turns != "schedule", config.timeout_s)
         self._leave_inner_stage()
         self._train = [self._streams[table][TRAIN] for table in config.sampled_tables]
 
@@ -202,28 +205,16 @@ class Replay:
         self._check_reads()
         return self._feed.next()
 
-    def skip(self) -> None:
-        """Take the turn of `sample` on an inner stage of a pipeline, which needs no batch."""
-        self._check_open()
-        self._feed.skip()
-
-    def wait_for_all(self) -> None:
-        """Wait until every rank has as many batches as this one, where an engine trains them together.
-
-        Raises:
-            PeerError: One failed, died, ended, or has not come in time.
-        """
-        if self._status is not None:
-            self._status.wait()
-
     def agree(self, action: Callable[[], T]) -> T:
-        """Do something on this rank; raise if another rank failed in its turn, where an engine trains them.
+        """Take a turn of the ranks that an engine trains together; alone, only do it.
 
+        Args:
+            action: What this rank does; the next turn calls it again if this one fails.
         Raises:
             Exception: What `action` raised here.
-            PeerError: As `wait_for_all`.
+            PeerError: Another rank failed, died, ended, or has not come in time.
         """
-        return action() if self._status is None else self._status.agree(action)
+        return action() if self._status is None else self._status.agree(action, self._feed.take_digest)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.iterator()
@@ -270,7 +261,7 @@ class Replay:
         while index < num_batches:
             self._check_open()
             cut = stream.take(number << PASS_SHIFT | index)
-            size = int(cut.head[EPOCH_SIZE])
+            size = cut.head[EPOCH_SIZE]
             num_batches = -(-size // stream.spec.batch)
             yield self._maker.make(stream, cut, self.topology.data_rank, self.topology.data_world, size)
             index += 1
@@ -299,7 +290,7 @@ class Replay:
             StoreError: More were reported than `sample` takes up.
         """
         self._check_open()
-        masses = [self._priorities(table) for table in self.config.sampled_tables]
+        masses = self._all_priorities
         if not self.topology.place.reports:
             return
         if priorities.dim() == 2 and self.topology.place.sequence_world > 1:
@@ -337,6 +328,10 @@ class Replay:
         """Return the priorities that the latest cut has drawn with, 0 for what is gone. [n], float32."""
         self._check_open()
         return feedback.priorities_of(self._priorities(table), ids, steps)
+
+    @cached_property
+    def _all_priorities(self) -> list[PriorityMasses]:
+        return [self._priorities(table) for table in self.config.sampled_tables]
 
     def _priorities(self, table: str | None) -> PriorityMasses:
         name = self._table(table).spec.name
@@ -553,7 +548,7 @@ class Replay:
         self._check_open()
         if not self.topology.place.reads:
             at = f"stage {self.topology.place.pipe_rank} of {self.topology.place.pipe_world}"
-            raise StoreError("a batch", "must be asked for on the first or last stage", at, "use skip()")
+            raise StoreError("a batch", "must be asked for on the first or last stage", at)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,7 +1,8 @@
-"""How far each rank of a node is, in its shared memory: an error, a death or an early end is raised on all.
+"""Turns of the ranks that train together: a failure, a death or an early end of one is raised on all.
 
-A rank that enters a collective which another one never enters hangs. So ranks that train together say after
-each batch that they have it, and wait until all do, before any of them goes on to the model.
+A rank that enters a collective which another one never enters hangs. So the ranks take turns: each does its
+part, says in shared memory how it went, and waits until all have, before any of them goes on to the model.
+A turn in which one rank failed is over for all, with an error on each; the next turn tries again.
 """
 
 from __future__ import annotations
@@ -20,30 +21,36 @@ from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
-REACHED, FAILED, ENDED, DIGESTS = 0, 1, 2, 4  # words of a rank; two digests by turns
+REACHED, FAILED, ENDED, DIGESTS = 0, 1, 2, 4  # words of a rank; digests of even and odd turns
 WORDS, TEXT_BYTES = 8, 2048
+NO_DIGEST = 0
 _AWAKE_S, _POLL_S = 500e-6, 200e-6
 
 
 class Status:
-    """The ranks of a node that train together. Main thread only.
+    """The turns of a node's ranks. Main thread only.
 
     Args:
         table: Whose store holds the words.
         topology: Where the ranks sit.
+        only_readers: Inner stages of a pipeline take no turns.
         timeout_s: How long one waits for another.
     """
 
-    def __init__(self, table: Table, topology: Topology, timeout_s: float) -> None:
-        self._table, self._ranks, self._timeout_s = table, topology.peers, timeout_s
+    def __init__(self, table: Table, topology: Topology, only_readers: bool, timeout_s: float) -> None:
+        self._table, self._timeout_s = table, timeout_s
+        self._ranks = topology.peers
         self._places = [topology.places[rank] for rank in self._ranks]
-        self.leads = topology.rank == 0
+        members = [p for p, place in enumerate(self._places) if place.reads or not only_readers]
+        self._members = members
         self._words: np.ndarray = table.views["status/words"]
         self._texts: np.ndarray = table.views["status/texts"]
-        self._reached: np.ndarray = self._words[:, REACHED]
         self._mine: np.ndarray = self._words[table.memory.peer]
-        self._count = 0  # calls of this rank that went well
-        self._verified = 0
+        everyone = len(members) == len(self._ranks)
+        self._reached: np.ndarray = self._words[:, REACHED]
+        self._behind = self._behind_of_all if everyone else self._behind_of_members
+        self._count = 0  # turns of this rank
+        self._is_open = False  # it has done its part of the last one, and not heard of all others yet
 
     @staticmethod
     def regions(num_peers: int) -> list[Region]:
@@ -53,102 +60,119 @@ class Status:
             Region("status/texts", "uint8", (num_peers, TEXT_BYTES)),
         ]
 
-    def agree(self, action: Callable[[], T], wait: bool = True) -> T:
-        """Do something on this rank; raise if another rank failed in its turn.
+    def agree(self, action: Callable[[], T], digest: Callable[[], int] = lambda: NO_DIGEST) -> T:
+        """Take a turn: do something on this rank; raise if another rank failed at it.
 
         Args:
-            action: What all ranks do, once each, in the same order.
-            wait: Wait until all have done it; else only look.
+            action: What all ranks do; called again by the next turn if this one fails.
+            digest: Of what this rank has got, for `verify_every`; asked behind `action`.
         Returns:
             Its result.
         Raises:
             Exception: What `action` raised here.
-            PeerError: Another rank failed, has died or ended, or has not done it in time.
+            PeerError: As `wait`.
         """
         try:
             result = action()
         except Exception as error:
             self.fail(error)
             raise
-        self.reach()
-        if wait:
-            self.wait()
+        self.reach(digest())
+        self.wait()
         return result
 
-    def reach(self) -> None:
+    def reach(self, digest: int = NO_DIGEST) -> None:
         """Say that this rank has done its part."""
-        self._count += 1
-        self._mine[FAILED], self._mine[REACHED] = 0, self._count
+        if not self._is_open:
+            self._count += 1
+            if digest:
+                with self._table.lock:  # so that who sees the count sees the digest
+                    self._mine[DIGESTS + self._count % 2] = digest
+            else:
+                self._mine[DIGESTS + self._count % 2] = NO_DIGEST
+            self._mine[REACHED] = self._count
+            self._is_open = True
 
     def fail(self, error: Exception) -> None:
-        """Say that this rank cannot do its part: the others raise with its text when they wait."""
+        """Say that this rank cannot do its part: the turn is over, and the others raise with this text."""
         text = str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}"
         encoded = text.encode()[: TEXT_BYTES - 1]
         row = self._texts[self._table.memory.peer]
-        row[: len(encoded)], row[len(encoded) :] = np.frombuffer(encoded, np.uint8), 0
-        self._mine[FAILED] = self._count + 1
+        with self._table.lock:
+            row[: len(encoded)], row[len(encoded) :] = np.frombuffer(encoded, np.uint8), 0
+            self._mine[FAILED] = self._count + 1
+        self.reach()
+        self._is_open = False
 
     def end(self) -> None:
-        """Say that this rank will do nothing more."""
+        """Say that this rank takes no more turns."""
         self._mine[ENDED] = 1
 
+    def restart(self) -> None:
+        """Begin again, as when a checkpoint is loaded: between two barriers of all ranks."""
+        self._count, self._is_open = 0, False
+        self._mine[[REACHED, FAILED]] = 0
+
     def wait(self) -> None:
-        """Wait until every rank has done as much as this one."""
-        if min(self._reached.tolist()) >= self._count:
-            return
-        begin = time.monotonic()
-        while min(self._reached.tolist()) < self._count:
-            waited = time.monotonic() - begin
-            if waited < _AWAKE_S:
-                os.sched_yield()
-                continue
-            self._check(waited)
-            time.sleep(_POLL_S)
+        """Wait until every rank has had this rank's turn.
+
+        Raises:
+            PeerError: One failed, has died or ended, does not come in time, or has other samples than its
+                replica.
+        """
+        if self._behind():
+            begin = time.monotonic()
+            while self._behind():
+                waited = time.monotonic() - begin
+                if waited < _AWAKE_S:
+                    os.sched_yield()
+                    continue
+                self._check(waited)
+                time.sleep(_POLL_S)
+        self._is_open = False
+        if max(self._words[:, FAILED].tolist()) >= self._count:
+            self._raise_failure()
+        if any(self._words[:, DIGESTS + self._count % 2].tolist()):  # an inner stage has none
+            self._compare_digests()
+
+    def _behind_of_all(self) -> bool:
+        return bool(min(self._reached.tolist()) < self._count)
+
+    def _behind_of_members(self) -> bool:
+        return bool(self._reached[self._members].min() < self._count)
+
+    def _raise_failure(self) -> None:
+        for peer in self._members:
+            if self._words[peer, FAILED] >= self._count:
+                with self._table.lock:
+                    text = bytes(self._texts[peer]).rstrip(b"\0").decode(errors="replace")
+                raise PeerError(f"rank {self._ranks[peer]}", "must succeed on every rank", None, text)
 
     def _check(self, waited_s: float) -> None:
         """Raise if a rank that is behind will never come."""
-        for peer in np.nonzero(self._reached < self._count)[0].tolist():
-            words, name = self._words[peer], f"rank {self._ranks[peer]}"
-            if words[FAILED] == self._count:
-                text = bytes(self._texts[peer]).rstrip(b"\0").decode(errors="replace")
-                raise PeerError(name, "must succeed on every rank", None, text)
-            took = f"it ended after {int(words[REACHED])} of {self._count}"
-            if words[ENDED]:
-                raise PeerError(name, "must take as many batches as this rank", None, took)
+        for peer in self._members:
+            if self._reached[peer] >= self._count:
+                continue
+            name, had = f"rank {self._ranks[peer]}", f"{int(self._reached[peer])} of {self._count} turns"
+            if self._words[peer, ENDED]:
+                raise PeerError(name, "must take as many batches as this rank", None, f"it ended after {had}")
             if not self._table.memory.is_alive(peer) and self._reached[peer] < self._count:
-                raise PeerError(name, "must live as long as the others sample", None, f"{took}: it died")
+                raise PeerError(name, "must live as long as the others train", None, f"it died after {had}")
             if waited_s > self._timeout_s:
                 raise PeerError(
                     name,
                     f"must have its batch in gear.timeout_s = {self._timeout_s} s",
-                    f"{int(words[REACHED])} of {self._count} batches",
+                    had,
                     "look what it does; if it evaluates or saves for so long, raise gear.timeout_s",
                 )
 
-    def restart(self) -> None:
-        """Begin again, as when a checkpoint is loaded: between two barriers of all ranks."""
-        self._count = self._verified = 0
-        self._mine[[REACHED, FAILED]] = 0
-
-    def publish_digest(self, digest: int) -> None:
-        """Give the digest of this rank's global batch; the next `wait` makes it readable to all."""
-        with self._table.lock:  # so that who sees the next count sees the digest
-            self._mine[DIGESTS + self._verified % 2] = digest
-
-    def compare_digests(self) -> None:
-        """Compare the digests inside each replica, behind a `wait`.
-
-        Raises:
-            PeerError: A rank has other samples than its replica; on every rank.
-        """
+    def _compare_digests(self) -> None:
+        """Compare the digests inside each replica."""
         with self._table.lock:
-            digests: list[int] = self._words[:, DIGESTS + self._verified % 2].tolist()
-        self._verified += 1
+            digests: list[int] = self._words[:, DIGESTS + self._count % 2].tolist()
         for replica in range(self._places[0].data_world):
-            peers = [p for p, place in enumerate(self._places) if place.data_rank == replica and place.reads]
-            if not peers:  # on another node
-                continue
-            usual = Counter(digests[peer] for peer in peers).most_common(1)[0][0]
+            peers = [p for p, place in enumerate(self._places) if place.data_rank == replica and digests[p]]
+            usual = Counter(digests[peer] for peer in peers).most_common(1)[0][0] if peers else NO_DIGEST
             for peer in peers:
                 if digests[peer] != usual:
                     raise PeerError(
