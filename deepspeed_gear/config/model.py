@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, field_serializer, field_validator, 
 
 from deepspeed_gear.config import digest
 from deepspeed_gear.config.checks import check_options
+from deepspeed_gear.config.hindsight import check_hindsight
 from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
 from deepspeed_gear.config.types import (
     Count,
@@ -170,6 +171,13 @@ class FieldConfig(GearModel):
         ),
     )
     scale: Float = Field(default=1.0, description="Factor applied after normalisation.")
+    hindsight: Name | None = Field(
+        default=None,
+        description=(
+            "Makes the field a goal: in samples that `gear.hindsight` relabels it holds the drawn row of "
+            "this column, converted alike. Of the same dtype and shape; no `length`."
+        ),
+    )
     dtype: DtypeName | None = Field(
         default=None,
         alias="as",
@@ -192,11 +200,37 @@ class NStepConfig(GearModel):
     gamma: Gamma = Field(description="Discount per step.")
 
 
+class HindsightConfig(GearModel):
+    """Hindsight relabelling: samples whose goal is one that their own trajectory has achieved.
+
+    Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
+    """
+
+    strategy: Literal["future", "final", "episode"] = Field(
+        default="future",
+        description=(
+            'Which row of the achieved goals a relabelled sample takes: "future", one behind the anchor\'s, '
+            'each with the same probability (a sample without one keeps its goal); "final", the last one; '
+            '"episode", any one.'
+        ),
+    )
+    fraction: Gamma = Field(
+        default=0.8, description="Probability that a sample is relabelled, drawn for each by its number."
+    )
+    reward: Annotated[Text, Words('"module:function"')] | None = Field(
+        default=None,
+        description=(
+            '"module:function", importable on every rank: called with each batch, it returns what the '
+            "field of the reward column then holds."
+        ),
+    )
+
+
 class PipelineConfig(GearModel):
     """What the ends of a pipeline read.
 
     A name is that of a field, of what `n_step` adds, `mask.<field>`, or one of `weight`, `id`, `anchor`,
-    `number`, `probability`, `epoch` and `valid`.
+    `number`, `probability`, `epoch`, `valid`, `relabelled` and `goal_step`.
     """
 
     inputs: Annotated[list[Text], MinLen(1)] = Field(
@@ -247,6 +281,9 @@ class GearConfig(GearModel):
         description="What a batch holds, by name. Empty: every column of the table, at the anchor.",
     )
     n_step: NStepConfig | None = Field(default=None, description="N-step returns.")
+    hindsight: HindsightConfig | None = Field(
+        default=None, description="Goals that were achieved instead of those that were pursued."
+    )
     prefetch: Annotated[Int, Ge(0), Le(64)] = Field(
         default=0, description="Global batches that are prepared ahead by a background thread."
     )
@@ -287,6 +324,7 @@ class GearConfig(GearModel):
     @model_validator(mode="after")
     def _options_agree(self) -> GearConfig:
         check_options(self)
+        check_hindsight(self)
         return self
 
     @cached_property

@@ -23,6 +23,7 @@ from deepspeed_gear.replay import content, feedback, position, setup, snapshot
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.maker import BatchMaker, Transform
 from deepspeed_gear.replay.metrics import Metrics
+from deepspeed_gear.replay.relabelling import Relabelling
 from deepspeed_gear.replay.samplers import mixture_of, stream_specs
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.replay.status import Status
@@ -169,8 +170,16 @@ class Replay:
             split = next(self._splits[t] for t in self.config.sampled_tables if t in self.datasets)
             same = dict(dataset.split) == split
             statistics = dataset.statistics if same else statistics_of(dataset, split)
+        relabelling = Relabelling(self.config, self.fields, self._needs.fields)
         return BatchMaker(
-            self.config, self._needs, self._train, statistics, self.batch_info, engine_dtype, self.device
+            self.config,
+            self._needs,
+            self._train,
+            statistics,
+            self.batch_info,
+            engine_dtype,
+            self.device,
+            relabelling,
         )
 
     @property
