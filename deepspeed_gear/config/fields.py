@@ -26,7 +26,7 @@ SAMPLE_NAMES = (  # of any batch
     "relabelled",
     "goal_step",
 )
-MASK = "mask."  # before the name of a field: its mask
+MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _check_pipeline(config: GearConfig, fields: list[str]) -> None:
     for end in ("inputs", "labels"):
         names: list[str] = getattr(config.pipeline, end)
         for index, name in enumerate(names):
-            if name not in known and name.removeprefix(MASK) not in fields:
+            if name not in known and name.removeprefix(MASK).removeprefix(LEARNS) not in fields:
                 raise ConfigError(
                     f"gear.pipeline.{end}[{index}]",
                     "must name a field, its mask, or what every batch has",

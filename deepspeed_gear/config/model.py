@@ -9,6 +9,7 @@ from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from deepspeed_gear.config import digest
+from deepspeed_gear.config.burn_in import check_burn_in
 from deepspeed_gear.config.checks import check_options
 from deepspeed_gear.config.hindsight import check_hindsight
 from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
@@ -229,8 +230,8 @@ class HindsightConfig(GearModel):
 class PipelineConfig(GearModel):
     """What the ends of a pipeline read.
 
-    A name is that of a field, of what `n_step` adds, `mask.<field>`, or one of `weight`, `id`, `anchor`,
-    `number`, `probability`, `epoch`, `valid`, `relabelled` and `goal_step`.
+    A name is that of a field, of what `n_step` adds, `mask.<field>`, `learns.<field>` (see `burn_in`), or one
+    of `weight`, `id`, `anchor`, `number`, `probability`, `epoch`, `valid`, `relabelled` and `goal_step`.
     """
 
     inputs: Annotated[list[Text], MinLen(1)] = Field(
@@ -284,6 +285,14 @@ class GearConfig(GearModel):
     hindsight: HindsightConfig | None = Field(
         default=None, description="Goals that were achieved instead of those that were pursued."
     )
+    burn_in: Annotated[Int, Ge(0), Lt(2**31)] = Field(
+        default=0,
+        description=(
+            "Steps that only warm up a recurrent state: the first ones, from the earliest window's first "
+            "step on. `batch.learns(field)` is the mask of the others; [B, T] priorities are reduced over "
+            "these."
+        ),
+    )
     prefetch: Annotated[Int, Ge(0), Le(64)] = Field(
         default=0, description="Global batches that are prepared ahead by a background thread."
     )
@@ -325,6 +334,7 @@ class GearConfig(GearModel):
     def _options_agree(self) -> GearConfig:
         check_options(self)
         check_hindsight(self)
+        check_burn_in(self)
         return self
 
     @cached_property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.checks import N_STEP_NAMES, dotted
-from deepspeed_gear.config.fields import MASK
+from deepspeed_gear.config.fields import LEARNS, MASK
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.topology import Place
 
@@ -38,7 +38,8 @@ def needs_of(place: Place, config: GearConfig, fields: Sequence[ResolvedField]) 
             by the sequence ranks.
     """
     wanted = _names_at(place, config)
-    chosen = [field for field in fields if wanted is None or {field.name, MASK + field.name} & wanted]
+    prefixes = ("", MASK, LEARNS)
+    chosen = [f for f in fields if wanted is None or {prefix + f.name for prefix in prefixes} & wanted]
     follows = any(field.offset == "n_step" for field in chosen)
     n_step = wanted is None or follows or bool(wanted.intersection(N_STEP_NAMES))
     parts = tuple(_part(field, place) for field in chosen)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.ops.constants import R_MASS, R_NUMBER
@@ -34,6 +35,7 @@ class BatchMaker:
         engine_dtype: What `"as": "engine"` means.
         device: Where batches go.
         relabelling: Goals by hindsight.
+        burn_in: Steps that only warm up.
     """
 
     def __init__(
@@ -46,13 +48,14 @@ class BatchMaker:
         engine_dtype: torch.dtype,
         device: torch.device,
         relabelling: Relabelling,
+        burn_in: BurnIn | None,
     ) -> None:
         self._config, self._needs, self._statistics = config, needs, statistics
         self._info, self._engine_dtype, self._device = info, engine_dtype, device
         self.transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
-        self._train, self._relabelling = train, relabelling
+        self._train, self._relabelling, self._burn_in = train, relabelling, burn_in
         self._collectors = {stream: self._collector(stream) for stream in train}
 
     @property
@@ -92,7 +95,7 @@ class BatchMaker:
         records, weight = torch.cat([records for _, records, _ in parts]), torch.cat(weights)
         goals = self._relabelling.together([goal_step for _, _, goal_step in parts])
         probability = torch.cat(probabilities)
-        rest = (weight, source, probability, goals)
+        rest = (weight, source, probability, goals, self._burn_in)
         batch = Batch(tensors, mask, records, self._valid, False, 0, epoch, *rest)
         return self._finish(batch, torch.cat(keys))
 
@@ -125,7 +128,8 @@ class BatchMaker:
         valid = self._valid if pass_size is None else records[:, R_NUMBER] < pass_size
         unit_masses = stream.spec.rule.unit == "step" and not stream.has_item_masses
         weight = None if stream.spec.priorities is None else self._weigh(stream, words, records)
-        batch = Batch(tensors, mask, records, valid, unit_masses, total, epoch, weight, goal_step=goals)
+        rest = (weight, None, None, goals, self._burn_in)
+        batch = Batch(tensors, mask, records, valid, unit_masses, total, epoch, *rest)
         if self.transform is None:
             return self._finish(batch, None)
         return self._finish(

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.prefetch import Prefetcher
 from deepspeed_gear.config import GearConfig, refuse_batch_sizes
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
@@ -180,6 +181,7 @@ class Replay:
             engine_dtype,
             self.device,
             relabelling,
+            BurnIn.of(self.config, self.fields, self._needs.fields),
         )
 
     @property
@@ -290,7 +292,8 @@ class Replay:
             batch: From `sample`; None is possible on a rank that reports nothing.
             priorities: [B], or [B, T] to be reduced over a window as `sampler.reduce` says; of any
                 floating dtype and device, finite, at least 0.
-            mask: Which steps count. None: the batch's mask of this shape, or every step. [B, T], bool.
+            mask: Which steps count. None: the batch's mask of this shape without steps that only warm up
+                (`batch.learns`), or every step. [B, T], bool.
         Raises:
             ConfigError: The sampler has no priorities.
             DataError: A priority is negative, infinite or NaN; nothing has changed.
