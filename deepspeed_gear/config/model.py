@@ -312,6 +312,13 @@ class GearConfig(GearModel):
     pipeline: PipelineConfig | None = Field(
         default=None, description="What the first and the last stage of a pipeline read."
     )
+    count_draws: Flag = Field(
+        default=False,
+        description=(
+            "Count how often each item was drawn, for `statistics()` and `gear inspect`: 4 bytes an item and "
+            "a few microseconds a global batch."
+        ),
+    )
     verify_every: Annotated[Int, Ge(0)] = Field(
         default=0,
         description=(

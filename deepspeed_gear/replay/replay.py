@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -20,7 +19,7 @@ from deepspeed_gear.ops import load_backend
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.plan import needs_of
 from deepspeed_gear.parallel.topology import Place, Topology
-from deepspeed_gear.replay import content, feedback, position, setup, snapshot
+from deepspeed_gear.replay import content, feedback, position, setup, snapshot, statistics
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.maker import BatchMaker, Transform
 from deepspeed_gear.replay.metrics import Metrics
@@ -523,31 +522,27 @@ class Replay:
         self._feed.go_on_at(at)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return means per micro batch since the last call: times, bytes, padding fraction, epoch."""
-        return self.metrics.take(self._maker.counters)
+        """Return what goes to DeepSpeed's monitor.
+
+        Means per micro batch since the last call (times, bytes, padding fraction), the epoch, and effective
+        samples, duplicates and age of the newest global batch.
+        """
+        return {**self.metrics.take(self._maker.counters), **statistics.of_last_batch(self._train)}
 
     def statistics(self) -> dict[str, Any]:
-        """Return sizes and times: of the store, and of the batches since the last call."""
+        """Return sizes of the store, how the training stream draws, and times since the last call.
+
+        docs/statistics.md explains each entry. Cost: one pass over priorities and counters.
+        """
         self._check_open()
-        tables = self._sampled
         return {
-            "trajectories": len(self),
-            "steps": self.num_steps,
-            "store_bytes": sum(table.memory.num_bytes for table in tables),
-            "huge_bytes": sum(table.memory.huge_bytes for table in tables),
-            "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
+            **statistics.of_store(self._sampled),
             "batches": self.metrics.num_batches,
             "digest": self.metrics.digest,
-            **self._priority_statistics(),
+            **statistics.of_priorities(self._train),
             **self.take_metrics(),
+            **statistics.of_selection(self._train),
         }
-
-    def _priority_statistics(self) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for stream in self._train:
-            if isinstance(stream.masses, PriorityMasses):
-                found.update(stream.masses.statistics())
-        return dict(found)
 
     # ---- end -------------------------------------------------------------------------------------
 

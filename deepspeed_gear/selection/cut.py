@@ -37,6 +37,7 @@ class StreamSpec:
         priorities: How masses follow priorities; None: masses are those of the rule.
         drop: Leave the end of an epoch out that does not fill a global batch.
         count: Samples of a global batch by its number, at most `batch`; None: always `batch`.
+        count_draws: Keep how often each item was drawn.
     """
 
     name: str
@@ -49,6 +50,7 @@ class StreamSpec:
     priorities: PriorityRule | None = None
     drop: bool = False
     count: Callable[[int], int] | None = None
+    count_draws: bool = False
 
     @property
     def at(self) -> str:
