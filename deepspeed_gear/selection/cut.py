@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +57,10 @@ class StreamSpec:
     def at(self) -> str:
         """First part of the names of its regions."""
         return f"stream/{self.name}/"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a reader of the store has to know; JSON-able."""
+        return {"kind": self.kind, "unit": self.rule.unit, "anchors": self.rule.anchors.as_list()}
 
     def regions(self, num_peers: int) -> list[Region]:
         """Return what the cuts of the stream keep in the store; its masses have regions of their own."""

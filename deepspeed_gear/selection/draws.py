@@ -72,21 +72,28 @@ class Draws:
         if isinstance(masses, PriorityMasses) or not self._by_step:
             return np.asarray(self.counts[masses.leaves > 0])
         slots = np.nonzero(masses.leaves)[0]
-        rows = self._table.slots[slots, NUM_ROWS]
-        steps = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
-        admitted = masses.spec.rule.anchors.admits(
-            steps, np.repeat(self._table.slots[slots, NUM_STEPS], rows)
-        )
-        return np.asarray(self.counts[self._items(slots)[admitted]])
+        records = self._table.slots[slots]
+        rows, steps, owner = rows_of(records)
+        admitted = masses.spec.rule.anchors.admits(steps, records[owner, NUM_STEPS])
+        return np.asarray(self.counts[rows[admitted]])
 
     def _items(self, slots: np.ndarray) -> np.ndarray:
         """Return all items of slots, one behind the other. [m], int64."""
-        if not self._by_step:
-            return slots
-        records = self._table.slots[slots]
-        rows = records[:, NUM_ROWS]
-        steps = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
-        return np.asarray(np.repeat(records[:, FIRST_ROW], rows) + steps)
+        return rows_of(self._table.slots[slots])[0] if self._by_step else slots
+
+
+def rows_of(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rows of trajectories, one behind the other.
+
+    Args:
+        records: Of the slot table. [n, 8], int64.
+    Returns:
+        Row of the store, step, and index of the trajectory. [m] each, int64.
+    """
+    count = records[:, NUM_ROWS]
+    owner = np.repeat(np.arange(len(records)), count)
+    steps = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
+    return records[owner, FIRST_ROW] + steps, steps, owner
 
 
 class Recent(NamedTuple):
