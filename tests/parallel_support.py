@@ -16,6 +16,8 @@ ENDS = {"inputs": ["observation", "code"], "labels": ["action", "code", "id", "m
 MODES = {  # what the program makes: ranks, replicas
     "zero:1x2": (2, 2),
     "zero:3x4": (4, 4),
+    "hpz:2": (2, 2),
+    "megatron:2x2": (4, 2),
     "tensor:2": (2, 1),
     "tensor:2x2": (4, 2),
     "tp_model_init:2": (2, 1),

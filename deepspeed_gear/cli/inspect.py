@@ -166,7 +166,10 @@ def format_table(summary: dict[str, Any]) -> str:
     heads = ["", "min", *(f"{level:.0%}" for level in _LEVELS), "max", "mean", "std"]
     keys = ["min", *map(str, _LEVELS), "max", "mean", "std"]
     found = [(name, summary[name]) for name in ("length", "return") if summary[name] is not None]
-    lines += ["", *_grid(heads, [[name, *(_number(values[key]) for key in keys)] for name, values in found])]
+    lines += [
+        "",
+        *grid_of(heads, [[name, *(_number(values[key]) for key in keys)] for name, values in found]),
+    ]
     heads = ["column", "dtype", "shape", "rows", "bytes", "mean", "std", "min", "max"]
     rows = [
         [
@@ -180,14 +183,14 @@ def format_table(summary: dict[str, Any]) -> str:
         for name, c in summary["columns"].items()
     ]
     note = "Statistics of columns: training split, over all elements of a row (--json has each)."
-    return "\n".join([*lines, "", *_grid(heads, rows, num_left=4), "", note])
+    return "\n".join([*lines, "", *grid_of(heads, rows, num_left=4), "", note])
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.5g}"
 
 
-def _grid(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:
+def grid_of(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:
     """Align a table: the first `num_left` columns to the left, the rest to the right."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     lines = []

@@ -108,7 +108,7 @@ class Batch(Mapping[str, torch.Tensor]):
 
     @property
     def num_samples(self) -> int:
-        return len(self._records)
+        return self._records.size(0)  # `len` of a tensor takes ten times as long
 
     @property
     def device(self) -> torch.device:

@@ -112,6 +112,8 @@ class Collector:
             source, column = SOURCES[field.column.rows], self._table.tensor(field.column.name)
             shape = field.column.shape
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
+        if field.mask_only and field.derived not in COMPUTED:
+            column, shape, dtype = column.reshape(len(column), -1)[:, :0], (0,), column.dtype
         shift, gain = _affine(field, statistics, column.dtype, dtype, shape)
         follows = field.offset == "n_step"
         offset = 0 if field.offset == "n_step" else int(field.offset)
@@ -145,6 +147,8 @@ class Collector:
         self._shapes.append(((*time, *shape), dtype))
         if field.hindsight is not None:
             achieved = self._table.tensor(field.hindsight.name)
+            if field.mask_only:
+                achieved = achieved.reshape(len(achieved), -1)[:, :0]
             rows, out = SOURCES[field.hindsight.rows], len(self._shapes) - 1
             self._goal_fields.append(GoalField(out, mask, achieved, rows, shift, gain, shape, dtype))
 
@@ -166,7 +170,7 @@ class Collector:
             for length in self._mask_lengths
         ]
         n_step: list[torch.Tensor] = []
-        tensors = {field.name: out for field, out in zip(self._fields, outs, strict=True)}
+        tensors = {f.name: out for f, out in zip(self._fields, outs, strict=True) if not f.mask_only}
         mask = {name: masks[index] for name, index in self._mask_of.items()}
         if self._n_step is not None:
             n_step = [
@@ -215,8 +219,7 @@ class Collector:
     def _next(self) -> Buffers:
         buffers = self.ring[self._turn]
         self._turn = (self._turn + 1) % len(self.ring)
-        for tensor in buffers.all:  # a backward pass that saved the old content must fail
-            increment_version(tensor)
+        increment_version(buffers.all)  # a backward pass that saved the old content must fail
         return buffers
 
     def fill(self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None) -> None:

@@ -47,6 +47,7 @@ class ResolvedField:
         dtype: Name of the dtype in the batch, or "engine".
         part_first: First step of the window that is collected. No option: set where ranks share a window.
         part_length: Steps that are collected; None for the whole window.
+        mask_only: Only the mask is wanted: nothing of the column is read. No option: set for pipeline stages.
         hindsight: The column that a relabelled sample takes the row of a drawn step from, or None.
     """
 
@@ -63,6 +64,7 @@ class ResolvedField:
     dtype: str = "float32"
     part_first: int = 0
     part_length: int | None = None
+    mask_only: bool = False
     hindsight: Column | None = None
 
     @property

@@ -8,6 +8,7 @@ fetched first, on all ranks together; an error is raised before the schedule beg
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -124,11 +125,12 @@ def attach_pipeline(engine: Any, replay: Replay) -> None:
     @functools.wraps(type(engine).eval_batch)
     def eval_batch(data_iter: Any, *rest: Any, **options: Any) -> Any:
         if isinstance(data_iter, PipelineIterator):
-            given = options.get("num_micro_batches", rest[5] if len(rest) > 5 else None)
+            given = signature.bind(data_iter, *rest, **options).arguments.get("num_micro_batches")
             data_iter.fetch(engine.micro_batches if given is None else given)
         return original_eval(data_iter, *rest, **options)
 
     original_train, original_eval = engine.train_batch, engine.eval_batch
+    signature = inspect.signature(original_eval)
     engine.gear_iterator = iterator
     engine.train_batch = functools.wraps(original_train)(train_batch)
     engine.eval_batch = eval_batch

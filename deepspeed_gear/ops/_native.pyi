@@ -1,8 +1,13 @@
-"""The native module `gear`: what is not a torch op. The ops themselves are `torch.ops.gear.*`.
+"""The native module `gear`: the mutex of the stores, and the ops as plain functions on the host.
 
-A mutex lies in shared memory and is named by its address. It is robust (it survives a holder that dies),
-shared by processes, and needs 128 bytes.
+The ops are `torch.ops.gear.*` as well; what they mean stands in `reference`. A mutex lies in shared memory
+and is named by its address. It is robust (it survives a holder that dies), shared by processes, and needs 128
+bytes.
 """
+
+from collections.abc import Sequence
+
+from torch import Tensor
 
 def mutex_init(address: int, /) -> None:
     """Make a free mutex at an address that no process uses."""
@@ -23,3 +28,73 @@ def mutex_unlock(address: int, /) -> None:
 
 def mutex_owner(address: int, /) -> int:
     """Return the holder's process id, 0 if it is free; for messages only: it may change at once."""
+
+def draw_(coordinates: Tensor, seed: int, stream: int, first: int, total: int, /) -> None: ...
+def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int, size: int, /) -> None: ...
+def tree_build_(sums: Tensor, num_items: int, /) -> None: ...
+def tree_update_(sums: Tensor, num_items: int, items: Tensor, masses: Tensor, /) -> None: ...
+def resolve_(
+    resolutions: Tensor,
+    sums: Tensor,
+    slots: Tensor,
+    coordinates: Tensor,
+    rule: Sequence[int],
+    unit: int,
+    seed: int,
+    stream: int,
+    first: int,
+    /,
+) -> None: ...
+def resolve_rows_(
+    resolutions: Tensor,
+    sums: Tensor,
+    slots: Tensor,
+    row_slots: Tensor,
+    coordinates: Tensor,
+    first: int,
+    /,
+) -> None: ...
+def mass_(masses: Tensor, priorities: Tensor, alpha: int, /) -> None: ...
+def importance_(weights: Tensor, resolutions: Tensor, numerator: int, count: int, beta: int, /) -> None: ...
+def minima_build_(minima: Tensor, sums: Tensor, num_items: int, /) -> None: ...
+def minima_update_(minima: Tensor, sums: Tensor, num_items: int, items: Tensor, /) -> None: ...
+def top_k_(items: Tensor, priorities: Tensor, sums: Tensor, /) -> None: ...
+def report_(log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int, /) -> None: ...
+def prioritize_(
+    sums: Tensor,
+    minima: Tensor,
+    priorities: Tensor,
+    counts: Tensor,
+    slots: Tensor,
+    updates: Tensor,
+    alpha: int,
+    unit: int,
+    /,
+) -> None: ...
+def suffix_sum_(out: Tensor, reward: Tensor, extents: Tensor, /) -> None: ...
+def n_step_(
+    returns: Tensor,
+    discount: Tensor,
+    steps: Tensor,
+    reward: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    powers: Tensor,
+    resolutions: Tensor,
+    n: int,
+    /,
+) -> None: ...
+def gather_(
+    outs: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    counters: Tensor,
+    columns: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+    gains: Sequence[Tensor],
+    resolutions: Tensor,
+    n_steps: Tensor | None,
+    spec: Sequence[int],
+    pad_values: Sequence[float],
+    threads: int,
+    /,
+) -> None: ...

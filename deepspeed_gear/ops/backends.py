@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -40,6 +40,16 @@ class Ops:
     n_step_: Op
     gather_: Op
     native: ModuleType | None = None
+
+    def on_host(self) -> Ops:
+        """Return the same ops for tensors in host memory, as plain functions.
+
+        A call takes 0.3 us where one through torch's dispatcher takes 1.5, and 3 and more behind a batch that
+        has emptied the caches. `torch.compile` cannot trace them.
+        """
+        if self.native is None:
+            return self
+        return replace(self, **{op: getattr(self.native, op) for op in fake.OP_NAMES})
 
 
 def load_backend(name: str = "auto") -> Ops:

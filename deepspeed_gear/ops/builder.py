@@ -200,8 +200,9 @@ class GearBuilder(_NativeOp, CPUOpBuilder):
     FOLDERS = ("bindings", "common", "cpu")
 
     def sources(self) -> list[str]:
-        """List the binding and everything in `csrc/cpu`."""
-        return _existing([self.csrc / "bindings" / "library.cpp", *sorted((self.csrc / "cpu").glob("*.cpp"))])
+        """List the bindings and everything in `csrc/cpu`."""
+        bindings = [self.csrc / "bindings" / name for name in ("library.cpp", "module.cpp")]
+        return _existing([*bindings, *sorted((self.csrc / "cpu").glob("*.cpp"))])
 
     def cxx_args(self) -> list[str]:
         """Flags for this machine in a JIT build, portable ones in a wheel; CPUOpBuilder's would add -g."""

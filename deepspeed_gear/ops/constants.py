@@ -12,6 +12,7 @@ COMMITTED = 2  # the state of a slot whose trajectory can be drawn
 UPDATE_WORDS = 4
 U_SLOT, U_GENERATION, U_ANCHOR, U_PRIORITY = range(4)
 REPORT_WORDS = UPDATE_WORDS + 2  # an update, the batch it belongs to, its sample number
+REPORT_BATCH, REPORT_NUMBER = UPDATE_WORDS, UPDATE_WORDS + 1
 
 # cpu/ops.h: what updates of priorities did.
 APPLIED, STALE, CLAMPED, HIGHEST_PRIORITY, DRAWABLE = range(5)

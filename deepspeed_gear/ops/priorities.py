@@ -16,6 +16,7 @@ from .constants import (
     REPORT_WORDS,
     RESOLUTION_WORDS,
     SLOT_WORDS,
+    U_PRIORITY,
     UNIT_STEP,
     UNIT_TRAJECTORY,
     UPDATE_WORDS,
@@ -242,7 +243,8 @@ def prioritize(
         counts: Takes what was done, at `constants.APPLIED`, `STALE`, `CLAMPED`, `HIGHEST_PRIORITY` (float32
             bits; a maximum) and `DRAWABLE` (a change). [5], int64.
         slots: The slot table. [S, 8], int64.
-        updates: Slot, generation, anchor, and the priority's float32 bits. [n, 4], int64.
+        updates: Slot, generation, anchor, and the priority's float32 bits, in their order. [n, 4], int64. Or
+            reports, as `report` writes them: they count by batch and sample number. [n, 6], int64.
         alpha: In [0, 1].
         unit: `UNIT_TRAJECTORY` (an item is a slot) or `UNIT_STEP` (a row of the store).
         ops: The backend, not "cuda"; None for "auto".
@@ -257,10 +259,11 @@ def prioritize(
     check_tensor("minima", minima, torch.int64, (minima_size(len(priorities)) if len(minima) else 0,))
     check_tensor("counts", counts, torch.int64, (NUM_UPDATE_COUNTS,))
     check_tensor("slots", slots, torch.int64, (None, SLOT_WORDS))
-    check_tensor("updates", updates, torch.int64, (None, UPDATE_WORDS))
+    words = REPORT_WORDS if updates.shape[1:] == (REPORT_WORDS,) else UPDATE_WORDS
+    check_tensor("updates", updates, torch.int64, (None, words))
     if unit not in (UNIT_TRAJECTORY, UNIT_STEP):
         raise ShapeError("unit", "must be 0 or 1", unit)
-    reference.order_of(updates[:, -1] & 0xFFFFFFFF)
+    reference.order_of(updates[:, U_PRIORITY] & 0xFFFFFFFF)
     run = (ops or load_backend()).prioritize_
     run(sums, minima, priorities, counts, slots, updates, q62("alpha", alpha), unit)
 

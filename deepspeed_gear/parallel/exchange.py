@@ -16,8 +16,8 @@ from deepspeed_gear.errors import GearError, PeerError
 
 T = TypeVar("T")
 SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set
-# Gloo's threads drop the tensors of a collective after it has returned, and take the interpreter's lock for it.
-# If the interpreter ends meanwhile, as it does behind an error that all ranks raise, the process aborts.
+# Gloo's threads drop the tensors of a collective after it has returned, and take the interpreter's lock for
+# that. If the interpreter ends meanwhile, as behind an error that all ranks raise, the process aborts.
 EXIT_PAUSE_S = 0.1
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.checks import N_STEP_NAMES, dotted
 from deepspeed_gear.config.fields import LEARNS, MASK
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.parallel.topology import Place
+from deepspeed_gear.parallel.topology import AXES, Place
 
 EXAMPLE = '"pipeline": {"inputs": ["observation"], "labels": ["action", "mask.action"]}'
 
@@ -38,12 +41,19 @@ def needs_of(place: Place, config: GearConfig, fields: Sequence[ResolvedField]) 
             by the sequence ranks.
     """
     wanted = _names_at(place, config)
-    prefixes = ("", MASK, LEARNS)
-    chosen = [f for f in fields if wanted is None or {prefix + f.name for prefix in prefixes} & wanted]
+    chosen = [field for field in fields if wanted is None or field.name in wanted]
+    if wanted is not None:
+        masks = {f.name: f for f in fields if {MASK + f.name, LEARNS + f.name} & wanted}
+        chosen += [_mask_of(field) for name, field in masks.items() if name not in wanted]
     follows = any(field.offset == "n_step" for field in chosen)
     n_step = wanted is None or follows or bool(wanted.intersection(N_STEP_NAMES))
     parts = tuple(_part(field, place) for field in chosen)
     return Needs(parts, n_step and config.n_step is not None)
+
+
+def _mask_of(field: ResolvedField) -> ResolvedField:
+    """Return a field of which only the mask is read."""
+    return replace(field, mask_only=True, normalize=None, scale=1.0)
 
 
 def _names_at(place: Place, config: GearConfig) -> set[str] | None:
@@ -70,3 +80,42 @@ def _part(field: ResolvedField, place: Place) -> ResolvedField:
         )
     length = field.length // place.sequence_world
     return replace(field, part_first=place.sequence_rank * length, part_length=length)
+
+
+def grid(worlds: Mapping[str, int]) -> list[Place]:
+    """Return the places of a grid in the order of ranks, the axis of stages slowest, that of tensors fastest.
+
+    Args:
+        worlds: Size of each of AXES; 1 where it is missing.
+    """
+    sizes = {axis: worlds.get(axis, 1) for axis in AXES}
+    named = {f"{axis}_world": size for axis, size in sizes.items()}
+    ranks = itertools.product(*(range(size) for size in sizes.values()))
+    return [
+        Place(**named, **{f"{axis}_rank": at for axis, at in zip(AXES, where, strict=True)})
+        for where in ranks
+    ]
+
+
+def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
+    """Return which trajectories each node holds: contiguous parts, balanced in bytes.
+
+    Args:
+        sizes: Bytes of each trajectory. [N], int64.
+        num_nodes: S.
+    Returns:
+        The first trajectory of each node, and N. [S + 1], int64.
+    """
+    before = np.concatenate([[0], np.cumsum(sizes)])
+    wanted = before[-1] * np.arange(1, num_nodes) / num_nodes
+    inner = np.clip(np.searchsorted(before, wanted), 0, len(sizes))
+    return np.concatenate([[0], inner, [len(sizes)]]).astype(np.int64)
+
+
+def readers_of(places: Sequence[Place], nodes: Sequence[int], replica: int) -> dict[int, list[Place]]:
+    """Return the ranks of a replica that read, by node."""
+    found: dict[int, list[Place]] = {}
+    for place, node in zip(places, nodes, strict=True):
+        if place.data_rank == replica and place.reads:
+            found.setdefault(node, []).append(place)
+    return found

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 
 from deepspeed_gear.collection.batch import Batch
@@ -40,7 +39,7 @@ class Made:
     """
 
     batch: Batch
-    heads: list[np.ndarray]
+    heads: list[list[int]]
     digest: int | None = None
 
 
@@ -82,7 +81,7 @@ class Feed:
         self._held: Made | None = None  # made, and not returned yet, since another rank has failed
         self._start = 0  # global batch at which the numbering of micro batches begins
         self._used = 0  # micro batches that the user has had since then
-        self._heads: list[np.ndarray] | None = None  # of the last global batch used; None: see _position
+        self._heads: list[list[int]] | None = None  # of the last global batch used; None: see _position
         self._position = position.start(self._tables)
         self.prefetchers: list[Prefetcher[Made]] = []  # the thread that runs, if one does
 
@@ -106,7 +105,7 @@ class Feed:
         self._used += 1
         if ends:
             self._heads = made.heads
-        self._metrics.waited(time.perf_counter() - begin, int(made.heads[0][EPOCH]))
+        self._metrics.waited(time.perf_counter() - begin, made.heads[0][EPOCH])
         return made.batch
 
     def take_digest(self) -> int:
@@ -177,7 +176,7 @@ class Feed:
         step, micro = divmod(index, info.accumulation)
         key, part = self._start + step, micro * info.data_world + self._data_rank
         cuts = [(stream, stream.take(key)) for stream in self._streams]
-        heads = [cut.head.copy() for _, cut in cuts]
+        heads = [cut.head for _, cut in cuts]
         last, digest = micro == info.accumulation - 1, None
         if last and self._verify_every and key % self._verify_every == 0:
             digest = digest_of([cut for _, cut in cuts])
@@ -194,7 +193,7 @@ def digest_of(cuts: Sequence[Cut]) -> int:
     """Return a digest of ids and anchors of a global batch, table by table: equal wherever it is made."""
     seen = hashlib.blake2b(digest_size=8)
     for cut in cuts:
-        seen.update(_ids_and_anchors(cut.resolutions[: int(cut.head[COUNT])]))
+        seen.update(_ids_and_anchors(cut.resolutions[: cut.head[COUNT]]))
     return _as_int64(seen.digest())
 
 

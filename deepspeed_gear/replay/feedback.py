@@ -25,26 +25,28 @@ def report(
     mask: torch.Tensor | None,
 ) -> None:
     """Report the priorities of a batch; see `Replay.update_priorities`."""
-    values = priorities.detach()
+    values = priorities.detach() if priorities.requires_grad else priorities
     if values.dim() == 2:
         assert isinstance(sampler, (PrioritizedSampler, TopKSampler))
         values = reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
-    if values.shape != (batch.num_samples,):
+    if values.dim() != 1 or values.numel() != batch.num_samples:
         rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
         raise ShapeError("priorities", rule, list(priorities.shape))
-    records, rounded = batch.host_records.cpu(), as_float32(values)
+    records, rounded = batch.host_records, as_float32(values)
+    if not records.is_cpu:
+        records = records.cpu()
     if len(tables) == 1:
         _check_split(tables[0], records)
         tables[0].reports.add(records, rounded)
         return
-    check_priorities(rounded)
+    check_priorities(rounded.numpy())
     source = batch.source.cpu()
     parts = [source == index for index in range(len(tables))]
     for masses, part in zip(tables, parts, strict=True):
         _check_split(masses, records[part])
         masses.reports.check_room(int(part.sum()))
     for masses, part in zip(tables, parts, strict=True):
-        masses.reports.add(records[part], rounded[part.numpy()])
+        masses.reports.add(records[part], rounded[part])
 
 
 def _check_split(masses: PriorityMasses, records: torch.Tensor) -> None:
@@ -58,16 +60,20 @@ def _check_split(masses: PriorityMasses, records: torch.Tensor) -> None:
         raise DataError("batch", "must be from the training stream", None, "nothing was changed")
 
 
-def as_float32(values: torch.Tensor | Sequence[float]) -> np.ndarray:
-    """Return priorities as they are stored; one that is too small for it stays above 0. [n], float32.
+def as_float32(values: torch.Tensor | Sequence[float]) -> torch.Tensor:
+    """Return priorities as they are stored; one that is too small for it stays above 0.
+
+    Returns:
+        Of the same shape, in host memory, float32, contiguous.
 
     Raises:
         DataError: One is negative, infinite or NaN, seen in float64.
     """
     given = values if isinstance(values, torch.Tensor) else torch.as_tensor(np.asarray(values))
-    given = given.detach()
-    if given.dtype == torch.float32 and given.device.type == "cpu":
-        return given.numpy()
+    if given.requires_grad:
+        given = given.detach()
+    if given.dtype == torch.float32 and given.is_cpu:
+        return given.contiguous()
     given = given.to("cpu")
     rounded = given.to(torch.float32)
     if given.dtype == torch.float64:
@@ -75,7 +81,7 @@ def as_float32(values: torch.Tensor | Sequence[float]) -> np.ndarray:
         tiny = torch.finfo(torch.float32).smallest_normal
         rounded = torch.where((given > 0) & (rounded == 0), tiny, rounded)
         check_priorities(rounded.numpy())
-    return rounded.numpy()
+    return rounded.contiguous()
 
 
 def mask_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -138,7 +144,7 @@ def report_by_id(
 ) -> int:
     """Report priorities of items by id; see `Replay.set_priorities`."""
     numbers, anchors = _items(masses, ids, steps)
-    values = as_float32(priorities)
+    values = as_float32(priorities).numpy()
     if values.shape != numbers.shape:
         raise ShapeError("priorities", f"must have shape [{len(numbers)}]", list(values.shape))
     check_priorities(values)

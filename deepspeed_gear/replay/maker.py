@@ -81,7 +81,7 @@ class BatchMaker:
         parts, weights, probabilities, keys = [], [], [], []
         for (stream, cut), which, share in zip(cuts, chosen, shares, strict=True):
             records = cut.resolutions[torch.from_numpy(which)]
-            words: list[int] = cut.head.tolist()
+            words = cut.head
             parts.append((self._collectors[stream], records, self._relabelling.draw(stream, records)))
             weights.append(self._weigh(stream, words, records))
             probabilities.append(self._probability(stream, words, records) * share)
@@ -115,21 +115,23 @@ class BatchMaker:
         micro = self._info.micro
         if stream not in self._collectors:
             self._collectors[stream] = self._collector(stream)
-        records = cut.resolutions[part::num_parts].clone(memory_format=torch.contiguous_format)
+        if num_parts == 1:
+            records = cut.resolutions.clone()
+        else:
+            records = cut.resolutions[part::num_parts].clone(memory_format=torch.contiguous_format)
         epoch = self._no_epoch
         if stream.spec.kind != "random":
             epoch = cut.epochs.view(micro, num_parts)[:, part].clone()
-        words: list[int] = cut.head.tolist()
+        words = cut.head
         goals = self._relabelling.draw(stream, records)
         tensors, mask = self._collectors[stream].collect(records, goals)
         total = words[TOTAL]
         if last:
             stream.consume(cut.key)
         valid = self._valid if pass_size is None else records[:, R_NUMBER] < pass_size
-        unit_masses = stream.spec.rule.unit == "step" and not stream.has_item_masses
         weight = None if stream.spec.priorities is None else self._weigh(stream, words, records)
         rest = (weight, None, None, goals, self._burn_in)
-        batch = Batch(tensors, mask, records, valid, unit_masses, total, epoch, *rest)
+        batch = Batch(tensors, mask, records, valid, stream.has_unit_masses, total, epoch, *rest)
         if self.transform is None:
             return self._finish(batch, None)
         return self._finish(
@@ -148,7 +150,7 @@ class BatchMaker:
     @staticmethod
     def _probability(stream: Stream, words: list[int], records: torch.Tensor) -> torch.Tensor:
         """Return the probabilities of samples within their table. [B], float64."""
-        if stream.spec.rule.unit == "step" and not stream.has_item_masses:
+        if stream.has_unit_masses:
             return torch.full((len(records),), 1 / max(words[TOTAL], 1), dtype=torch.float64)
         return records[:, R_MASS].double() / max(words[TOTAL], 1)
 
@@ -157,7 +159,7 @@ class BatchMaker:
         """Return the importance weights of samples of a cut. [B], float32."""
         if stream.spec.priorities is None:
             return torch.ones(len(records))
-        weight = torch.empty(len(records))
+        weight = torch.empty(records.size(0))
         stream.ops.importance_(weight, records, words[NUMERATOR], words[DIVISOR], words[EXPONENT])
         return weight
 

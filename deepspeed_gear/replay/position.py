@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from deepspeed_gear.config import GearConfig
@@ -26,13 +25,13 @@ def start(tables: Sequence[str]) -> Position:
     return {table: dict.fromkeys(WORDS, 0) for table in tables}
 
 
-def after(tables: Sequence[str], heads: Sequence[np.ndarray]) -> Position:
+def after(tables: Sequence[str], heads: Sequence[Sequence[int]]) -> Position:
     """Return the position after the cuts of a global batch, from their heads."""
     return {table: _after(head) for table, head in zip(tables, heads, strict=True)}
 
 
-def _after(head: np.ndarray) -> dict[str, int]:
-    words = (int(head[KEY]) + 1, *(int(head[word]) for word in (SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE)))
+def _after(head: Sequence[int]) -> dict[str, int]:
+    words = (head[KEY] + 1, *(head[word] for word in (SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE)))
     return dict(zip(WORDS, words, strict=True))
 
 

@@ -38,7 +38,7 @@ class Relabelling:
         self._reward: Reward | None = None
         if config.hindsight is not None and config.hindsight.reward is not None:
             self._name = reward_field(fields).name
-            if any(field.name == self._name for field in needed):
+            if any(field.name == self._name and not field.mask_only for field in needed):
                 self._reward = imported(config.hindsight.reward, "gear.hindsight.reward")
 
     def draw(self, stream: Stream, records: torch.Tensor) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -270,7 +271,7 @@ class Replay:
         while index < num_batches:
             self._check_open()
             cut = stream.take(number << PASS_SHIFT | index)
-            size = int(cut.head[EPOCH_SIZE])
+            size = cut.head[EPOCH_SIZE]
             num_batches = -(-size // stream.spec.batch)
             yield self._maker.make(stream, cut, self.topology.data_rank, self.topology.data_world, size)
             index += 1
@@ -300,7 +301,7 @@ class Replay:
             StoreError: More were reported than `sample` takes up.
         """
         self._check_open()
-        masses = [self._priorities(table) for table in self.config.sampled_tables]
+        masses = self._all_priorities
         if not self.topology.place.reports:
             return
         if priorities.dim() == 2 and self.topology.place.sequence_world > 1:
@@ -338,6 +339,10 @@ class Replay:
         """Return the priorities that the latest cut has drawn with, 0 for what is gone. [n], float32."""
         self._check_open()
         return feedback.priorities_of(self._priorities(table), ids, steps)
+
+    @cached_property
+    def _all_priorities(self) -> list[PriorityMasses]:
+        return [self._priorities(table) for table in self.config.sampled_tables]
 
     def _priorities(self, table: str | None) -> PriorityMasses:
         name = self._table(table).spec.name

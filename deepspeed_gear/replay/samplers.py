@@ -152,6 +152,9 @@ def _priority_rule(sampler: Sampler, prefetch: int, info: BatchInfo) -> Priority
 
 
 def _schedule(schedule: Any, name: str) -> Callable[[int], float]:
+    if isinstance(schedule, (int, float)):
+        constant = float(schedule)
+        return lambda _: constant
     return lambda key: value_at(schedule, key, name)
 
 

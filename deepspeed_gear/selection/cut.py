@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from deepspeed_gear.selection.rules import MassRule, PriorityRule
@@ -73,18 +72,17 @@ class StreamSpec:
         ]
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """One global batch as this process sees it.
 
     Args:
         key: Number of the global batch (pass << 32 | number in an evaluation pass).
-        head: Position after the cut and totals. [16], int64.
+        head: Position after the cut and totals: `CUT_WORDS` words.
         resolutions: What the draws resolved to, in the store. [batch, 8], int64; valid until `consume`.
         epochs: Epoch (or pass) of each sample, in the store. [batch], int64; likewise.
     """
 
     key: int
-    head: np.ndarray
+    head: list[int]
     resolutions: torch.Tensor
     epochs: torch.Tensor

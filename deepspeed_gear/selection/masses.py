@@ -39,7 +39,7 @@ class Masses:
         self._dirty: np.ndarray = views[spec.at + "dirty"]
         self.sums = torch.from_numpy(views[spec.at + "sums"])
         self.leaves: np.ndarray = views[spec.at + "sums"][: self.num_items]
-        self._top: np.ndarray = views[spec.at + "sums"][-FAN_OUT:]  # the last level is one node's children
+        self._top: memoryview = views[spec.at + "sums"][-FAN_OUT:].data  # the last level: one node's children
         self._slots = torch.from_numpy(table.slots)
         unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
         self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.key)

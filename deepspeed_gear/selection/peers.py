@@ -26,7 +26,8 @@ class Peers:
     """
 
     def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray, timeout_s: float) -> None:
-        self._spec, self._table, self._reached, self._timeout_s = spec, table, reached, timeout_s
+        self._spec, self._table, self._timeout_s = spec, table, timeout_s
+        self._reached: memoryview = reached.data
 
     def late(self, old_key: int) -> list[int]:
         """Return the living peers that still need a cut."""
@@ -34,7 +35,9 @@ class Peers:
 
     def behind(self, key: int) -> list[int]:
         """Return the living peers whose word has not reached a key."""
-        behind = [peer for peer, reached in enumerate(self._reached.tolist()) if reached < key]
+        if min(self._reached) >= key:
+            return []
+        behind = [peer for peer, reached in enumerate(self._reached) if reached < key]
         attached = [peer for peer in behind if self._table.peers[peer, PEER_PID] != 0]
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
@@ -45,7 +48,7 @@ class Peers:
         core; by then it is the others who wait, and so in turn for ever.
         """
         until = time.monotonic() + _AWAKE_S
-        while time.monotonic() < until and min(self._reached.tolist()) < key:
+        while time.monotonic() < until and min(self._reached) < key:
             os.sched_yield()
 
     def error(self, key: int, late: list[int], rule: str, missing: str) -> PeerError:

@@ -23,7 +23,7 @@ from deepspeed_gear.ops.constants import (
 )
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.masses import Masses
-from deepspeed_gear.selection.reports import Reports, in_order
+from deepspeed_gear.selection.reports import Reports
 from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import FIRST_ROW, ID, NUM_ROWS, NUM_STEPS, Table
@@ -55,6 +55,9 @@ class PriorityMasses(Masses):
         minima = views[at + "minima"] if keeps_minima else np.empty(0, np.int64)
         self._minima = torch.from_numpy(minima)
         self._values, self._counts = torch.from_numpy(self.values), torch.from_numpy(self.counts)
+        self._count_words: memoryview = self.counts.data
+        self._row_slots_tensor = torch.from_numpy(self._row_slots)
+        self._unit = UNIT_CODES[spec.rule.unit]
 
     @staticmethod
     def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
@@ -116,16 +119,16 @@ class PriorityMasses(Masses):
             self._build()
         due = self.reports.due(key)
         if due:
-            updates = in_order([entries for _, entries in due])
+            reports = due[0][1] if len(due) == 1 else np.concatenate([entries for _, entries in due])
             self.ops.prioritize_(
                 self.sums,
                 self._minima,
                 self._values,
                 self._counts,
                 self._slots,
-                torch.from_numpy(updates),
+                torch.from_numpy(reports),
                 self.words[ALPHA],
-                UNIT_CODES[self.spec.rule.unit],
+                self._unit,
             )
             self.reports.take(due)
         self._check_clamped()
@@ -138,7 +141,7 @@ class PriorityMasses(Masses):
         return int(self.rule.alpha(key) * ONE_Q62)  # exact: a power of two
 
     def _check_clamped(self) -> None:
-        applied, clamped = int(self.counts[APPLIED]), int(self.counts[CLAMPED])
+        applied, clamped = self._count_words[APPLIED], self._count_words[CLAMPED]
         if applied >= LEAST_APPLIED and clamped > MOST_CLAMPED * applied:
             raise StoreError(
                 f"stream {self.spec.name}: priority ** alpha",
@@ -200,8 +203,7 @@ class PriorityMasses(Masses):
         if not self.by_step:
             super().resolve(rows, coordinates, first)
             return
-        row_slots = torch.from_numpy(self._row_slots)
-        self.ops.resolve_rows_(rows, self.sums, self._slots, row_slots, coordinates, first)
+        self.ops.resolve_rows_(rows, self.sums, self._slots, self._row_slots_tensor, coordinates, first)
 
     def highest(self, count: int) -> torch.Tensor:
         """Return the coordinates of the items of highest priority; fewer if there are not so many. [n]."""
@@ -242,10 +244,10 @@ class PriorityMasses(Masses):
         """
         beta = int(self.rule.beta(key) * ONE_Q62)
         if self.rule.normalize == "batch":
-            return int(masses.min()), 1, beta
+            return int(np.minimum.reduce(masses)), 1, beta  # which is what `min` calls
         if self.rule.normalize == "table":
             return self.least, 1, beta
-        return total, int(self.counts[DRAWABLE]), beta
+        return total, self._count_words[DRAWABLE], beta
 
     @property
     def least(self) -> int:

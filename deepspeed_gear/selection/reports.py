@@ -17,16 +17,17 @@ from deepspeed_gear.ops.constants import (
     R_GENERATION,
     R_NUMBER,
     R_SLOT,
+    REPORT_BATCH,
+    REPORT_NUMBER,
     REPORT_WORDS,
     RESOLUTION_WORDS,
-    UPDATE_WORDS,
 )
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import Table
 
-BATCH, ORDER = UPDATE_WORDS, UPDATE_WORDS + 1  # words of a log entry behind those of the update
+BATCH, ORDER = REPORT_BATCH, REPORT_NUMBER
 BY_ID = 1 << 62  # order of reports by id: behind every sample number
 NEVER = -(1 << 62)  # asked for nothing yet
 HEAD, TAIL, NEXT = 0, 1, 2  # words of a log's ends, counted up for ever; NEXT: the head behind a cut
@@ -50,7 +51,9 @@ class Reports:
         self.spec, self.table, self.ops, self.rule = spec, table, table.ops, spec.priorities
         views, at = table.views, spec.at
         self._log: np.ndarray = views[at + "log"]
+        self._log_words: memoryview = self._log.data
         self.ends: memoryview = views[at + "ends"].data
+        self._ends: list[memoryview] = [ends.data for ends in views[at + "ends"]]
         self.asked: np.ndarray = views[at + "asked"]
         self._asked_words: memoryview = self.asked.data
         self._peer, self._num_peers = table.memory.peer, len(self.asked)
@@ -115,28 +118,29 @@ class Reports:
         """
         samples = np.zeros((len(updates), RESOLUTION_WORDS), np.int64)
         samples[:, (R_SLOT, R_GENERATION, R_ANCHOR)], samples[:, R_NUMBER] = updates, order
-        self.add(torch.from_numpy(samples), np.array(priorities, np.float32))
+        self.add(torch.from_numpy(samples), torch.from_numpy(np.array(priorities, np.float32)))
 
-    def add(self, samples: torch.Tensor, priorities: np.ndarray) -> None:
+    def add(self, samples: torch.Tensor, priorities: torch.Tensor) -> None:
         """Report priorities of what was drawn; a later cut applies them.
 
         Args:
-            samples: Their resolutions. [n, 8], int64.
-            priorities: Finite, at least 0. [n], float32.
+            samples: Their resolutions. [n, 8], int64, contiguous.
+            priorities: Finite, at least 0. [n], float32, contiguous.
         Raises:
             DataError: A priority is negative, infinite or NaN; nothing has changed.
             StoreError: More wait than the log holds; nothing has changed.
         """
-        count, peer = len(priorities), self._peer
+        count, peer = priorities.numel(), self._peer
         self.check_room(count)
-        tail, values = self.ends[peer, TAIL], torch.from_numpy(priorities).contiguous()
+        ends = self._ends[peer]
+        tail = ends[TAIL]
         try:
-            self.ops.report_(self._my_log, samples.contiguous(), values, tail, self._asked_words[peer])
+            self.ops.report_(self._my_log, samples, priorities, tail, self._asked_words[peer])
         except (RuntimeError, ShapeError):
-            check_priorities(priorities)
+            check_priorities(priorities.numpy())
             raise
         with self.table.lock:  # so that whoever makes the next cut sees the entries behind the tail
-            self.ends[peer, TAIL] = tail + count
+            ends[TAIL] = tail + count
 
     def check_room(self, count: int) -> None:
         """Refuse more reports than the log holds.
@@ -144,7 +148,8 @@ class Reports:
         Raises:
             StoreError: There are more.
         """
-        waiting = self.ends[self._peer, TAIL] - self.ends[self._peer, HEAD]
+        ends = self._ends[self._peer]
+        waiting = ends[TAIL] - ends[HEAD]
         if count > self.rule.log_size - waiting:
             raise StoreError(
                 f"stream {self.spec.name}: priorities",
@@ -171,13 +176,13 @@ class Reports:
 
     def due(self, key: int) -> list[tuple[int, np.ndarray]]:
         """Return the reports of each process that a cut of a global batch applies."""
-        batch, due = key - self.rule.lag, []
-        for peer in range(self._num_peers):
-            head, tail = self.ends[peer, HEAD], self.ends[peer, TAIL]
+        batch, size, due = key - self.rule.lag, self.rule.log_size, []
+        for peer, ends in enumerate(self._ends):
+            head, tail = ends[HEAD], ends[TAIL]
             if head == tail:
                 continue
             entries = self._entries(peer, head, tail)
-            if entries[-1, BATCH] >= batch:
+            if self._log_words[peer, (tail - 1) % size, BATCH] >= batch:
                 entries = entries[: np.searchsorted(entries[:, BATCH], batch)]
             if len(entries):
                 due.append((peer, entries))
@@ -191,12 +196,15 @@ class Reports:
 
     def take(self, due: list[tuple[int, np.ndarray]]) -> None:
         """Take applied reports out of all logs, or out of none: some alone, applied again, would win."""
+        first = self._ends[0]
         for peer, entries in due:
-            self.ends[peer, NEXT] = self.ends[peer, HEAD] + len(entries)
-        self.ends[0, TAKING] = 1  # the commit point
+            ends = self._ends[peer]
+            ends[NEXT] = ends[HEAD] + len(entries)
+        first[TAKING] = 1  # the commit point
         for peer, _ in due:
-            self.ends[peer, HEAD] = self.ends[peer, NEXT]
-        self.ends[0, TAKING] = 0
+            ends = self._ends[peer]
+            ends[HEAD] = ends[NEXT]
+        first[TAKING] = 0
 
     def recover(self) -> None:
         """Make the heads whole after a process died while they moved."""
@@ -234,15 +242,6 @@ def check_priorities(priorities: np.ndarray) -> None:
     raise DataError(
         f"priority {at}", "must be finite and at least 0", float(priorities[at]), "nothing was changed"
     )
-
-
-def in_order(parts: list[np.ndarray]) -> np.ndarray:
-    """Bring the reports of all processes into their order. [n, 6], int64, contiguous."""
-    entries = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    order = entries[:, ORDER]
-    if len(parts) > 1 or (order[1:] < order[:-1]).any():
-        entries = _sorted(entries)
-    return entries
 
 
 def _sorted(entries: np.ndarray) -> np.ndarray:

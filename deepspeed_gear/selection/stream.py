@@ -16,6 +16,7 @@ entry already. Any change forgets them; the cut itself is made by whoever asks f
 
 from __future__ import annotations
 
+import struct
 import time
 
 import numpy as np
@@ -52,6 +53,7 @@ from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
 _POLL_S, _IDLE_S = 100e-6, 500e-6
 NEVER_LATE = 1 << 62
 MOST_TOTAL_BITS = 62
+_AFTER_KEY = struct.Struct(f"={CUT_WORDS - 1}q")
 
 
 class Stream:
@@ -72,11 +74,15 @@ class Stream:
         self._ring = torch.from_numpy(self._ring_words)
         self._epochs = torch.from_numpy(views[spec.at + "epochs"])
         # Words one by one: behind a batch that has emptied the caches, a NumPy call takes 10 us and more.
-        self._words, self._head_words = self.position.data, self.heads.data
-        self._entries = list(zip(self.heads, self._ring, self._epochs, strict=True))
+        self._words: memoryview = self.position.data
+        self._heads: list[memoryview] = [head.data for head in self.heads]
+        self._entries = list(zip(self._ring, self._epochs, strict=True))
+        self._drawn_masses = [entry[:, R_MASS] for entry in self._ring_words]
         self._coordinates = torch.empty(spec.batch, dtype=torch.int64)
+        self._consumed_words: memoryview = self.consumed.data
         self._peer, self._num_peers = table.memory.peer, len(self.consumed)
         self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
+        self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
         self.stopped = False  # set by another thread: ends a wait of `take`
         self._timeout_s = table.lock.timeout_s
         self.peers = Peers(spec, table, self.consumed, self._timeout_s)
@@ -118,7 +124,7 @@ class Stream:
             time.sleep(_IDLE_S)
         while True:
             with self.table.lock:
-                held, at = self._head_words[entry, KEY], self._words[KEY]
+                held, at = self._heads[entry][KEY], self._words[KEY]
                 if held == key:
                     return self._seen(key, entry)
                 skips = key > at and self.spec.kind != "pass"
@@ -160,11 +166,11 @@ class Stream:
     def _seen(self, key: int, entry: int) -> Cut:
         if (key + 1) % self._num_peers == self._peer:
             self._draw_ahead(key + 1)
-        return Cut(key, *self._entries[entry])
+        return Cut(key, self._heads[entry][:CUT_WORDS].tolist(), *self._entries[entry])
 
     def consume(self, key: int) -> None:
         """Say that this process has copied what it needs of all cuts up to `key`."""
-        self.consumed[self._peer] = key + 1
+        self._consumed_words[self._peer] = key + 1
 
     def leave(self) -> None:
         """Say that this process reads nothing: nobody waits for it. `seek` forgets it."""
@@ -173,33 +179,33 @@ class Stream:
 
     def _cut(self, key: int, entry: int) -> None:
         rows, count = self._rows(key, entry)
-        self._head_words[entry, KEY] = NOTHING
+        head = self._heads[entry]
+        head[KEY] = NOTHING
         after: list[int] = self._words[:CUT_WORDS].tolist()
         self._begin(key, after)
         if self.spec.kind in ORDERS:
-            self._walk(key, rows, self._entries[entry][2], torch.empty(count, dtype=torch.int64), after)
+            self._walk(key, rows, self._entries[entry][1], torch.empty(count, dtype=torch.int64), after)
         elif count:
             self.masses.apply(key)
             after[TOTAL] = self._checked_total()
             if self.spec.kind not in DRAWS:
                 self._take_first(rows, after[SAMPLES])
             elif self._words[AHEAD] != key:
-                self._draw(rows, after[SAMPLES], after[TOTAL])
+                self._draw(rows, count, after[SAMPLES], after[TOTAL])
             if isinstance(self.masses, PriorityMasses):
-                masses = self._ring_words[entry, :count, R_MASS]
-                after[NUMERATOR : EXPONENT + 1] = self.masses.weigh(key, masses, after[TOTAL])
+                masses = self._drawn_masses[entry]
+                after[NUMERATOR : EXPONENT + 1] = self.masses.weigh(key, masses[:count], after[TOTAL])
         after[KEY], after[COUNT] = key + 1, count
         after[SAMPLES] += count
-        for word in range(1, CUT_WORDS):
-            self._head_words[entry, word] = after[word]
-        self._head_words[entry, KEY] = key  # the commit point
+        _AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
+        head[KEY] = key  # the commit point
         self._advance(entry)
         if self.draws is not None:
             self.draws.count(self._ring_words[entry, :count])
 
     def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
         """Return the part of a ring entry that a cut fills, and its number of samples."""
-        rows = self._entries[entry][1]
+        rows = self._entries[entry][0]
         count = self.spec.batch if self.spec.count is None else self.spec.count(key)
         return (rows if count == self.spec.batch else rows[:count]), count
 
@@ -210,16 +216,16 @@ class Stream:
             return
         if self.spec.count is not None:  # which may fail, or be 0, and is not this batch's business
             return
-        if words[AHEAD] == key or self.masses.waiting or self.peers.late(self._head_words[entry, KEY]):
+        if words[AHEAD] == key or self.masses.waiting or self.peers.late(self._heads[entry][KEY]):
             return
-        self._head_words[entry, KEY] = NOTHING
+        self._heads[entry][KEY] = NOTHING
         total = self.masses.total
         if total:
-            self._draw(self._rows(key, entry)[0], words[SAMPLES], total)
+            self._draw(*self._rows(key, entry), words[SAMPLES], total)
             words[AHEAD] = key
 
-    def _draw(self, rows: torch.Tensor, first: int, total: int) -> None:
-        coordinates = self._coordinates[: len(rows)]
+    def _draw(self, rows: torch.Tensor, count: int, first: int, total: int) -> None:
+        coordinates = self._coordinates if count == self.spec.batch else self._coordinates[:count]
         self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
         if self.spec.kind == "stratified":
             stratify_(coordinates, total)
@@ -321,10 +327,10 @@ class Stream:
             )
 
     def _advance(self, entry: int) -> None:
-        for word in range(1, CUT_WORDS):
-            self._words[word] = self._head_words[entry, word]
+        head = self._heads[entry]
+        self._words[1:CUT_WORDS] = head[1:CUT_WORDS]
         self._words[DONE] = 0
-        self._words[KEY] = self._head_words[entry, KEY] + 1
+        self._words[KEY] = head[KEY] + 1
 
     def restart(self) -> None:
         """Let changes that wait for the end of an epoch take effect at the next cut. Wants the lock."""

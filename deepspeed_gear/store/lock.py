@@ -42,8 +42,9 @@ class StoreLock:
         self, memory: SharedMemory, native: ModuleType | None, timeout_s: float, recover: Callable[[], None]
     ) -> None:
         self._memory, self._native, self.timeout_s, self._recover = memory, native, timeout_s, recover
-        self._holder = np.ndarray((), np.int64, buffer=memory.buffer, offset=HOLDER_OFFSET)
-        self._address = self._holder.ctypes.data - HOLDER_OFFSET + MUTEX_OFFSET
+        holder = np.ndarray((1,), np.int64, buffer=memory.buffer, offset=HOLDER_OFFSET)
+        self._holder = holder.data  # one word: a NumPy scalar takes three times as long
+        self._address = holder.ctypes.data - HOLDER_OFFSET + MUTEX_OFFSET
         self._threads = threading.RLock()  # flock does not exclude threads of one process
         self._thread: int | None = None  # which thread of this process holds it
         self._pid = os.getpid()
@@ -59,8 +60,8 @@ class StoreLock:
             if self._thread != thread or not self._is_held():  # else Ctrl-C struck while it was released
                 self._acquire()
             self._thread = thread
-            left_unfinished = int(self._holder) != 0
-            self._holder[()] = self._pid
+            left_unfinished = self._holder[0] != 0
+            self._holder[0] = self._pid
             if left_unfinished:
                 self._recover()
         except BaseException:
@@ -74,7 +75,7 @@ class StoreLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None or isinstance(error, _REFUSALS):
-            self._holder[()] = 0
+            self._holder[0] = 0
         self._release()
 
     def _is_held(self) -> bool:
@@ -123,7 +124,7 @@ class StoreLock:
             raise StoreError(
                 f"the lock of {self._memory.path}",
                 f"must be free within {self.timeout_s} s (gear.timeout_s)",
-                f"held by process {int(self._holder)}",
+                f"held by process {self._holder[0]}",
                 "look whether that process is stopped",
             )
         raise StoreError(f"the lock of {self._memory.path}", "must be usable", None, "start the run again")

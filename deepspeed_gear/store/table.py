@@ -43,7 +43,7 @@ class Table:
     def __init__(
         self, spec: TableSpec, memory: SharedMemory, layout: Layout, ops: Ops, timeout_s: float
     ) -> None:
-        self.spec, self.memory, self.layout, self.ops = spec, memory, layout, ops
+        self.spec, self.memory, self.layout, self.ops = spec, memory, layout, ops.on_host()
         views = layout.views(memory.buffer)
         self.views = views
         self.control: np.ndarray = views["control"]

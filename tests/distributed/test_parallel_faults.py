@@ -46,24 +46,31 @@ def test_what_attach_refuses(dataset: Path, tmp_path: Path, deepspeed_run: Calla
 def test_a_rank_that_fails_or_ends_early(
     mode: str, dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]
 ) -> None:
-    """A failure is raised on all, and all may try again; who ends a step early is named by the others."""
-    ranks = MODES[mode][0]
-    deepspeed_run("parallel_faults.py", ranks, task(dataset, tmp_path, "steps", mode))
-    *others, last = results(tmp_path, list(range(ranks)))
-    text = "a fault in the user's transform"
-    assert [error and error[:2] for error in last["errors"]] == (
-        [None, None, ["ArithmeticError", text], None, None, None]
-    )
-    for found in others:
-        assert [error is None for error in found["errors"]] == [True, True, False, True, True, True]
-        kind, message, seconds = found["errors"][2]
-        assert kind == "PeerError"
-        assert f"rank {ranks - 1} must succeed on every rank; ArithmeticError: {text}" in message
-        assert float(seconds) < TIMEOUT_S
-        kind, message, seconds = found["end"]
-        assert kind == "PeerError"
-        assert f"rank {ranks - 1} must take as many batches as this rank; it ended after 6 of 7" in message
-        assert float(seconds) < TIMEOUT_S
+    """A failure is raised on all, and all may try again; other samples than those of the replica are found;
+    who ends a step early is named by the others."""
+    ranks, replicas = MODES[mode]
+    wanted = task(dataset, tmp_path, "steps", mode)
+    wanted["gear"]["verify_every"] = 1
+    deepspeed_run("parallel_faults.py", ranks, wanted)
+    found, text = results(tmp_path, list(range(ranks))), "a fault in the user's transform"
+    differs = None if replicas == ranks else f"rank {ranks - 1} must have the samples of its replica (0)"
+    for rank, result in enumerate(found):
+        failed = (
+            None if rank == ranks - 1 else f"rank {ranks - 1} must succeed on every rank; ArithmeticError"
+        )
+        errors = dict(enumerate(result["errors"]))
+        assert text in errors[2][1]
+        assert errors[2][0] == ("PeerError" if failed else "ArithmeticError")
+        assert (failed or text) in errors[2][1]
+        assert errors[5] is None if differs is None else differs in errors[5][1]
+        assert [errors[n] for n in (0, 1, 3, 4, 6)] == [None] * 5
+        assert all(float(error[2]) < TIMEOUT_S for error in errors.values() if error)
+        if failed:
+            kind, message, seconds = result["end"]
+            assert kind == "PeerError"
+            assert f"rank {ranks - 1} must take as many batches as this rank" in message
+            assert "it ended after 7 of 8 turns" in message
+            assert float(seconds) < TIMEOUT_S
 
 
 @pytest.mark.parametrize(("kind", "mode", "victim"), [("killed", "pipe:3", 1), ("stopped", "zero:1x2", 0)])

@@ -424,16 +424,31 @@ def test_report_refuses(careful: Ops, cpu: Ops) -> None:
     assert (log == 0).all()
 
 
-def test_updates_may_lie_in_longer_rows(reference: Ops, on_host: Ops, same_bits: SameBits) -> None:
+@pytest.mark.parametrize("count", [*SIZES, 300])
+@pytest.mark.parametrize("kind", ["in order", "two halves", "any"])
+def test_reports_count_by_batch_and_number(
+    reference: Ops, on_host: Ops, same_bits: SameBits, kind: str, count: int
+) -> None:
+    """Equal ones in the order in which they stand."""
+    torch.manual_seed(count)
     slots, _ = store_of([3, 1, 8])
-    kept, updates = Kept(3, True, reference), updates_of(slots, 33)
-    longer = torch.cat([updates, torch.randint(-9, 9, (33, 2))], dim=1)
+    kept, updates = Kept(3, True, reference), updates_of(slots, count)
+    keys = torch.randint(-3, 3, (count, 2)) << 40
+    order = sorted(range(count), key=lambda i: keys[i].tolist())
+    if kind != "any":
+        keys = keys[order]
+        order = list(range(count))
+    if kind == "two halves":  # as two ranks report
+        keys = torch.cat([keys[::2], keys[1::2]])
+        order = sorted(order, key=lambda i: keys[i].tolist())
+    reports = torch.cat([updates, keys], dim=1)
     expected = kept.copies()
-    reference.prioritize_(*expected, slots, updates, 1, UNIT_TRAJECTORY)
+    reference.prioritize_(*expected, slots, updates[order], 1, UNIT_TRAJECTORY)
     for ops in (reference, on_host):
-        got = kept.copies()
-        ops.prioritize_(*got, slots, longer, 1, UNIT_TRAJECTORY)
+        got, given = kept.copies(), reports.clone()
+        ops.prioritize_(*got, slots, given, 1, UNIT_TRAJECTORY)
         assert all(map(same_bits, got, expected))
+        assert torch.equal(given, reports)
 
 
 def prioritize_by_hand(
@@ -499,7 +514,7 @@ def test_prioritize_refuses_other_shapes(cpu: Ops) -> None:
         cpu.prioritize_(sums, minima[:5].clone(), priorities, counts, *rest)
     with pytest.raises(RuntimeError, match="unit must be 0 or 1, got 2"):
         cpu.prioritize_(sums, minima, priorities, counts, slots, updates, 1, 2)
-    with pytest.raises(RuntimeError, match=r"updates must be \[n, 4\]"):
+    with pytest.raises(RuntimeError, match=r"updates must be \[n, 4\], or reports \[n, 6\]"):
         cpu.prioritize_(sums, minima, priorities, counts, slots, updates[:, :3].contiguous(), 1, 0)
     with pytest.raises(RuntimeError, match="sums must have a mass per priority"):
         cpu.top_k_(torch.zeros(1).long(), torch.ones(4), torch.ones(3).long())

@@ -141,7 +141,7 @@ def test_a_stage_may_read_steps_that_learn() -> None:
     pipeline = {"inputs": ["observation"], "labels": ["learns.code"]}
     with replay_of(pipeline=pipeline) as replay:
         needs = needs_of(Place(pipe_rank=1, pipe_world=2), replay.config, replay.fields)
-        assert [field.name for field in needs.fields] == ["code"]
+        assert [(field.name, field.mask_only) for field in needs.fields] == [("code", True)]
     with pytest.raises(ConfigError, match=r"gear.pipeline.labels\[0\] must name a field, its mask"):
         replay_of(pipeline={"inputs": ["observation"], "labels": ["learns.absent"]})
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from deepspeed_gear.ops import fake, load_backend
@@ -42,3 +45,45 @@ def test_mutex_as_the_stub_says() -> None:
 def test_every_op_is_registered() -> None:
     load_backend("cpu")
     assert all(hasattr(torch.ops.gear, name) for name in fake.OP_NAMES)
+    native = load_backend("cpu").native
+    assert all(hasattr(native, name) for name in fake.OP_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((1, 0, 0, 0, 1), TypeError, "expected a tensor, got int"),
+        ((1, 0), TypeError, "expected 5 arguments, got 2"),
+        ((torch.zeros(1).long(), 0, 0, 0, "1"), TypeError, "str"),
+        ((torch.zeros(1).long(), 0, 0, 0, 1 << 70), OverflowError, "too big"),
+        ((torch.zeros(1).long(), 0, 0, 0, 0), RuntimeError, "total must be positive, got 0$"),
+        ((torch.zeros(1), 0, 0, 0, 1), RuntimeError, "coordinates must be Long, got Float$"),
+    ],
+)
+def test_a_plain_function_refuses(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        load_backend("cpu").on_host().draw_(*arguments)
+
+
+def test_lists_of_a_plain_function() -> None:
+    none, counters = torch.empty(0), torch.zeros(3, dtype=torch.int64)
+    records, spec = torch.tensor([[0, 0, 0, 1, 2, 1, 0, 0]]), [0, 0, 1, 0, 0, 0, 2, 0]
+    column, out, mask = torch.arange(8.0).view(4, 2), torch.zeros(1, 2), torch.zeros(1, dtype=torch.bool)
+    gather = load_backend("cpu").on_host().gather_
+    gather((out,), [mask], counters, [column], [none], [none], records, None, spec, [0.0], 1)
+    assert out.tolist() == [[4, 5]]
+    assert mask.all()
+    for bad in (out, None, [None], [spec]):
+        with pytest.raises(TypeError, match=r"gear: expected a (list or a tuple|tensor), got"):
+            gather(bad, [mask], counters, [column], [none], [none], records, None, spec, [0.0], 1)
+
+
+def test_a_plain_function_keeps_no_reference() -> None:
+    tensors = [torch.zeros(1).long(), torch.zeros(1, 8).long(), torch.ones(3)]
+    before = [sys.getrefcount(tensor) for tensor in tensors]
+    draw = load_backend("cpu").on_host().draw_
+    for _ in range(10):
+        draw(tensors[0], 0, 0, 0, 5)
+        with pytest.raises(RuntimeError):
+            draw(tensors[2], 0, 0, 0, 5)
+    assert [sys.getrefcount(tensor) for tensor in tensors] == before

@@ -21,6 +21,9 @@ from ..constants import (
     R_MASS,
     R_NUMBER,
     R_SLOT,
+    REPORT_BATCH,
+    REPORT_NUMBER,
+    REPORT_WORDS,
     SLOT_FIRST_ROW,
     SLOT_GENERATION,
     SLOT_ID,
@@ -191,10 +194,15 @@ def prioritize_(
     """Set the priorities of items in order, so that the last of equal ones wins; mend sums and minima.
 
     An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half of its
-    word); a row may hold more behind them. Updates of a trajectory that is gone change nothing. `counts`
-    takes the numbers that `constants` names; empty `minima` are not kept.
+    word). Updates come in their order; reports (see `report_`) by batch and sample number, equal ones in
+    their order. Those of a trajectory that is gone change nothing. `counts` takes what `constants`
+    names; empty `minima` are not kept.
     """
     _check_exponent("alpha", alpha)
+    order_of(updates[:, U_PRIORITY] & LOW_32)
+    if updates.shape[1] == REPORT_WORDS:
+        updates = updates[updates[:, REPORT_NUMBER].argsort(stable=True)]
+        updates = updates[updates[:, REPORT_BATCH].argsort(stable=True)]
     bits = order_of(updates[:, U_PRIORITY] & LOW_32)
     current = _is_current(slots, updates)
     item, bits = _items_of(slots, updates[current], unit), bits[current]

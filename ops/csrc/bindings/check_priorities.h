@@ -91,8 +91,10 @@ inline void CheckPrioritize(const at::Tensor& sums, const at::Tensor& minima,
               static_cast<int64_t>(cpu::kNumUpdateCounts), " elements, got ", counts.numel());
   CheckRecords(slots, "slots", kSlotWords);
   CheckTensor(updates, "updates", at::kLong);
-  TORCH_CHECK(updates.dim() == 2 && updates.size(1) >= kUpdateWords, "gear: updates must be [n, ",
-              kUpdateWords, "] or longer rows, got ", updates.sizes());
+  TORCH_CHECK(
+      updates.dim() == 2 && (updates.size(1) == kUpdateWords || updates.size(1) == kReportWords),
+      "gear: updates must be [n, ", kUpdateWords, "], or reports [n, ", kReportWords, "], got ",
+      updates.sizes());
   CheckExponent("alpha", alpha);
   TORCH_CHECK(unit == kTrajectory || unit == kStep, "gear: unit must be 0 or 1, got ", unit);
 }

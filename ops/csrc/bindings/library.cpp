@@ -1,7 +1,5 @@
 // The thin binding: schemas, checks of what the kernels rely on, pointers. The meaning of every op
 // stands in deepspeed_gear/ops/reference, its shapes in deepspeed_gear/ops/functional.py.
-#include <Python.h>
-
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -14,14 +12,13 @@
 
 #include "bindings/check_priorities.h"
 #include "bindings/checks.h"
+#include "bindings/ops.h"
 #include "common/convert.h"
-#include "cpu/mutex.h"
 #include "cpu/ops.h"
 
 namespace gear {
-namespace {
 
-void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
+void Draw(at::Tensor& coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
   CheckTensor(coordinates, "coordinates", at::kLong);
   TORCH_CHECK(total > 0, "gear: total must be positive, got ", total);
   cpu::Draw(static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), first,
@@ -29,7 +26,7 @@ void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, i
             coordinates.mutable_data_ptr<int64_t>());
 }
 
-void Permute(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first,
+void Permute(at::Tensor& coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first,
              int64_t size) {
   CheckTensor(coordinates, "coordinates", at::kLong);
   CheckIndices(coordinates, first, size);
@@ -38,12 +35,12 @@ void Permute(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t epoch
                coordinates.mutable_data_ptr<int64_t>());
 }
 
-void TreeBuild(at::Tensor sums, int64_t num_items) {
+void TreeBuild(at::Tensor& sums, int64_t num_items) {
   CheckTree(sums, num_items);
   cpu::TreeBuild(Unsigned(sums), num_items);
 }
 
-const int64_t* ItemsIn(const at::Tensor& items, int64_t num_items) {
+static const int64_t* ItemsIn(const at::Tensor& items, int64_t num_items) {
   CheckTensor(items, "items", at::kLong);
   const int64_t* data = items.const_data_ptr<int64_t>();
   TORCH_CHECK(
@@ -52,7 +49,7 @@ const int64_t* ItemsIn(const at::Tensor& items, int64_t num_items) {
   return data;
 }
 
-void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items,
+void TreeUpdate(at::Tensor& sums, int64_t num_items, const at::Tensor& items,
                 const at::Tensor& masses) {
   CheckTree(sums, num_items);
   CheckTensor(masses, "masses", at::kLong);
@@ -62,7 +59,8 @@ void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items,
 }
 
 // A coordinate below the total hits an item with a mass, so never the padding behind the last slot.
-void CheckCoordinates(const at::Tensor& sums, int64_t num_items, const at::Tensor& coordinates) {
+static void CheckCoordinates(const at::Tensor& sums, int64_t num_items,
+                             const at::Tensor& coordinates) {
   const TreeShape shape = ShapeOfTree(num_items);
   const int64_t* top = sums.const_data_ptr<int64_t>() + shape.offset[shape.levels - 1];
   const int64_t total = std::accumulate(top, top + shape.width[shape.levels - 1], int64_t{0});
@@ -72,7 +70,7 @@ void CheckCoordinates(const at::Tensor& sums, int64_t num_items, const at::Tenso
       "gear: coordinates must lie in [0, ", total, ")");
 }
 
-void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots,
+void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
              const at::Tensor& coordinates, at::IntArrayRef rule, int64_t unit, int64_t seed,
              int64_t stream, int64_t first) {
   CheckResolve(resolutions, sums, slots, coordinates, rule);
@@ -85,7 +83,7 @@ void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& s
                reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()));
 }
 
-void ResolveRows(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots,
+void ResolveRows(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
                  const at::Tensor& row_slots, const at::Tensor& coordinates, int64_t first) {
   CheckResolveRows(resolutions, sums, slots, row_slots, coordinates);
   CheckCoordinates(sums, row_slots.numel(), coordinates);
@@ -97,12 +95,12 @@ void ResolveRows(at::Tensor resolutions, const at::Tensor& sums, const at::Tenso
               " must hit a row that is a step of its slot");
 }
 
-void CheckPriority(uint32_t bits, int64_t index) {
+static void CheckPriority(uint32_t bits, int64_t index) {
   TORCH_CHECK(IsPriority(bits), "gear: priority ", index, " must be finite and at least 0, got ",
               BitCast<float>(bits));
 }
 
-void MassOf(at::Tensor masses, const at::Tensor& priorities, int64_t alpha) {
+void MassOf(at::Tensor& masses, const at::Tensor& priorities, int64_t alpha) {
   CheckMass(masses, priorities, alpha);
   const float* data = priorities.const_data_ptr<float>();
   for (int64_t i = 0; i < priorities.numel(); ++i) CheckPriority(BitCast<uint32_t>(data[i]), i);
@@ -110,8 +108,8 @@ void MassOf(at::Tensor masses, const at::Tensor& priorities, int64_t alpha) {
               masses.mutable_data_ptr<int64_t>());
 }
 
-void Importance(at::Tensor weights, const at::Tensor& resolutions, int64_t numerator, int64_t count,
-                int64_t beta) {
+void Importance(at::Tensor& weights, const at::Tensor& resolutions, int64_t numerator,
+                int64_t count, int64_t beta) {
   CheckImportance(weights, resolutions, numerator, count, beta);
   const Resolution* records = Resolutions(resolutions);
   for (int64_t i = 0; i < resolutions.size(0); ++i)
@@ -122,25 +120,25 @@ void Importance(at::Tensor weights, const at::Tensor& resolutions, int64_t numer
                   weights.mutable_data_ptr<float>());
 }
 
-void MinimaBuild(at::Tensor minima, const at::Tensor& sums, int64_t num_items) {
+void MinimaBuild(at::Tensor& minima, const at::Tensor& sums, int64_t num_items) {
   CheckMinima(minima, sums, num_items);
   cpu::MinimaBuild(Unsigned(sums), num_items, Unsigned(minima));
 }
 
-void MinimaUpdate(at::Tensor minima, const at::Tensor& sums, int64_t num_items,
+void MinimaUpdate(at::Tensor& minima, const at::Tensor& sums, int64_t num_items,
                   const at::Tensor& items) {
   CheckMinima(minima, sums, num_items);
   cpu::MinimaUpdate(Unsigned(sums), num_items, ItemsIn(items, num_items), items.numel(),
                     Unsigned(minima));
 }
 
-void TopK(at::Tensor items, const at::Tensor& priorities, const at::Tensor& sums) {
+void TopK(at::Tensor& items, const at::Tensor& priorities, const at::Tensor& sums) {
   CheckTopK(items, priorities, sums);
   cpu::TopK(priorities.const_data_ptr<float>(), Unsigned(sums), priorities.numel(), items.numel(),
             items.mutable_data_ptr<int64_t>());
 }
 
-void WriteReports(at::Tensor log, const at::Tensor& resolutions, const at::Tensor& priorities,
+void WriteReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tensor& priorities,
                   int64_t tail, int64_t batch) {
   CheckReport(log, resolutions, priorities, tail);
   const int64_t count = priorities.numel();
@@ -151,12 +149,16 @@ void WriteReports(at::Tensor log, const at::Tensor& resolutions, const at::Tenso
                     Resolutions(resolutions), data, count, tail, batch);
 }
 
-void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::Tensor counts,
+void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
                 const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit) {
   CheckPrioritize(sums, minima, priorities, counts, slots, updates, alpha, unit);
-  const cpu::Updates records{updates.const_data_ptr<int64_t>(), updates.size(1)};
+  cpu::Updates records{updates.const_data_ptr<int64_t>(), updates.size(1)};
   const int64_t count = updates.size(0), num_items = priorities.numel();
   for (int64_t i = 0; i < count; ++i) CheckPriority(static_cast<uint32_t>(records[i].priority), i);
+  std::vector<Report> sorted;
+  if (records.row_words == kReportWords)
+    records.rows =
+        reinterpret_cast<const int64_t*>(cpu::InOrder(Records<Report>(updates), count, &sorted));
   std::vector<int64_t> items(static_cast<size_t>(count));
   const int64_t found = cpu::ItemsOf(Records<Slot>(slots), slots.size(0), unit, records, count,
                                      num_items, items.data());
@@ -168,7 +170,7 @@ void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::T
                   counts.mutable_data_ptr<int64_t>());
 }
 
-void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& extents) {
+void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents) {
   CheckTensor(out, "out", at::kFloat);
   CheckRecords(extents, "extents", 2);
   CheckReward(reward, out.numel());
@@ -182,8 +184,8 @@ void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& exten
 }
 
 // One pass over the resolutions protects every column: the shortest one bounds the rows.
-void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64_t slots,
-               int64_t final_row) {
+static void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64_t slots,
+                      int64_t final_row) {
   for (int64_t i = 0; i < count; ++i) {
     const Resolution& r = resolutions[i];
     TORCH_CHECK(r.first_row >= 0 && r.num_steps >= 1 && r.num_steps <= rows - final_row &&
@@ -195,7 +197,7 @@ void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64
   }
 }
 
-void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
+void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& steps,
                  const at::Tensor& reward, const at::Tensor& terminated,
                  const std::optional<at::Tensor>& truncated, const at::Tensor& powers,
                  const at::Tensor& resolutions, int64_t n) {
@@ -212,7 +214,7 @@ void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
 // Splits [0, count) over threads of its own: torch's pool would need OpenMP's runtime of the same
 // torch build.
 template <typename Work>
-void InThreads(int64_t count, int64_t threads, const Work& work) {
+static void InThreads(int64_t count, int64_t threads, const Work& work) {
   const int64_t part = (count + threads - 1) / threads;
   std::vector<std::thread> others;
   for (int64_t begin = part; begin < count; begin += part)
@@ -221,7 +223,7 @@ void InThreads(int64_t count, int64_t threads, const Work& work) {
   for (std::thread& other : others) other.join();
 }
 
-void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::TensorList columns,
+void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
             at::ArrayRef<double> pad_values, int64_t threads) {
@@ -247,9 +249,8 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
   if (count > 0) {
     std::atomic<int64_t> real_rows{0};
     const auto work = [&](int64_t begin, int64_t end) {
-      int64_t mine = 0;
-      for (const cpu::Field& field : fields)
-        mine += cpu::Gather(field, records, offsets, begin, end);
+      const int64_t mine = cpu::Gather(fields.data(), static_cast<int64_t>(fields.size()), records,
+                                       offsets, begin, end);
       real_rows.fetch_add(mine, std::memory_order_relaxed);
     };
     if (threads <= 1)
@@ -268,7 +269,6 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
   counter[2] += bytes;
 }
 
-}  // namespace
 }  // namespace gear
 
 TORCH_LIBRARY(gear, m) {
@@ -326,71 +326,4 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("suffix_sum_", gear::SuffixSum);
   m.impl("n_step_", gear::NStepReturn);
   m.impl("gather_", gear::Gather);
-}
-
-// ---- The module itself: the mutex of the stores, by address.
-// ------------------------------------------------------
-namespace {
-
-gear::cpu::SharedMutex* MutexAt(PyObject* address) {
-  return static_cast<gear::cpu::SharedMutex*>(PyLong_AsVoidPtr(address));
-}
-
-PyObject* PyMutexInit(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  gear::cpu::MutexInit(mutex);
-  Py_RETURN_NONE;
-}
-
-PyObject* PyMutexLock(PyObject*, PyObject* arguments) {
-  PyObject* address;
-  double timeout_s;
-  if (!PyArg_ParseTuple(arguments, "Od", &address, &timeout_s)) return nullptr;
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  int result;
-  Py_BEGIN_ALLOW_THREADS result = static_cast<int>(gear::cpu::MutexLock(mutex, timeout_s));
-  Py_END_ALLOW_THREADS return PyLong_FromLong(result);
-}
-
-PyObject* PyMutexConsistent(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  gear::cpu::MutexConsistent(mutex);
-  Py_RETURN_NONE;
-}
-
-PyObject* PyMutexUnlock(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  gear::cpu::MutexUnlock(mutex);
-  Py_RETURN_NONE;
-}
-
-PyObject* PyMutexOwner(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  return PyLong_FromLongLong(__atomic_load_n(&mutex->owner, __ATOMIC_RELAXED));
-}
-
-PyMethodDef kMethods[] = {
-    {"mutex_init", PyMutexInit, METH_O, "mutex_init(address) -> None"},
-    {"mutex_lock", PyMutexLock, METH_VARARGS,
-     "mutex_lock(address, timeout_s) -> 0 locked, 1 locked after its owner died, 2 timed out, 3 "
-     "broken"},
-    {"mutex_consistent", PyMutexConsistent, METH_O, "mutex_consistent(address) -> None"},
-    {"mutex_unlock", PyMutexUnlock, METH_O, "mutex_unlock(address) -> None"},
-    {"mutex_owner", PyMutexOwner, METH_O, "mutex_owner(address) -> process id, 0 if free"},
-    {nullptr, nullptr, 0, nullptr}};
-
-}  // namespace
-
-// The name under which DeepSpeed's jit_load imports the shared library.
-#define GEAR_JOIN(a, b) a##b
-#define GEAR_INIT(name) GEAR_JOIN(PyInit_, name)
-PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
-  static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "gear", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
 }

@@ -64,10 +64,9 @@ enum Unit : int64_t { kTrajectory = 0, kStep = 1 };
 GEAR_HOST_DEVICE int64_t ChooseAnchor(const AnchorRule& rule, int64_t unit, int64_t num_steps,
                                       uint64_t remainder, uint64_t seed, uint64_t number,
                                       uint32_t stream) {
-  const int64_t anchors = NumAnchors(rule, num_steps);
-  const uint64_t index = unit == kStep ? remainder
-                                       : Coordinate(Philox(seed, number, stream, kForAnchor),
-                                                    static_cast<uint64_t>(anchors));
+  if (unit == kStep) return AnchorAt(rule, num_steps, static_cast<int64_t>(remainder));
+  const uint64_t anchors = static_cast<uint64_t>(NumAnchors(rule, num_steps));
+  const uint64_t index = Coordinate(Philox(seed, number, stream, kForAnchor), anchors);
   return AnchorAt(rule, num_steps, static_cast<int64_t>(index));
 }
 

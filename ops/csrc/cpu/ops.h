@@ -2,6 +2,7 @@
 // stream at the end.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "common/slot.h"
 #include "common/window.h"
@@ -58,7 +59,11 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int6
 void WriteReports(Report* log, int64_t size, const Resolution* resolutions, const float* priorities,
                   int64_t count, int64_t tail, int64_t batch);
 
-// Updates, each at the beginning of a row; what follows it there is the caller's.
+// Brings reports into the order in which they count: by batch and sample number, equal ones as they
+// stand. Returns what is in order already, else a copy in `sorted`.
+const Report* InOrder(const Report* reports, int64_t count, std::vector<Report>* sorted);
+
+// Updates, each at the beginning of a row: a PriorityUpdate or a Report.
 struct Updates {
   const int64_t* rows;
   int64_t row_words;
@@ -141,8 +146,8 @@ struct Field {
   bool* mask;      // [count, part.count], or null
 };
 
-// Collects the samples [begin, end) of one field. Returns the number of real rows.
-int64_t Gather(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
-               int64_t begin, int64_t end);
+// Collects the samples [begin, end) of all fields. Returns the number of real rows.
+int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolutions,
+               const int64_t* n_steps, int64_t begin, int64_t end);
 
 }  // namespace gear::cpu

@@ -213,6 +213,16 @@ void WriteReports(Report* log, int64_t size, const Resolution* resolutions, cons
   }
 }
 
+const Report* InOrder(const Report* reports, int64_t count, std::vector<Report>* sorted) {
+  const auto precedes = [](const Report& a, const Report& b) {
+    return a.batch != b.batch ? a.batch < b.batch : a.number < b.number;
+  };
+  if (std::is_sorted(reports, reports + count, precedes)) return reports;
+  sorted->assign(reports, reports + count);
+  std::stable_sort(sorted->begin(), sorted->end(), precedes);
+  return sorted->data();
+}
+
 int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Updates& updates,
                 int64_t count, int64_t num_items, int64_t* items) {
   constexpr int64_t kAhead = 16;

@@ -28,9 +28,15 @@ void DescendTogether(const uint64_t* sums, const TreeShape& shape, const int64_t
 
 void Draw(uint64_t seed, uint32_t stream, int64_t first, uint64_t total, int64_t count,
           int64_t* coordinates) {
-  for (int64_t i = 0; i < count; ++i)
-    coordinates[i] = static_cast<int64_t>(
-        Coordinate(Philox(seed, static_cast<uint64_t>(first + i), stream, kForCoordinate), total));
+  Word128 words[kBlock];
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t n = Min(kBlock, count - begin);
+    // By itself, so that it runs in vector registers: half the time.
+    for (int64_t i = 0; i < n; ++i)
+      words[i] = Philox(seed, static_cast<uint64_t>(first + begin + i), stream, kForCoordinate);
+    for (int64_t i = 0; i < n; ++i)
+      coordinates[begin + i] = static_cast<int64_t>(Coordinate(words[i], total));
+  }
 }
 
 void Permute(uint64_t seed, uint32_t stream, int64_t epoch, int64_t first, uint64_t size,

@@ -60,6 +60,10 @@ def attaching(gear: dict[str, Any]) -> None:
     assert second.gear is replay
     numbers = [int(e.gear_sample().number.min()) // BATCH for e in (engine, second, engine)]
     assert numbers == [1, 2, 3], f"two engines share one stream, got {numbers}"
+    other = plain(ds_config(accumulation=2))[0]
+    text = f"must be of an engine like this one (data {rank()} of 2; global batch {BATCH} = micro batch 3"
+    refused(ConfigError, text, call=deepspeed_gear.attach, engine=other, replay=replay)
+    refused(ConfigError, "must not be called", call=engine.set_train_batch_size, train_batch_size=24)
     second.destroy()
     assert engine.gear_sample().num_samples == BATCH // 2, "destroying a guest has closed the replay"
     engine.destroy()

@@ -1,6 +1,7 @@
 """Meet what goes wrong in parallel training; the last argument is a task, `kind` one of those below.
 
-`refused`: what attach refuses. `steps`: a rank fails once, all try again, then one ends a step early.
+`refused`: what attach refuses. `steps`: a rank fails once and all try again; later it
+has other samples than its replica; then it ends a step early.
 `killed` and `stopped`: a rank is killed or stopped while the others wait for it. Each rank writes the errors
 that it gets to OUT/RANK.json.
 """
@@ -104,10 +105,12 @@ def stepping(engine: Any, last: bool) -> dict[str, Any]:
         calls += 1
         if last and calls == 3:
             raise ArithmeticError("a fault in the user's transform")
+        if last and calls == 6:
+            batch.host_records = batch.host_records + 1
         return batch
 
     engine.gear.transform = transform
-    errors = [attempt(engine) for _ in range(6)]  # five steps
+    errors = [attempt(engine) for _ in range(7)]
     if last:
         engine.destroy()
         return {"errors": errors, "end": None}

@@ -26,6 +26,7 @@ import deepspeed_gear
 from deepspeed_gear import Batch
 
 WINDOW, SIZE = 4, 3
+SAVED = 10  # the step behind which a checkpoint is written
 SPLIT = {"layer_specs": [
     {"patterns": [".*up.weight$"], "partition_type": "column"},
     {"patterns": [".*down.weight$"], "partition_type": "row"},
@@ -67,6 +68,39 @@ def first_layer(both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, 
     return observation.flatten(1) / 1e4, codes
 
 
+class Mpu:
+    """A model-parallel unit in Megatron's manner: tensor ranks beside each other."""
+
+    def __init__(self, tensor: int) -> None:
+        world, self._tensor = dist.get_world_size(), tensor
+        of_tensor = [list(range(at, at + tensor)) for at in range(0, world, tensor)]
+        of_data = [list(range(at, world, tensor)) for at in range(tensor)]
+        self._groups = [self._mine(groups) for groups in (of_tensor, of_data)]
+
+    @staticmethod
+    def _mine(all_ranks: list[list[int]]) -> Any:
+        groups = [(ranks, dist.new_group(ranks)) for ranks in all_ranks]
+        return next(group for ranks, group in groups if dist.get_rank() in ranks)
+
+    def get_model_parallel_group(self) -> Any:
+        return self._groups[0]
+
+    def get_data_parallel_group(self) -> Any:
+        return self._groups[1]
+
+    def get_model_parallel_rank(self) -> int:
+        return int(dist.get_rank() % self._tensor)
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._tensor
+
+    def get_data_parallel_rank(self) -> int:
+        return int(dist.get_rank() // self._tensor)
+
+    def get_data_parallel_world_size(self) -> int:
+        return int(dist.get_world_size() // self._tensor)
+
+
 class Losses:
     """The loss of a pipeline; keeps what the priorities are made of."""
 
@@ -98,6 +132,10 @@ def made(mode: str, config: dict[str, Any], losses: Losses) -> Any:
         model = pipeline(PipeModelDataParallelTopology(one, three, two) if three > 1 else mesh, losses)
     elif kind == "zero":
         config["zero_optimization"] = {"stage": one, "stage3_param_persistence_threshold": 0}
+    elif kind == "hpz":
+        config["zero_optimization"] = {"stage": 3, "zero_hpz_partition_size": one}
+    elif kind == "megatron":
+        options["mpu"] = Mpu(one)
     elif kind == "tensor":
         config["tensor_parallel"] = {"autotp_size": one, "partition_config": SPLIT}
     elif kind == "tp_model_init":
@@ -164,6 +202,16 @@ def evaluate(engine: Any, losses: Losses) -> int:
     return len(iterator)
 
 
+def check_resume(engine: Any, folder: str, rows: list[dict[str, np.ndarray]]) -> None:
+    """Go back to the checkpoint: the batches behind it come again."""
+    engine.load_checkpoint(folder)
+    for number in (SAVED + 1, SAVED + 2):
+        found = step(engine)
+        assert bool(found) == bool(rows)
+        for key in ("number", "id", "anchor", "weight") if found else ():
+            assert (np.concatenate([part[key] for part in found]) == rows[number][key]).all(), (number, key)
+
+
 def main(wanted: dict[str, Any]) -> None:
     deepspeed.init_distributed()
     for name, case in wanted["cases"].items():
@@ -183,8 +231,11 @@ def main(wanted: dict[str, Any]) -> None:
                 rows.append({key: np.concatenate([part[key] for part in found]) for key in found[0]})
             if number == 2 and hasattr(engine, "gear_batches"):
                 evaluate(engine, losses)
+            if number == SAVED:
+                engine.save_checkpoint(f"{wanted['out']}/{name}")
         replay = engine.gear
         place, known = replay.topology.place, replay.statistics()
+        check_resume(engine, f"{wanted['out']}/{name}", rows)
         found_here = {
             "coordinates": dict(zip(("pipe", "data", "sequence", "tensor"), place.coordinates, strict=True)),
             "reads": place.reads,

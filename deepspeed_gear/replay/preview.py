@@ -1,0 +1,181 @@
+"""What every rank of a run will get, worked out by one process from the plan that the run itself follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.parallel.plan import Needs, grid, needs_of, readers_of, shards_of
+from deepspeed_gear.parallel.topology import Place
+from deepspeed_gear.replay.replay import Replay
+from deepspeed_gear.replay.sizes import BatchInfo
+from deepspeed_gear.schema import DTYPES
+
+N_STEP_BYTES = 16  # return_n, discount, steps_n
+FIRST_IDS = 4
+
+
+@dataclass(frozen=True)
+class RankPreview:
+    """What one rank gets of the first micro batch.
+
+    Args:
+        rank, node: Its numbers.
+        place: In the grid.
+        shapes: Of its fields.
+        num_bytes: Of a micro batch, with padding.
+        padding: Part of its rows that is padding.
+        ids: Trajectories of its first samples.
+    """
+
+    rank: int
+    node: int
+    place: Place
+    shapes: dict[str, tuple[int, ...]]
+    num_bytes: int
+    padding: float
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What all ranks get.
+
+    Args:
+        info: Sizes.
+        ranks: In order.
+        traffic: Bytes of rows that go from a node (first axis) to another one for the first global batch.
+            [nodes, nodes], int64.
+        digests: Of the first global batches; those of `gear.verify_every` in a run.
+    """
+
+    info: BatchInfo
+    ranks: list[RankPreview]
+    traffic: np.ndarray
+    digests: list[int]
+
+
+def preview(
+    config: GearConfig, micro: int, accumulation: int, worlds: Mapping[str, int], num_nodes: int, batches: int
+) -> Preview:
+    """Work out what every rank gets.
+
+    Args:
+        config: The gear section; its sampled tables hold data sets.
+        micro: Samples of a micro batch.
+        accumulation: Micro batches of a rank in a global batch.
+        worlds: Ranks of each axis of the grid.
+        num_nodes: Nodes, with equally many ranks each, in their order.
+        batches: Global batches to draw.
+    Raises:
+        ConfigError: The ranks do not divide by the nodes, or as `Replay`.
+    """
+    places = grid(worlds)
+    if len(places) % num_nodes:
+        raise ConfigError("nodes", f"must divide the {len(places)} ranks", num_nodes, "change nodes or ranks")
+    nodes = [rank * num_nodes // len(places) for rank in range(len(places))]
+    for table in config.sampled_tables:
+        if config.resolved_tables[table].data is None:
+            remedy = "there is nothing to draw"
+            raise ConfigError(f"gear.tables.{table}", "must hold a data set for a preview", None, remedy)
+    first = places[0]
+    sizes = first.data_world, first.tensor_world, first.pipe_world, first.sequence_world
+    info = BatchInfo(micro, accumulation, *sizes)
+    alone = {"batch_size": info.global_batch, "micro_batch_size": None, "gradient_accumulation_steps": 1}
+    section = {**config.to_json(), **alone, "prefetch": 0, "verify_every": 1}
+    with Replay(_without_nulls(section)) as replay:
+        needs = {place: needs_of(place, replay.config, replay.fields) for place in places}
+        digests: list[int] = []
+        for number in range(batches):
+            batch = replay.sample()
+            if number == 0:
+                ranks = [_rank(r, nodes[r], p, needs[p], batch, info) for r, p in enumerate(places)]
+                consuming = sorted({n for n, place in zip(nodes, places, strict=True) if place.reads})
+                held = _holders(replay, batch, consuming)
+                traffic = _traffic(places, nodes, needs, batch, held, info, num_nodes)
+            digests.append(replay.statistics()["digest"][1])
+    return Preview(info, ranks, traffic, digests)
+
+
+def _without_nulls(section: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if value is not None}
+
+
+def _rank(rank: int, node: int, place: Place, needs: Needs, batch: Batch, info: BatchInfo) -> RankPreview:
+    part = slice(place.data_rank, None, info.num_micro)
+    shapes, num_bytes, real, rows = {}, 0, 0, 0
+    for field in needs.fields:
+        mask = _mask(batch, field)[part]
+        tensor = batch[field.name]
+        time = () if field.length is None else (mask.shape[1],)
+        shape = (info.micro, *time, *tensor.shape[1 + len(time) :])
+        real, rows = real + int(mask.sum()), rows + mask.numel()
+        if field.mask_only:
+            shapes[f"mask.{field.name}"] = shape[: 1 + len(time)]
+        else:
+            shapes[field.name] = shape
+            num_bytes += math.prod(shape) * tensor.element_size()
+    if needs.n_step:
+        shapes |= dict.fromkeys(("return_n", "discount", "steps_n"), (info.micro,))
+        num_bytes += N_STEP_BYTES * info.micro
+    ids = batch.id[part][:FIRST_IDS].tolist() if place.reads else []
+    return RankPreview(rank, node, place, shapes, num_bytes, 1 - real / rows if rows else 0.0, ids)
+
+
+def _mask(batch: Batch, field: ResolvedField) -> torch.Tensor:
+    """Return which rows of a field's part are real. [B, rows], bool."""
+    mask = batch.mask[field.name].reshape(batch.num_samples, -1)
+    count = mask.shape[1] if field.part_length is None else field.part_length
+    return mask[:, field.part_first : field.part_first + count]
+
+
+def _holders(replay: Replay, batch: Batch, nodes: Sequence[int]) -> np.ndarray:
+    """Return which of the nodes that consume holds each sample's trajectory. [B], int64."""
+    source, ids = batch.source.numpy(), batch.id.numpy()
+    holders = np.zeros(len(ids), np.int64)
+    for index, table in enumerate(replay.config.sampled_tables):
+        dataset, mine = replay.datasets[table], source == index
+        bounds = shards_of(dataset.lengths * dataset.schema.row_bytes, len(nodes))
+        holders[mine] = np.searchsorted(bounds, ids[mine], side="right") - 1
+    return np.array(nodes)[np.minimum(holders, len(nodes) - 1)]
+
+
+def _traffic(
+    places: Sequence[Place],
+    nodes: Sequence[int],
+    needs: Mapping[Place, Needs],
+    batch: Batch,
+    held: np.ndarray,
+    info: BatchInfo,
+    num_nodes: int,
+) -> np.ndarray:
+    """Count the bytes of rows that nodes need and lack; a row goes to a node once, whoever reads it there."""
+    sent = np.zeros((num_nodes, num_nodes), np.int64)
+    replica = np.arange(batch.num_samples) % info.num_micro % info.data_world
+    for index in range(info.data_world):
+        for node, readers in readers_of(places, nodes, index).items():
+            fields = {field for place in readers for field in needs[place].fields}
+            size = sum(
+                (_mask(batch, field).sum(1).numpy() * _row_bytes(field) for field in fields),
+                start=np.zeros(batch.num_samples, np.int64),
+            )
+            lacking = (replica == index) & (held != node)
+            np.add.at(sent[:, node], held[lacking], size[lacking])
+    return sent
+
+
+def _row_bytes(field: ResolvedField) -> int:
+    """Return the bytes of a stored row; what is derived from the slot alone is not sent."""
+    if field.mask_only:
+        return 0
+    if field.column is not None:
+        return math.prod(field.column.shape) * DTYPES[field.column.dtype].itemsize
+    return 4 if field.derived == "return_to_go" else 0

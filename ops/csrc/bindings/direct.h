@@ -1,0 +1,157 @@
+// An op as a plain function of Python: what torch's dispatcher does for devices, gradients and
+// tracing takes longer than an op over a small batch, and tensors of a store need none of it.
+#pragma once
+#include <Python.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <c10/util/MaybeOwned.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <exception>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+namespace gear::direct {
+
+struct PythonError : std::exception {};  // Python knows what is wrong
+
+[[noreturn]] inline void RaiseType(const char* expected, PyObject* got) {
+  PyErr_Format(PyExc_TypeError, "gear: expected %s, got %s", expected, Py_TYPE(got)->tp_name);
+  throw PythonError{};
+}
+
+// The caller's reference keeps the tensor, a list that nobody changes meanwhile those in it: to
+// count another reference would take the GIL.
+inline at::Tensor& AsTensor(PyObject* object) {
+  if (!THPVariable_Check(object)) RaiseType("a tensor", object);
+  return const_cast<at::Tensor&>(THPVariable_Unpack(object));
+}
+
+inline int64_t AsInt(PyObject* object) {
+  const int64_t value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError{};
+  return value;
+}
+
+inline double AsDouble(PyObject* object) {
+  const double value = PyFloat_AsDouble(object);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError{};
+  return value;
+}
+
+// One argument: takes it from Python, keeps what the op refers to, gives it to the op.
+template <typename T>
+struct Argument;
+
+template <>
+struct Argument<int64_t> {
+  explicit Argument(PyObject* object) : value(AsInt(object)) {}
+  int64_t value;
+};
+
+template <>
+struct Argument<at::Tensor> {
+  explicit Argument(PyObject* object) : value(AsTensor(object)) {}
+  at::Tensor& value;
+};
+
+template <>
+struct Argument<std::optional<at::Tensor>> {
+  explicit Argument(PyObject* object) {
+    if (object != Py_None) value = AsTensor(object);
+  }
+  std::optional<at::Tensor> value;
+};
+
+// Calls visit(item) for each item of a list or a tuple.
+template <typename Visit>
+void ForEach(PyObject* list, const Visit& visit) {
+  if (!PyList_Check(list) && !PyTuple_Check(list)) RaiseType("a list or a tuple", list);
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(list);
+  for (Py_ssize_t i = 0; i < size; ++i) visit(PySequence_Fast_ITEMS(list)[i]);
+}
+
+template <>
+struct Argument<at::TensorList> {
+  using Borrow = c10::MaybeOwnedTraits<at::Tensor>;
+  explicit Argument(PyObject* list) {
+    ForEach(list, [](PyObject* item) { AsTensor(item); });  // refuses before anything is borrowed
+    ForEach(list, [&](PyObject* item) { value.push_back(Borrow::createBorrow(AsTensor(item))); });
+  }
+  ~Argument() {
+    for (at::Tensor& tensor : value) Borrow::destroyBorrow(tensor);
+  }
+  Argument(const Argument&) = delete;
+  Argument& operator=(const Argument&) = delete;
+  c10::SmallVector<at::Tensor, 16> value;
+};
+
+template <>
+struct Argument<at::IntArrayRef> {
+  explicit Argument(PyObject* list) {
+    ForEach(list, [&](PyObject* item) { value.push_back(AsInt(item)); });
+  }
+  c10::SmallVector<int64_t, 64> value;
+};
+
+template <>
+struct Argument<at::ArrayRef<double>> {
+  explicit Argument(PyObject* list) {
+    ForEach(list, [&](PyObject* item) { value.push_back(AsDouble(item)); });
+  }
+  c10::SmallVector<double, 16> value;
+};
+
+// Other threads of Python run meanwhile, as during an op of torch's.
+class WithoutLock {
+ public:
+  WithoutLock() : state_(PyEval_SaveThread()) {}
+  ~WithoutLock() { PyEval_RestoreThread(state_); }
+  WithoutLock(const WithoutLock&) = delete;
+  WithoutLock& operator=(const WithoutLock&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+template <typename... Ts, size_t... Is>
+void CallWith(void (*op)(Ts...), PyObject* const* given, std::index_sequence<Is...>) {
+  std::tuple<Argument<std::decay_t<Ts>>...> arguments(given[Is]...);
+  const WithoutLock unlocked;
+  op(std::get<Is>(arguments).value...);
+}
+
+template <typename... Ts>
+void CallChecked(void (*op)(Ts...), PyObject* const* given, Py_ssize_t count) {
+  if (count != static_cast<Py_ssize_t>(sizeof...(Ts))) {
+    PyErr_Format(PyExc_TypeError, "gear: expected %zu arguments, got %zd", sizeof...(Ts), count);
+    throw PythonError{};
+  }
+  CallWith(op, given, std::index_sequence_for<Ts...>{});
+}
+
+// The op as a METH_FASTCALL function.
+template <auto* kOp>
+PyObject* Call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  try {
+    CallChecked(kOp, given, count);
+    Py_RETURN_NONE;
+  } catch (const PythonError&) {
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+template <auto* kOp>
+PyMethodDef Method(const char* name, const char* signature) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&Call<kOp>)), METH_FASTCALL,
+          signature};
+}
+
+}  // namespace gear::direct

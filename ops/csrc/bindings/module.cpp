@@ -1,0 +1,106 @@
+// The module itself: the mutex of the stores, by address, and the ops as plain functions.
+#include <Python.h>
+
+#include "bindings/direct.h"
+#include "bindings/ops.h"
+#include "cpu/mutex.h"
+
+namespace {
+
+gear::cpu::SharedMutex* MutexAt(PyObject* address) {
+  return static_cast<gear::cpu::SharedMutex*>(PyLong_AsVoidPtr(address));
+}
+
+PyObject* PyMutexInit(PyObject*, PyObject* address) {
+  auto* mutex = MutexAt(address);
+  if (PyErr_Occurred()) return nullptr;
+  gear::cpu::MutexInit(mutex);
+  Py_RETURN_NONE;
+}
+
+PyObject* PyMutexLock(PyObject*, PyObject* arguments) {
+  PyObject* address;
+  double timeout_s;
+  if (!PyArg_ParseTuple(arguments, "Od", &address, &timeout_s)) return nullptr;
+  auto* mutex = MutexAt(address);
+  if (PyErr_Occurred()) return nullptr;
+  int result;
+  Py_BEGIN_ALLOW_THREADS result = static_cast<int>(gear::cpu::MutexLock(mutex, timeout_s));
+  Py_END_ALLOW_THREADS return PyLong_FromLong(result);
+}
+
+PyObject* PyMutexConsistent(PyObject*, PyObject* address) {
+  auto* mutex = MutexAt(address);
+  if (PyErr_Occurred()) return nullptr;
+  gear::cpu::MutexConsistent(mutex);
+  Py_RETURN_NONE;
+}
+
+PyObject* PyMutexUnlock(PyObject*, PyObject* address) {
+  auto* mutex = MutexAt(address);
+  if (PyErr_Occurred()) return nullptr;
+  gear::cpu::MutexUnlock(mutex);
+  Py_RETURN_NONE;
+}
+
+PyObject* PyMutexOwner(PyObject*, PyObject* address) {
+  auto* mutex = MutexAt(address);
+  if (PyErr_Occurred()) return nullptr;
+  return PyLong_FromLongLong(__atomic_load_n(&mutex->owner, __ATOMIC_RELAXED));
+}
+
+using gear::direct::Method;
+
+PyMethodDef kMethods[] = {
+    {"mutex_init", PyMutexInit, METH_O, "mutex_init(address) -> None"},
+    {"mutex_lock", PyMutexLock, METH_VARARGS,
+     "mutex_lock(address, timeout_s) -> 0 locked, 1 locked after its owner died, 2 timed out, 3 "
+     "broken"},
+    {"mutex_consistent", PyMutexConsistent, METH_O, "mutex_consistent(address) -> None"},
+    {"mutex_unlock", PyMutexUnlock, METH_O, "mutex_unlock(address) -> None"},
+    {"mutex_owner", PyMutexOwner, METH_O, "mutex_owner(address) -> process id, 0 if free"},
+    Method<gear::Draw>("draw_", "draw_(coordinates, seed, stream, first, total) -> None"),
+    Method<gear::Permute>("permute_",
+                          "permute_(coordinates, seed, stream, epoch, first, size) -> None"),
+    Method<gear::TreeBuild>("tree_build_", "tree_build_(sums, num_items) -> None"),
+    Method<gear::TreeUpdate>("tree_update_",
+                             "tree_update_(sums, num_items, items, masses) -> None"),
+    Method<gear::Resolve>(
+        "resolve_",
+        "resolve_(resolutions, sums, slots, coordinates, rule, unit, seed, stream, first) -> None"),
+    Method<gear::ResolveRows>(
+        "resolve_rows_",
+        "resolve_rows_(resolutions, sums, slots, row_slots, coordinates, first) -> None"),
+    Method<gear::MassOf>("mass_", "mass_(masses, priorities, alpha) -> None"),
+    Method<gear::Importance>("importance_",
+                             "importance_(weights, resolutions, numerator, count, beta) -> None"),
+    Method<gear::MinimaBuild>("minima_build_", "minima_build_(minima, sums, num_items) -> None"),
+    Method<gear::MinimaUpdate>("minima_update_",
+                               "minima_update_(minima, sums, num_items, items) -> None"),
+    Method<gear::TopK>("top_k_", "top_k_(items, priorities, sums) -> None"),
+    Method<gear::WriteReports>("report_",
+                               "report_(log, resolutions, priorities, tail, batch) -> None"),
+    Method<gear::Prioritize>(
+        "prioritize_",
+        "prioritize_(sums, minima, priorities, counts, slots, updates, alpha, unit) -> None"),
+    Method<gear::SuffixSum>("suffix_sum_", "suffix_sum_(out, reward, extents) -> None"),
+    Method<gear::NStepReturn>(
+        "n_step_",
+        "n_step_(returns, discount, steps, reward, terminated, truncated, powers, resolutions, n) "
+        "-> None"),
+    Method<gear::Gather>(
+        "gather_",
+        "gather_(outs, masks, counters, columns, shifts, gains, resolutions, n_steps, spec, "
+        "pad_values, threads) -> None"),
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+// The name under which DeepSpeed's jit_load imports the shared library.
+#define GEAR_JOIN(a, b) a##b
+#define GEAR_INIT(name) GEAR_JOIN(PyInit_, name)
+PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "gear", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

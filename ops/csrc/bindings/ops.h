@@ -1,0 +1,57 @@
+// The ops on the CPU, checked, as torch's dispatcher and Python call them. The meaning of every op
+// stands in deepspeed_gear/ops/reference, its shapes in deepspeed_gear/ops/functional.py.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace gear {
+
+void Draw(at::Tensor& coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total);
+
+void Permute(at::Tensor& coordinates, int64_t seed, int64_t stream, int64_t epoch, int64_t first,
+             int64_t size);
+
+void TreeBuild(at::Tensor& sums, int64_t num_items);
+
+void TreeUpdate(at::Tensor& sums, int64_t num_items, const at::Tensor& items,
+                const at::Tensor& masses);
+
+void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
+             const at::Tensor& coordinates, at::IntArrayRef rule, int64_t unit, int64_t seed,
+             int64_t stream, int64_t first);
+
+void ResolveRows(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
+                 const at::Tensor& row_slots, const at::Tensor& coordinates, int64_t first);
+
+void MassOf(at::Tensor& masses, const at::Tensor& priorities, int64_t alpha);
+
+void Importance(at::Tensor& weights, const at::Tensor& resolutions, int64_t numerator,
+                int64_t count, int64_t beta);
+
+void MinimaBuild(at::Tensor& minima, const at::Tensor& sums, int64_t num_items);
+
+void MinimaUpdate(at::Tensor& minima, const at::Tensor& sums, int64_t num_items,
+                  const at::Tensor& items);
+
+void TopK(at::Tensor& items, const at::Tensor& priorities, const at::Tensor& sums);
+
+void WriteReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tensor& priorities,
+                  int64_t tail, int64_t batch);
+
+void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
+                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit);
+
+void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents);
+
+void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& steps,
+                 const at::Tensor& reward, const at::Tensor& terminated,
+                 const std::optional<at::Tensor>& truncated, const at::Tensor& powers,
+                 const at::Tensor& resolutions, int64_t n);
+
+void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at::TensorList columns,
+            at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
+            const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
+            at::ArrayRef<double> pad_values, int64_t threads);
+
+}  // namespace gear

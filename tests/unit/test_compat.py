@@ -1,0 +1,39 @@
+"""What DeepSpeed must have for us: a version that moves one of these names fails here, by the name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+from deepspeed_gear.parallel import compat
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [(where, name) for where, names in compat.CONTRACT.items() for name in names]
+)
+def test_deepspeed_has_what_is_used(where: str, name: str) -> None:
+    module, _, kind = where.partition(":")
+    holder = importlib.import_module(module)
+    holder = getattr(holder, kind) if kind else holder
+    assert hasattr(holder, name), f"{where.rstrip(':')} has no {name} any more: see compat.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in compat.ATTRIBUTES.items() for name in names]
+)
+def test_engines_set_what_is_used(kind: str, name: str) -> None:
+    """Attributes of instances, by the source of what sets them."""
+    modules = {"DeepSpeedEngine": "runtime.engine", "PipelineEngine": "runtime.pipe.engine"}
+    module = importlib.import_module(f"deepspeed.{modules[kind]}")
+    source = inspect.getsource(getattr(module, kind))
+    assert f"self.{name}" in source, f"{kind} sets no {name} any more: see compat.py"
+
+
+def test_the_pipeline_engine_is_known_by_its_name() -> None:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    assert PipelineEngine.__name__ == compat.PIPELINE
+    assert list(inspect.signature(PipelineEngine.train_batch).parameters)[:2] == ["self", "data_iter"]
+    assert "num_micro_batches" in inspect.signature(PipelineEngine.eval_batch).parameters
