@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from deepspeed_gear.ops.constants import (
 
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64).reshape(2, 1, 1)
 Words = tuple[np.ndarray, ...]  # four quarters of random words, the highest first. [..., n] each, uint64
 
 
@@ -173,16 +175,22 @@ def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) ->
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
     """
     shape = np.broadcast_shapes(numbers.shape, purposes.shape)
-    c0, c1 = np.broadcast_to(numbers & _LOW, shape), np.broadcast_to(numbers >> _SHIFT, shape)
-    c2, c3 = np.full(shape, stream & 0xFFFFFFFF, np.uint64), np.broadcast_to(purposes, shape)
-    key_0, key_1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    for _ in range(10):
-        product_0, product_1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0 = (product_1 >> _SHIFT) ^ c1 ^ np.uint64(key_0)
-        c2 = (product_0 >> _SHIFT) ^ c3 ^ np.uint64(key_1)
-        c1, c3 = product_1 & _LOW, product_0 & _LOW
-        key_0, key_1 = (key_0 + 0x9E3779B9) & 0xFFFFFFFF, (key_1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c1, c0, c3, c2
+    even, odd = np.empty((2, *shape), np.uint64), np.empty((2, *shape), np.uint64)  # words 0 and 2, 1 and 3
+    even[0], even[1], odd[0], odd[1] = numbers & _LOW, stream & 0xFFFFFFFF, numbers >> _SHIFT, purposes
+    for keys in _round_keys(seed):
+        product = even * _MULTIPLIERS
+        even = (product >> _SHIFT)[::-1] ^ odd
+        even ^= keys
+        odd = product[::-1] & _LOW
+    return odd[0], even[0], odd[1], even[1]
+
+
+@lru_cache(maxsize=8)
+def _round_keys(seed: int) -> list[np.ndarray]:
+    """Return the keys of the rounds. [2, 1, 1] each, uint64."""
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    rounds = [((low + i * 0x9E3779B9) & 0xFFFFFFFF, (high + i * 0xBB67AE85) & 0xFFFFFFFF) for i in range(10)]
+    return [np.array(keys, np.uint64).reshape(2, 1, 1) for keys in rounds]
 
 
 def below(words: Words, totals: np.ndarray) -> np.ndarray:

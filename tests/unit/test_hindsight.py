@@ -11,7 +11,7 @@ import torch
 from gear_support import config_of
 from scipy import stats
 
-from deepspeed_gear import Batch, Column, Replay, Schema
+from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
 from deepspeed_gear.collection.hindsight import below, philox
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops import reference
@@ -207,6 +207,22 @@ def test_batches_without_hindsight_have_their_own_goals() -> None:
         batch = replay.sample()
         assert not batch.relabelled.any()
         assert (batch.goal_step == -1).all()
+
+
+def test_evaluation_passes_relabel_alike(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "d", SCHEMA, split={"eval": 0.5}) as writer:
+        for number in range(20):
+            writer.add(trajectory(number, 1 + number))
+    section = config_of(tmp_path / "d", batch_size=8, hindsight={}, fields={"goal": GOAL})
+    with Replay({**section, "sampler": {"unit": "step"}}) as replay:
+        first, second = ([batch.clone() for batch in replay.iterator("eval")] for _ in range(2))
+        assert len(first) == len(second) > 3
+        assert sum(int(batch.relabelled.sum()) for batch in first) > 8
+        key = key_of("main", "eval")
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one.goal_step, other.goal_step)
+            assert torch.equal(one["goal"], other["goal"])
+            assert one.goal_step.tolist() == [oracle(one, i, {}, 1, key) for i in range(8)]
 
 
 def test_clone_keeps_the_goals() -> None:
