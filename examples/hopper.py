@@ -12,11 +12,13 @@ import argparse
 import copy
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from common import masked_mean, shorten_history, squared_error
 from decision_transformer import DecisionTransformer
 from evaluate import returns_of
 from plot import plot_curves
@@ -24,7 +26,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import deepspeed_gear
-from deepspeed_gear import Batch
 
 EPISODES, FIRST_SEED = 5, 1000
 AVERAGE = 0.998  # of the weights, over steps: what is evaluated
@@ -45,23 +46,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def shorten_history(batch: Batch, keys: Tensor) -> Batch:
-    """Hide a random number of leading steps, so that the model can act without a history.
-
-    Without it the model copies its own previous actions, and one bad step leads to the next. The number comes
-    from the sample's key, so it does not depend on the number of ranks.
-    """
-    steps = batch["timestep"].shape[1]
-    kept = torch.arange(steps) >= keys.remainder(steps)[:, None]
-    batch.mask["action"] = batch.mask["action"] & kept
-    return batch
-
-
 @torch.no_grad()
-def update_average(average: nn.Module, module: nn.Module, step: int) -> None:
+def update_average(average: Iterable[Tensor], current: Iterable[Tensor], step: int) -> None:
     """Move the averaged weights towards the current ones; faster at the beginning."""
     towards = 1 - min(AVERAGE, step / (step + 10))
-    torch._foreach_lerp_(list(average.parameters()), list(module.parameters()), towards)
+    torch._foreach_lerp_(list(average), list(current), towards)
 
 
 class Evaluation:
@@ -96,11 +85,10 @@ def train(
     for step in range(1, steps + 1):
         batch = engine.gear_sample()
         real = batch.mask["action"]
-        error = (engine(batch, real) - batch["action"]).square().mean(-1)
-        loss = (error * real).sum() / real.sum()
+        loss = masked_mean(squared_error(engine(batch, real), batch["action"]), real)
         engine.backward(loss)
         engine.step()
-        update_average(average, engine.module, step)
+        update_average(average.parameters(), engine.module.parameters(), step)
         recent.append(loss.detach())
         if step % 50 == 0:
             curves["loss"].append((step, float(torch.stack(recent).mean())))

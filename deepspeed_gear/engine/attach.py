@@ -79,7 +79,7 @@ def attach(
     else:
         _check_shared(engine, replay)
     engine.gear = replay
-    engine.gear_sample = replay.sample if replay.topology.place.reads else _nothing
+    engine.gear_sample = replay.sample if replay.topology.place.reads else nothing
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
     keep_sizes(engine)
@@ -175,7 +175,7 @@ def _make_replay(engine: Any, config: Any, schemas: Mapping[str, Schema] | None)
     )
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """What `gear_sample` is on an inner stage of a pipeline."""
 
 

@@ -49,6 +49,23 @@ def test_samples() -> None:
     assert batch.epoch.tolist() == [5, 5, 5]
 
 
+def test_equality_is_of_samples_values_and_masks() -> None:
+    batch = make()
+    assert batch == batch.clone()
+    assert batch != make(4)
+    assert batch != {**batch}
+    for change in (
+        lambda other: other["reward"].fill_(2),
+        lambda other: other.mask["reward"].fill_(False),
+        lambda other: other.id.fill_(3),
+        lambda other: other.number.fill_(3),
+        lambda other: other.__setitem__("more", torch.zeros(3)),
+    ):
+        other = batch.clone()
+        change(other)
+        assert batch != other
+
+
 def test_clone_shares_nothing() -> None:
     batch = make()
     copy = batch.clone()

@@ -58,8 +58,8 @@ class Workshop:
         self.csrc, self.extensions, self.log, self.gate = (folder / n for n in ("csrc", "ext", "log", "gate"))
         for name in ("bindings", "common", "cpu"):
             (self.csrc / name).mkdir(parents=True)
-        (self.csrc / "bindings" / "library.cpp").write_text(BINDING)
-        (self.csrc / "cpu" / "compute.cpp").write_text(
+        (self.csrc / "bindings" / "module.cpp").write_text(BINDING)
+        (self.csrc / "bindings" / "library.cpp").write_text(
             '#include "common/answer.h"\nint Compute() { return kAnswer; }\n'
         )
         self.answer(1)
