@@ -100,7 +100,7 @@ def mask_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> to
     fitting = [batch.learns(name) for name in names.values()]
     if any(m is not fitting[0] and not m.equal(fitting[0]) for m in fitting[1:]):
         rule = "must be given where fields of the same length have different masks"
-        raise ShapeError("mask", rule, None, 'as batch.mask["reward"]')
+        raise ShapeError("mask", rule, None, 'as batch.learns("reward")')
     return fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
 
 
