@@ -1,4 +1,4 @@
-"""`gear inspect DEST`: what is in a data set, as a table, JSON or figure."""
+"""`gear inspect`: what is in a data set, a checkpoint or a running process, as a table, JSON or figure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.store.statistics import ColumnStatistics
 
 if TYPE_CHECKING:
@@ -20,8 +21,19 @@ _LEVELS = (0.1, 0.5, 0.9)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `gear inspect`."""
-    parser.description = "Show trajectories, steps, returns, columns, bytes and statistics of a data set."
-    parser.add_argument("dest", metavar="DEST", help="folder of the data set")
+    parser.description = (
+        "Show trajectories, steps, returns, columns, bytes and statistics of a data set; or what the tables "
+        "of a checkpoint, or of running processes, draw from."
+    )
+    parser.add_argument("dest", metavar="DEST", nargs="?", help="folder of the data set or checkpoint")
+    parser.add_argument(
+        "--living",
+        metavar="PID",
+        nargs="?",
+        type=int,
+        const=0,
+        help="show the stores of a running process, or of all of this user, without touching them",
+    )
     parser.add_argument("--plot", metavar="FILE", help="write a figure (.png, .svg, .pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON, with statistics of each element")
     parser.add_argument("--verify", action="store_true", help="compare every byte with what was written")
@@ -32,8 +44,23 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         DataError: The data set is missing, foreign, truncated or changed.
-        ConfigError: The figure cannot be written.
+        ConfigError: The figure cannot be written, or options contradict one another.
+        CheckpointError, StoreError: As the checkpoint or the process is not as it should be.
     """
+    from deepspeed_gear.cli.distribution import saved_tables
+    from deepspeed_gear.cli.living import inspect_living, inspect_saved
+
+    if (args.dest is None) == (args.living is None):
+        raise ConfigError("DEST", "or --living must be given, not both", args.dest)
+    saved = [] if args.dest is None else saved_tables(Path(args.dest))
+    if saved or args.living is not None:
+        if args.verify:
+            raise ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
+        if saved:
+            inspect_saved(saved, args.json, args.plot)
+        else:
+            inspect_living(args.living or None, args.json, args.plot)
+        return 0
     from deepspeed_gear.store.dataset import Dataset
 
     dataset = Dataset.open(args.dest)

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from deepspeed_gear.collection.burn_in import BurnIn
+from deepspeed_gear.config.fields import LEARNS, MASK, SAMPLE_NAMES
+
 _ID, _SLOT, _GENERATION, _FIRST_ROW, _NUM_STEPS, _ANCHOR, _MASS, _NUMBER = range(8)  # of common/slot.h
 
 
@@ -31,6 +34,9 @@ class Batch(Mapping[str, torch.Tensor]):
         weight: Importance weights; None: all 1. [B], float32.
         source: Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
         probability: Of each sample's item, where the masses alone do not tell. [B], float64.
+        goal_step: Row of the achieved goals that each sample's goal is from, -1 for its own goal; None: all
+            have their own. [B], int64.
+        burn_in: Which steps only warm up; None: all learn.
     """
 
     def __init__(
@@ -45,11 +51,14 @@ class Batch(Mapping[str, torch.Tensor]):
         weight: torch.Tensor | None = None,
         source: torch.Tensor | None = None,
         probability: torch.Tensor | None = None,
+        goal_step: torch.Tensor | None = None,
+        burn_in: BurnIn | None = None,
     ) -> None:
         self._tensors, self.mask, self._records = tensors, mask, records
         self.valid = valid
         self._step_items, self._total, self.epoch, self._weight = step_items, total, epoch, weight
-        self._source, self._probability = source, probability
+        self._source, self._probability, self._goal_step = source, probability, goal_step
+        self._burn_in = burn_in
         self.host_records = records  # stay in host memory when the batch moves
 
     # ---- fields ----------------------------------------------------------------------------------
@@ -86,19 +95,30 @@ class Batch(Mapping[str, torch.Tensor]):
         )
 
     def part(self, name: str) -> torch.Tensor:
-        """Return what a name of `gear.pipeline` stands for: a field, `mask.<field>`, `weight`, `id`, ...
+        """Return what a name of `gear.pipeline` stands for: a field, `mask.<field>`, `id`, ...
 
         Raises:
             KeyError: The batch has nothing of this name.
         """
         if name in self._tensors:
             return self._tensors[name]
-        if name.startswith("mask."):
-            return self.mask[name.removeprefix("mask.")]
-        if name not in ("weight", "id", "anchor", "number", "probability", "epoch", "valid"):
+        if name.startswith(MASK):
+            return self.mask[name.removeprefix(MASK)]
+        if name.startswith(LEARNS):
+            return self.learns(name.removeprefix(LEARNS))
+        if name not in SAMPLE_NAMES:
             raise KeyError(f"{name}: no such part of the batch")
         found: torch.Tensor = getattr(self, name)
         return found
+
+    def learns(self, name: str) -> torch.Tensor:
+        """Return which steps of a field are to be learnt from: its mask without what `gear.burn_in` warms up.
+
+        Raises:
+            KeyError: There is no such field.
+        """
+        mask = self.mask[name]
+        return mask if self._burn_in is None else self._burn_in.learns(name, mask, self._records)
 
     @property
     def num_samples(self) -> int:
@@ -156,6 +176,16 @@ class Batch(Mapping[str, torch.Tensor]):
         """Importance weight; 0 for samples that only fill up an evaluation batch. [B], float32."""
         return self.valid.float() if self._weight is None else self._weight
 
+    @property
+    def goal_step(self) -> torch.Tensor:
+        """Row of the achieved goals that a relabelled sample's goal is from, else -1. [B], int64."""
+        return torch.full_like(self.id, -1) if self._goal_step is None else self._goal_step
+
+    @property
+    def relabelled(self) -> torch.Tensor:
+        """Which samples have a goal that was achieved instead of their own. [B], bool."""
+        return self.goal_step >= 0
+
     # ---- forms -----------------------------------------------------------------------------------
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -170,8 +200,10 @@ class Batch(Mapping[str, torch.Tensor]):
         tensors = {name: once(tensor) for name, tensor in self._tensors.items()}
         mask = {name: once(tensor) for name, tensor in self.mask.items()}
         records, valid, epoch = once(self._records), once(self.valid), once(self.epoch)
-        rest = [None if t is None else once(t) for t in (self._weight, self._source, self._probability)]
-        batch = Batch(tensors, mask, records, valid, self._step_items, self._total, epoch, *rest)
+        optional = self._weight, self._source, self._probability, self._goal_step
+        weight, source, probability, goal_step = (None if t is None else once(t) for t in optional)
+        known, facts = (tensors, mask, records, valid), (self._step_items, self._total, epoch)
+        batch = Batch(*known, *facts, weight, source, probability, goal_step, self._burn_in)
         batch.host_records = self.host_records
         return batch
 
@@ -214,20 +246,21 @@ class Batch(Mapping[str, torch.Tensor]):
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:
     names, masks = list(batch._tensors), list(batch.mask)
     values = [*batch._tensors.values(), *batch.mask.values(), batch._records, batch.valid, batch.epoch]
-    optional = batch._weight, batch._source, batch._probability
+    optional = batch._weight, batch._source, batch._probability, batch._goal_step
     present = tuple(tensor is not None for tensor in optional)
     values += [tensor for tensor in optional if tensor is not None]
-    return values, (names, masks, present, batch._step_items, batch._total)
+    return values, (names, masks, present, batch._step_items, batch._total, batch._burn_in)
 
 
 def _unflatten(values: Any, context: Any) -> Batch:
-    names, masks, present, step_items, total = context
+    names, masks, present, step_items, total, burn_in = context
     values = list(values)
     tensors = dict(zip(names, values[: len(names)], strict=True))
     mask = dict(zip(masks, values[len(names) : len(names) + len(masks)], strict=True))
     records, valid, epoch, *given = values[len(names) + len(masks) :]
-    rest = [given.pop(0) if there else None for there in present]
-    return Batch(tensors, mask, records, valid, step_items, total, epoch, *rest)
+    weight, source, probability, goal_step = (given.pop(0) if there else None for there in present)
+    known, facts = (tensors, mask, records, valid), (step_items, total, epoch)
+    return Batch(*known, *facts, weight, source, probability, goal_step, burn_in)
 
 
 pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")

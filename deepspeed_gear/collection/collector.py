@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
+from deepspeed_gear.collection.hindsight import GoalField, GoalRows
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import DTYPES
@@ -82,9 +83,13 @@ class Collector:
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._mask_lengths: list[int | None] = []
         self._mask_of: dict[str, int] = {}
+        self._goal_fields: list[GoalField] = []
         windows: dict[tuple[object, ...], int] = {}
         for field in self._fields:
             self._add(field, statistics, engine_dtype, windows)
+        self._goals = (
+            GoalRows(self._goal_fields, self._ops, num_samples, threads) if self._goal_fields else None
+        )
         if n_step is not None:
             self._prepare_n_step(n_step)
         self.ring = [self._buffers(num_samples) for _ in range(depth)]
@@ -114,7 +119,8 @@ class Collector:
         offset = 0 if field.offset == "n_step" else int(field.offset)
         length, part = field.length or 1, field.collected_length
         count = part or 1
-        window = (source, offset, field.length, field.align, follows, field.part_first, part)
+        own = field.name if field.hindsight is not None else None  # a goal that is drawn is always real
+        window = (source, offset, field.length, field.align, follows, field.part_first, part, own)
         mask = windows.setdefault(window, len(windows))
         if mask == len(self._mask_lengths):
             self._mask_lengths.append(part)
@@ -139,6 +145,12 @@ class Collector:
         self._gains.append(gain)
         time = () if part is None else (part,)
         self._shapes.append(((*time, *shape), dtype))
+        if field.hindsight is not None:
+            achieved = self._table.tensor(field.hindsight.name)
+            if field.mask_only:
+                achieved = achieved.reshape(len(achieved), -1)[:, :0]
+            rows, out = SOURCES[field.hindsight.rows], len(self._shapes) - 1
+            self._goal_fields.append(GoalField(out, mask, achieved, rows, shift, gain, shape, dtype))
 
     def _prepare_n_step(self, n_step: NStepConfig) -> None:
         schema = self._table.spec.schema
@@ -169,34 +181,38 @@ class Collector:
             tensors.update(zip(("return_n", "discount", "steps_n"), n_step, strict=True))
         return Buffers(outs, masks, n_step, tensors, mask, [*outs, *masks, *n_step])
 
-    def collect(self, records: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def collect(
+        self, records: torch.Tensor, goal_step: torch.Tensor | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Collect the samples that records describe.
 
         Args:
             records: Resolutions. [B, 8], int64, contiguous.
+            goal_step: Rows of achieved goals that relabelled samples take. [B], int64.
         Returns:
             Fields and masks by name: the next batch of the ring, whose older content is gone.
         Cost: every real row is read once and written once; no allocation.
         """
         buffers = self._next()
-        self.fill(buffers, records)
+        self.fill(buffers, records, goal_step)
         return dict(buffers.tensors), dict(buffers.mask)
 
     def collect_from(
-        self, parts: Sequence[tuple[Collector, torch.Tensor]]
+        self, parts: Sequence[tuple[Collector, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Collect samples of several tables into one batch of this collector's ring.
 
         Args:
-            parts: Collectors of equal fields, each with the records of its table. [n, 8] each, B together.
+            parts: Collectors of equal fields, each with the records of its table ([n, 8] each, B together)
+                and their goals, as in `collect`.
         Returns:
             As `collect`; the samples in the order of the parts.
         """
         buffers, first = self._next(), 0
-        for collector, records in parts:
+        for collector, records, goal_step in parts:
             end = first + len(records)
             if end > first:
-                collector.fill(buffers.part(first, end), records)
+                collector.fill(buffers.part(first, end), records, goal_step)
             first = end
         return dict(buffers.tensors), dict(buffers.mask)
 
@@ -206,7 +222,7 @@ class Collector:
         increment_version(buffers.all)  # a backward pass that saved the old content must fail
         return buffers
 
-    def fill(self, buffers: Buffers, records: torch.Tensor) -> None:
+    def fill(self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None) -> None:
         """Run the ops alone: collect the samples that records describe into a batch of the ring."""
         steps = None
         if self._n_step is not None:
@@ -236,6 +252,8 @@ class Collector:
                 self._pads,
                 self._threads,
             )
+        if self._goals is not None and goal_step is not None:
+            self._goals.fill(buffers.outs, buffers.masks, self.counters, records, goal_step)
 
 
 def _affine(

@@ -22,6 +22,8 @@ BATCH_NAMES = (
     "epoch",
     "valid",
     "source",
+    "relabelled",
+    "goal_step",
 )
 SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
 N_STEP_NAMES = ("return_n", "discount", "steps_n")

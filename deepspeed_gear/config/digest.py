@@ -19,6 +19,7 @@ _OF_THE_RUN = (
     "gradient_accumulation_steps",
     "pipeline",
     "verify_every",
+    "count_draws",
     "shared_memory",
 )
 

@@ -6,17 +6,27 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
+from deepspeed_gear.config import hindsight
 from deepspeed_gear.config.checks import N_STEP_NAMES, check_field_name, check_nesting, dotted
+from deepspeed_gear.config.conversion import check_dtype, check_pad
 from deepspeed_gear.config.model import FieldConfig, GearConfig
 from deepspeed_gear.config.samplers import RecentSampler, Sampler, WeightedSampler, WhereConfig
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.schema import DTYPES, Column, Schema
+from deepspeed_gear.schema import Column, Schema
 
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
-SAMPLE_NAMES = ("weight", "id", "anchor", "number", "probability", "epoch", "valid")  # of any batch
-MASK = "mask."  # before the name of a field: its mask
+SAMPLE_NAMES = (  # of any batch
+    "weight",
+    "id",
+    "anchor",
+    "number",
+    "probability",
+    "epoch",
+    "valid",
+    "relabelled",
+    "goal_step",
+)
+MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,7 @@ class ResolvedField:
         part_first: First step of the window that is collected. No option: set where ranks share a window.
         part_length: Steps that are collected; None for the whole window.
         mask_only: Only the mask is wanted: nothing of the column is read. No option: set for pipeline stages.
+        hindsight: The column that a relabelled sample takes the row of a drawn step from, or None.
     """
 
     name: str
@@ -54,6 +65,7 @@ class ResolvedField:
     part_first: int = 0
     part_length: int | None = None
     mask_only: bool = False
+    hindsight: Column | None = None
 
     @property
     def collected_length(self) -> int | None:
@@ -109,7 +121,7 @@ def _check_pipeline(config: GearConfig, fields: list[str]) -> None:
     for end in ("inputs", "labels"):
         names: list[str] = getattr(config.pipeline, end)
         for index, name in enumerate(names):
-            if name not in known and name.removeprefix(MASK) not in fields:
+            if name not in known and name.removeprefix(MASK).removeprefix(LEARNS) not in fields:
                 raise ConfigError(
                     f"gear.pipeline.{end}[{index}]",
                     "must name a field, its mask, or what every batch has",
@@ -149,6 +161,7 @@ def _check_table(
         check_nesting(list(wanted))
     resolved = [_resolve(name, field, schema, statistics_available) for name, field in wanted.items()]
     _check_duplicates(resolved)
+    hindsight.check_fields(config, resolved)
     return resolved
 
 
@@ -250,9 +263,9 @@ def _resolve(
         )
     dtype = field.dtype or ("float32" if converted and not floating else own)
     if field.dtype is not None:
-        _check_dtype(at, own, field.dtype, column, converted)
+        check_dtype(at, own, field.dtype, column, converted)
     pad_value = 0 if isinstance(field.pad, str) else field.pad
-    _check_pad(at, pad_value, dtype)
+    check_pad(at, pad_value, dtype)
     return ResolvedField(
         name=name,
         column=column,
@@ -265,6 +278,7 @@ def _resolve(
         normalize=field.normalize,
         scale=field.scale,
         dtype=dtype,
+        hindsight=hindsight.column_of(at, field, column, schema),
     )
 
 
@@ -319,61 +333,6 @@ def _check_normalize(
             f"must not be given: column {column.name} has no statistics",
             field.normalize,
             "only data sets have them; use scale",
-        )
-
-
-def _check_dtype(at: str, own: str, wanted: str, column: Column | None, converted: bool) -> None:
-    """Refuse a conversion that loses what the values mean."""
-    option, source = f"{at}.as", f"a derived {own}" if column is None else f"the {own} column {column.name}"
-    # What targets and losses are made of keeps at least the precision of float32.
-    exact = column is None or column.role in ("reward", "return", "terminated", "truncated")
-    if wanted == "engine":
-        if exact:
-            remedy = (
-                "rewards, returns, flags and derived fields keep their precision; convert them in the model"
-            )
-            raise ConfigError(option, f'must not be "engine" for {source}', wanted, remedy)
-        if own in ("int16", "int32", "int64") and not converted:
-            raise ConfigError(
-                option, f'must not be "engine" for {source}', wanted, "large integers would be rounded"
-            )
-        return
-    target, have = DTYPES[wanted], DTYPES[own]
-    if target.is_floating_point:
-        if exact and target.itemsize < min(4, have.itemsize):
-            raise ConfigError(option, f"must keep the precision of {source}", wanted, "use float32")
-    elif converted:
-        raise ConfigError(
-            option, "must be a float type where the field is normalised or scaled", wanted, "use float32"
-        )
-    elif not _holds(target, have):
-        raise ConfigError(option, f"must hold every value of {source}", wanted, f"use {own} or a wider type")
-
-
-def _holds(target: torch.dtype, have: torch.dtype) -> bool:
-    """Tell whether an integer or bool type holds every value of another type."""
-    if target == have or have is torch.bool:
-        return True
-    if have.is_floating_point or target is torch.bool:
-        return False
-    wide, narrow = torch.iinfo(target), torch.iinfo(have)
-    return wide.min <= narrow.min and narrow.max <= wide.max
-
-
-def _check_pad(at: str, pad: int | float, dtype: str) -> None:
-    name = f"{at}.pad"
-    if dtype == "engine":
-        return
-    target = DTYPES[dtype]
-    if dtype == "bool":
-        if pad not in (0, 1):
-            raise ConfigError(name, "must be 0 or 1 for a bool field", pad, "or convert the field with as")
-    elif target.is_floating_point:
-        if abs(pad) > torch.finfo(target).max:
-            raise ConfigError(name, f"must be representable in {dtype}", pad, "choose a smaller number")
-    elif pad != int(pad) or not torch.iinfo(target).min <= pad <= torch.iinfo(target).max:
-        raise ConfigError(
-            name, f"must be an integer that {dtype} can hold", pad, 'or convert the field with "as"'
         )
 
 

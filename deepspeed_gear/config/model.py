@@ -9,7 +9,9 @@ from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from deepspeed_gear.config import digest
+from deepspeed_gear.config.burn_in import check_burn_in
 from deepspeed_gear.config.checks import check_options
+from deepspeed_gear.config.hindsight import check_hindsight
 from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
 from deepspeed_gear.config.types import (
     Count,
@@ -170,6 +172,13 @@ class FieldConfig(GearModel):
         ),
     )
     scale: Float = Field(default=1.0, description="Factor applied after normalisation.")
+    hindsight: Name | None = Field(
+        default=None,
+        description=(
+            "Makes the field a goal: in samples that `gear.hindsight` relabels it holds the drawn row of "
+            "this column, converted alike. Of the same dtype and shape; no `length`."
+        ),
+    )
     dtype: DtypeName | None = Field(
         default=None,
         alias="as",
@@ -192,11 +201,37 @@ class NStepConfig(GearModel):
     gamma: Gamma = Field(description="Discount per step.")
 
 
+class HindsightConfig(GearModel):
+    """Hindsight relabelling: samples whose goal is one that their own trajectory has achieved.
+
+    Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
+    """
+
+    strategy: Literal["future", "final", "episode"] = Field(
+        default="future",
+        description=(
+            'Which row of the achieved goals a relabelled sample takes: "future", one behind the anchor\'s, '
+            'each with the same probability (a sample without one keeps its goal); "final", the last one; '
+            '"episode", any one.'
+        ),
+    )
+    fraction: Gamma = Field(
+        default=0.8, description="Probability that a sample is relabelled, drawn for each by its number."
+    )
+    reward: Annotated[Text, Words('"module:function"')] | None = Field(
+        default=None,
+        description=(
+            '"module:function", importable on every rank: called with each batch, it returns what the '
+            "field of the reward column then holds."
+        ),
+    )
+
+
 class PipelineConfig(GearModel):
     """What the ends of a pipeline read.
 
-    A name is that of a field, of what `n_step` adds, `mask.<field>`, or one of `weight`, `id`, `anchor`,
-    `number`, `probability`, `epoch` and `valid`.
+    A name is that of a field, of what `n_step` adds, `mask.<field>`, `learns.<field>` (see `burn_in`), or one
+    of `weight`, `id`, `anchor`, `number`, `probability`, `epoch`, `valid`, `relabelled` and `goal_step`.
     """
 
     inputs: Annotated[list[Text], MinLen(1)] = Field(
@@ -247,6 +282,17 @@ class GearConfig(GearModel):
         description="What a batch holds, by name. Empty: every column of the table, at the anchor.",
     )
     n_step: NStepConfig | None = Field(default=None, description="N-step returns.")
+    hindsight: HindsightConfig | None = Field(
+        default=None, description="Goals that were achieved instead of those that were pursued."
+    )
+    burn_in: Annotated[Int, Ge(0), Lt(2**31)] = Field(
+        default=0,
+        description=(
+            "Steps that only warm up a recurrent state: the first ones, from the earliest window's first "
+            "step on. `batch.learns(field)` is the mask of the others; [B, T] priorities are reduced over "
+            "these."
+        ),
+    )
     prefetch: Annotated[Int, Ge(0), Le(64)] = Field(
         default=0, description="Global batches that are prepared ahead by a background thread."
     )
@@ -265,6 +311,13 @@ class GearConfig(GearModel):
     )
     pipeline: PipelineConfig | None = Field(
         default=None, description="What the first and the last stage of a pipeline read."
+    )
+    count_draws: Flag = Field(
+        default=False,
+        description=(
+            "Count how often each item was drawn, for `statistics()` and `gear inspect`: 4 bytes an item and "
+            "a few microseconds a global batch."
+        ),
     )
     verify_every: Annotated[Int, Ge(0)] = Field(
         default=0,
@@ -287,6 +340,8 @@ class GearConfig(GearModel):
     @model_validator(mode="after")
     def _options_agree(self) -> GearConfig:
         check_options(self)
+        check_hindsight(self)
+        check_burn_in(self)
         return self
 
     @cached_property

@@ -23,7 +23,7 @@ MASS_BITS, MOST_MASS_BITS = 24, 40
 ONE_Q62 = 1 << 62
 
 # common/philox.h: what a random word is for.
-FOR_COORDINATE, FOR_ANCHOR, FOR_PERMUTATION, FOR_SPLIT = range(4)
+FOR_COORDINATE, FOR_ANCHOR, FOR_PERMUTATION, FOR_SPLIT, FOR_TRANSFORM, FOR_RELABELLING, FOR_GOAL = range(7)
 
 # common/window.h and cpu/ops.h: a field of a gather.
 ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT = 0, 1, 2

@@ -10,7 +10,7 @@ import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.checks import N_STEP_NAMES, dotted
-from deepspeed_gear.config.fields import MASK
+from deepspeed_gear.config.fields import LEARNS, MASK
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.topology import AXES, Place
 
@@ -43,7 +43,7 @@ def needs_of(place: Place, config: GearConfig, fields: Sequence[ResolvedField]) 
     wanted = _names_at(place, config)
     chosen = [field for field in fields if wanted is None or field.name in wanted]
     if wanted is not None:
-        masks = {field.name: field for field in fields if MASK + field.name in wanted}
+        masks = {f.name: f for f in fields if {MASK + f.name, LEARNS + f.name} & wanted}
         chosen += [_mask_of(field) for name, field in masks.items() if name not in wanted]
     follows = any(field.offset == "n_step" for field in chosen)
     n_step = wanted is None or follows or bool(wanted.intersection(N_STEP_NAMES))

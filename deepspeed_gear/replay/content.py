@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError
+from deepspeed_gear.selection.cut import KEY
 from deepspeed_gear.selection.stream import Stream, reclaim
 from deepspeed_gear.store.table import COMMITTED, STATE, Table
 
@@ -37,7 +38,7 @@ def add(table: Table, streams: list[Stream], trajectory: Mapping[str, Any], max_
             table.free(np.array([slot]))
         raise
     with table.lock:
-        number = table.commit(slot)
+        number = table.commit(slot, int(streams[0].position[KEY]) if streams else 0)
         slots = np.array([slot])
         try:
             masses = [stream.masses.of(slots) for stream in streams]
@@ -46,6 +47,8 @@ def add(table: Table, streams: list[Stream], trajectory: Mapping[str, Any], max_
             raise
         for stream, mass in zip(streams, masses, strict=True):
             stream.queue(slots, mass)
+            if stream.draws is not None:
+                stream.draws.forget(slots)
     return number
 
 

@@ -85,7 +85,7 @@ def as_float32(values: torch.Tensor | Sequence[float]) -> torch.Tensor:
 
 
 def mask_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return which steps of [B, T] count: what is given, else the batch's mask of this shape, else all.
+    """Return which steps of [B, T] count: what is given, else those of this shape that learn, else all.
 
     Raises:
         ShapeError: The batch has different masks of this shape, or the given one has another.
@@ -96,10 +96,11 @@ def mask_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> to
                 "mask", f"must have the shape of the priorities {list(values.shape)}", list(mask.shape)
             )
         return mask
-    fitting = [m for m in batch.mask.values() if m.shape == values.shape]
+    names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}  # equal windows: once
+    fitting = [batch.learns(name) for name in names.values()]
     if any(m is not fitting[0] and not m.equal(fitting[0]) for m in fitting[1:]):
         rule = "must be given where fields of the same length have different masks"
-        raise ShapeError("mask", rule, None, 'as batch.mask["reward"]')
+        raise ShapeError("mask", rule, None, 'as batch.learns("reward")')
     return fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
 
 

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.ops.constants import R_MASS, R_NUMBER
 from deepspeed_gear.parallel.plan import Needs
 from deepspeed_gear.replay import position
+from deepspeed_gear.replay.relabelling import Relabelling
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
 from deepspeed_gear.selection.stream import Stream
@@ -32,6 +34,8 @@ class BatchMaker:
         info: Sizes of a batch.
         engine_dtype: What `"as": "engine"` means.
         device: Where batches go.
+        relabelling: Goals by hindsight.
+        burn_in: Steps that only warm up.
     """
 
     def __init__(
@@ -43,13 +47,15 @@ class BatchMaker:
         info: BatchInfo,
         engine_dtype: torch.dtype,
         device: torch.device,
+        relabelling: Relabelling,
+        burn_in: BurnIn | None,
     ) -> None:
         self._config, self._needs, self._statistics = config, needs, statistics
         self._info, self._engine_dtype, self._device = info, engine_dtype, device
         self.transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
-        self._train = train
+        self._train, self._relabelling, self._burn_in = train, relabelling, burn_in
         self._collectors = {stream: self._collector(stream) for stream in train}
 
     @property
@@ -76,7 +82,7 @@ class BatchMaker:
         for (stream, cut), which, share in zip(cuts, chosen, shares, strict=True):
             records = cut.resolutions[torch.from_numpy(which)]
             words = cut.head
-            parts.append((self._collectors[stream], records))
+            parts.append((self._collectors[stream], records, self._relabelling.draw(stream, records)))
             weights.append(self._weigh(stream, words, records))
             probabilities.append(self._probability(stream, words, records) * share)
             keys.append(position.transform_keys(self._config.seed, stream.spec.key, records[:, R_NUMBER]))
@@ -85,10 +91,12 @@ class BatchMaker:
         if last:
             for stream, cut in cuts:
                 stream.consume(cut.key)
-        source = torch.repeat_interleave(torch.tensor([len(records) for _, records in parts]))
-        records, weight = torch.cat([records for _, records in parts]), torch.cat(weights)
+        source = torch.repeat_interleave(torch.tensor([len(records) for _, records, _ in parts]))
+        records, weight = torch.cat([records for _, records, _ in parts]), torch.cat(weights)
+        goals = self._relabelling.together([goal_step for _, _, goal_step in parts])
         probability = torch.cat(probabilities)
-        batch = Batch(tensors, mask, records, self._valid, False, 0, epoch, weight, source, probability)
+        rest = (weight, source, probability, goals, self._burn_in)
+        batch = Batch(tensors, mask, records, self._valid, False, 0, epoch, *rest)
         return self._finish(batch, torch.cat(keys))
 
     def make(
@@ -115,13 +123,15 @@ class BatchMaker:
         if stream.spec.kind != "random":
             epoch = cut.epochs.view(micro, num_parts)[:, part].clone()
         words = cut.head
-        tensors, mask = self._collectors[stream].collect(records)
+        goals = self._relabelling.draw(stream, records)
+        tensors, mask = self._collectors[stream].collect(records, goals)
         total = words[TOTAL]
         if last:
             stream.consume(cut.key)
         valid = self._valid if pass_size is None else records[:, R_NUMBER] < pass_size
         weight = None if stream.spec.priorities is None else self._weigh(stream, words, records)
-        batch = Batch(tensors, mask, records, valid, stream.has_unit_masses, total, epoch, weight)
+        rest = (weight, None, None, goals, self._burn_in)
+        batch = Batch(tensors, mask, records, valid, stream.has_unit_masses, total, epoch, *rest)
         if self.transform is None:
             return self._finish(batch, None)
         return self._finish(
@@ -132,6 +142,7 @@ class BatchMaker:
         """Move a batch to the device and call the user's transform."""
         if self._device.type != "cpu":
             batch = batch.to(self._device)
+        self._relabelling.reward(batch)
         if self.transform is not None and keys is not None:
             batch = self.transform(batch, keys)
         return batch

@@ -10,11 +10,11 @@ import torch
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops import reference
+from deepspeed_gear.ops.constants import FOR_TRANSFORM
 from deepspeed_gear.selection.cut import EPOCH, EPOCH_FIRST, EPOCH_SIZE, KEY, SAMPLES
 
 FORMAT = 1
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")
-PURPOSE_TRANSFORM = 4  # of a random word; the others stand in ops/csrc/common/philox.h
 
 
 Position = dict[str, dict[str, int]]  # by sampled table
@@ -84,4 +84,4 @@ def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, s
 
 def transform_keys(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:
     """Return a random word per sample for a user's transform, the same on any number of ranks. [B], int64."""
-    return reference.philox(seed, numbers, stream, PURPOSE_TRANSFORM)[0]
+    return reference.philox(seed, numbers, stream, FOR_TRANSFORM)[0]

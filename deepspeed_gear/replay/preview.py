@@ -101,7 +101,8 @@ def preview(
                 consuming = sorted({n for n, place in zip(nodes, places, strict=True) if place.reads})
                 held = _holders(replay, batch, consuming)
                 traffic = _traffic(places, nodes, needs, batch, held, info, num_nodes)
-            digests.append(replay.statistics()["digest"][1])
+            assert replay.metrics.digest is not None
+            digests.append(replay.metrics.digest[1])
     return Preview(info, ranks, traffic, digests)
 
 

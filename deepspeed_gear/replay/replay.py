@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from deepspeed_gear.collection.batch import Batch
-from deepspeed_gear.collection.prefetch import Prefetcher
-from deepspeed_gear.config import GearConfig, refuse_batch_sizes
+from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
-from deepspeed_gear.ops import load_backend
-from deepspeed_gear.parallel.exchange import Exchange
-from deepspeed_gear.parallel.plan import needs_of
-from deepspeed_gear.parallel.topology import Place, Topology
-from deepspeed_gear.replay import content, feedback, position, setup, snapshot
+from deepspeed_gear.parallel.topology import Place
+from deepspeed_gear.replay import content, continuation, feedback, statistics
 from deepspeed_gear.replay.feed import Feed
-from deepspeed_gear.replay.maker import BatchMaker, Transform
+from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.samplers import mixture_of, stream_specs
+from deepspeed_gear.replay.parts import Turns, agree_on, build, release
+from deepspeed_gear.replay.passes import Passes
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
-from deepspeed_gear.replay.status import Status
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.cut import EPOCH_SIZE, PASS_SHIFT, StreamSpec
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
 from deepspeed_gear.store.table import Table
 
 Ids = Sequence[int] | torch.Tensor
@@ -68,111 +60,46 @@ class Replay:
         *,
         info: BatchInfo | None = None,
         place: Place | None = None,
-        turns: Literal["micro", "global", "schedule"] = "micro",
+        turns: Turns = "micro",
         engine_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._exchange = Exchange(process_group)
-        exchange = self._exchange
-        self._closed = False
-        self.config = setup.read_config(
-            exchange, exchange.agree("reading the config", lambda: setup.section_of(config))
-        )
-        ops = exchange.agree("loading the ops", lambda: load_backend(self.config.backend))
-        here = place or Place(exchange.rank, exchange.world_size)
-        self.topology = Topology.discover(exchange, here)
-        self.batch_info = info or exchange.agree(
-            "the batch sizes", lambda: setup.batch_info(self.config, here.data_world)
-        )
-        if info is not None:
-            exchange.agree("the batch sizes", lambda: refuse_batch_sizes(self.config))
-        setup.compare_placement(exchange, self.config)
-        self.datasets = setup.open_data(exchange, self.config)
-        self.schemas = exchange.agree(
-            "the schemas", lambda: setup.schemas_of(self.config, self.datasets, schemas)
-        )
-        self.fields = exchange.agree(
-            "the fields", lambda: setup.fields_of(self.config, self.schemas, self.datasets)
-        )
-        self._needs = exchange.agree("the fields", lambda: needs_of(here, self.config, self.fields))
+        plan = agree_on(config, process_group, schemas, info, place)
+        self.config, self.topology, self.batch_info = plan.config, plan.topology, plan.info
+        self.datasets, self.schemas, self.fields = plan.datasets, plan.schemas, plan.fields
         self.device = torch.device(device)
-        self._splits = {t: setup.split_of(self.config, t, self.datasets) for t in self.config.sampled_tables}
-        self._attach(ops, None if info is None else turns)
-        try:
-            self._maker = exchange.agree("the fields", lambda: self._make_maker(engine_dtype))
-        except BaseException:
-            _release([], self._all_streams(), self.tables, exchange, None)
-            raise
+        parts = build(plan, None if info is None else turns, engine_dtype, self.device)
+        self._parts, self._maker, self._train = parts, parts.maker, parts.train
+        self.tables, self._streams = parts.tables, parts.streams
+        self._place, self._closed = plan.topology.place, False
         self.metrics = Metrics()
-        self._passes: dict[str, int] = {}
+        self._passes = Passes(parts)
         self._feed = Feed(
-            self.config,
+            plan.config,
             self._train,
-            self._mixture,
-            self._maker,
-            self.batch_info,
-            here.data_rank,
-            self.topology.rank == 0,
+            parts.mixture,
+            parts.maker,
+            plan.info,
+            self._place.data_rank,
+            plan.topology.rank == 0,
             self.metrics,
-            None if turns == "schedule" else self._status,
+            None if turns == "schedule" else parts.status,
             "micro" if turns == "schedule" else turns,
         )
         self._finalizer = weakref.finalize(
             self,
-            _release,
+            release,
             self._feed.prefetchers,
-            self._all_streams(),
-            self.tables,
-            exchange,
-            self._status,
+            parts.all_streams,
+            parts.tables,
+            plan.exchange,
+            parts.status,
         )
-
-    def _attach(self, ops: Any, turns: str | None) -> None:
-        config, peers = self.config, self.topology.num_peers
-        specs = setup.table_specs(config, self.schemas, self.datasets, self.fields, peers)
-        self._mixture = mixture_of(config, self.batch_info, ops)
-
-        def streams_of(table: str) -> list[StreamSpec]:
-            dataset, split = self.datasets.get(table), self._splits[table]
-            return stream_specs(config, table, self.fields, split, self.batch_info, dataset, self._mixture)
-
-        streams = self._exchange.agree(
-            "the sampler", lambda: {table: streams_of(table) for table in config.sampled_tables}
-        )
-        self.tables, self._streams = setup.attach_tables(
-            self._exchange, self.topology, config, ops, specs, streams
-        )
-        self._status = None
-        if turns is not None:
-            table = self.tables[config.sampled_tables[0]]
-            self._status = Status(table, self.topology, turns != "schedule", config.timeout_s)
-        self._leave_inner_stage()
-        self._train = [self._streams[table][TRAIN] for table in config.sampled_tables]
-
-    def _leave_inner_stage(self) -> None:
-        """Let nobody wait for this rank's reading where it reads nothing."""
-        if not self.topology.place.reads:
-            for stream in self._all_streams():
-                stream.leave()
-
-    def _all_streams(self) -> list[Stream]:
-        return [stream for streams in self._streams.values() for stream in streams.values()]
 
     @property
     def streams(self) -> dict[str, Stream]:
         """The streams of the first sampled table by name: "train", and one for each split."""
         return self._streams[self.config.sampled_tables[0]]
-
-    def _make_maker(self, engine_dtype: torch.dtype) -> BatchMaker:
-        statistics: Mapping[str, ColumnStatistics] = {}
-        dataset = setup.statistics_source(self.config, self.datasets)
-        if dataset is not None and any(field.normalize for field in self._needs.fields):
-            split = next(self._splits[t] for t in self.config.sampled_tables if t in self.datasets)
-            same = dict(dataset.split) == split
-            statistics = dataset.statistics if same else statistics_of(dataset, split)
-        return BatchMaker(
-            self.config, self._needs, self._train, statistics, self.batch_info, engine_dtype, self.device
-        )
 
     @property
     def transform(self) -> Transform | None:
@@ -214,7 +141,8 @@ class Replay:
             Exception: What `action` raised here.
             PeerError: Another rank failed, died, ended, or has not come in time.
         """
-        return action() if self._status is None else self._status.agree(action, self._feed.take_digest)
+        status = self._parts.status
+        return action() if status is None else status.agree(action, self._feed.take_digest)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.iterator()
@@ -229,12 +157,7 @@ class Replay:
             ConfigError: There is no such stream.
         """
         self._check_reads()
-        if stream == TRAIN:
-            return self._endless()
-        found = self._passed_streams(stream)
-        number = self._passes.get(stream, 0)
-        self._passes[stream] = number + 1
-        return chain.from_iterable(self._pass(one, number) for one in found)
+        return self._endless() if stream == TRAIN else self._passes.batches(stream, self._check_open)
 
     def num_batches(self, stream: str) -> int:
         """Return how many batches of each rank one pass over a split has.
@@ -242,29 +165,11 @@ class Replay:
         Raises:
             ConfigError: There is no such split.
         """
-        found = self._passed_streams(stream)
-        return sum(-(-one.masses.total // one.spec.batch) for one in found)
-
-    def _passed_streams(self, stream: str) -> list[Stream]:
-        found = [streams[stream] for streams in self._streams.values() if stream in streams]
-        if not found or stream == TRAIN:
-            known = dict.fromkeys(name for streams in self._streams.values() for name in streams)
-            raise ConfigError("stream", f"must be one of {', '.join(known)}", stream, "give gear.data.split")
-        return found
+        return self._passes.num_batches(stream)
 
     def _endless(self) -> Iterator[Batch]:
         while True:
             yield self.sample()
-
-    def _pass(self, stream: Stream, number: int) -> Iterator[Batch]:
-        index, num_batches = 0, 1
-        while index < num_batches:
-            self._check_open()
-            cut = stream.take(number << PASS_SHIFT | index)
-            size = cut.head[EPOCH_SIZE]
-            num_batches = -(-size // stream.spec.batch)
-            yield self._maker.make(stream, cut, self.topology.data_rank, self.topology.data_world, size)
-            index += 1
 
     # ---- priorities ------------------------------------------------------------------------------
 
@@ -282,7 +187,8 @@ class Replay:
             batch: From `sample`; None is possible on a rank that reports nothing.
             priorities: [B], or [B, T] to be reduced over a window as `sampler.reduce` says; of any
                 floating dtype and device, finite, at least 0.
-            mask: Which steps count. None: the batch's mask of this shape, or every step. [B, T], bool.
+            mask: Which steps count. None: the batch's mask of this shape without steps that only warm up
+                (`batch.learns`), or every step. [B, T], bool.
         Raises:
             ConfigError: The sampler has no priorities.
             DataError: A priority is negative, infinite or NaN; nothing has changed.
@@ -291,9 +197,9 @@ class Replay:
         """
         self._check_open()
         masses = self._all_priorities
-        if not self.topology.place.reports:
+        if not self._place.reports:
             return
-        if priorities.dim() == 2 and self.topology.place.sequence_world > 1:
+        if priorities.dim() == 2 and self._place.sequence_world > 1:
             rule = "must have shape [B] where ranks share the time axis"
             raise ShapeError(
                 "priorities", rule, list(priorities.shape), "reduce them over the sequence ranks"
@@ -321,7 +227,7 @@ class Replay:
             ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
         """
         self._check_open()
-        report = self.topology.place.reports
+        report = self._place.reports
         return feedback.report_by_id(self._priorities(table), ids, priorities, steps, report)
 
     def priorities(self, ids: Ids, steps: Ids | None = None, table: str | None = None) -> torch.Tensor:
@@ -426,19 +332,16 @@ class Replay:
     @property
     def fingerprint(self) -> dict[str, str]:
         """Fingerprint of each table's data set."""
-        return {name: dataset.fingerprint for name, dataset in self.datasets.items()}
+        return continuation.fingerprint(self._parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: whole global batches that were used, not those that were prefetched.
 
-        Equal on all ranks; JSON-able. A global batch of which only some micro batches were used comes again.
+        Collective. Equal on all ranks; JSON-able. A global batch of which only some micro batches were used
+        comes again.
         """
         self._check_open()
-        where, passes = self._feed.where, self._passes
-        if self.topology.place.pipe_world > 2:  # inner stages do not know
-            known = (where, passes) if self.topology.place.reads else None
-            where, passes = next(one for one in self._exchange.gather(known) if one is not None)
-        return position.state_of(self.config, self.fingerprint, passes, where)
+        return continuation.state_of(self._parts, self._feed, self._passes.begun)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Write what was added to tables, and priorities; return the position. Collective.
@@ -449,16 +352,7 @@ class Replay:
             `state_dict()`.
         """
         self._check_open()
-        used = position.batches(self._feed.where)  # right on the rank that writes, which is a first stage
-
-        def write() -> None:
-            for name, table in self._changing_tables().items():
-                streams = self._streams_of(table)
-                with table.lock:
-                    snapshot.save_table(table, streams, Path(folder) / name, used)
-
-        self._exchange.barrier()  # what all ranks have added and reported before is in it
-        self._exchange.agree("saving the tables", write if self.topology.leads_node else lambda: None)
+        continuation.save(self._parts, self._feed, Path(folder))
         return self.state_dict()
 
     def load(self, folder: str | Path, state: Mapping[str, Any]) -> None:
@@ -471,23 +365,7 @@ class Replay:
             StoreFullError: A table is too small.
         """
         self.load_state_dict(state)
-        used = position.batches(self._feed.where)
-
-        def read() -> None:
-            for name, table in self._changing_tables().items():
-                streams = self._streams_of(table)
-                with table.lock:
-                    snapshot.load_table(table, streams, Path(folder) / name, used)
-
-        self._exchange.agree("loading the tables", read if self.topology.leads_node else lambda: None)
-        self._leave_inner_stage()
-
-    def _changing_tables(self) -> dict[str, Table]:
-        """Return the tables whose content or priorities are not in the data set."""
-        kept = {stream.table.spec.name for stream in self._train if stream.spec.priorities is not None}
-        return {
-            name: table for name, table in self.tables.items() if table.spec.dataset is None or name in kept
-        }
+        continuation.load(self._parts, self._feed, Path(folder))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken, on any number of ranks; tables keep their content. Collective.
@@ -496,58 +374,37 @@ class Replay:
             CheckpointError: It is of another format, of other data or of options that select other samples.
         """
         self._check_open()
-        self._exchange.agree(
-            "loading the state", lambda: position.check(state, self.config, self.fingerprint)
-        )
-        self._feed.stop()
-        self._exchange.barrier()
-        if self._status is not None:
-            self._status.restart()
-        at = position.of(state, self.config.sampled_tables)
-        self._passes = {name: int(count) for name, count in state["passes"].items()}
-        if self.topology.leads_node:
-            for stream in self._all_streams():
-                name, table = stream.spec.name, stream.table
-                start = (self._passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
-                with table.lock:
-                    stream.seek(*(at[table.spec.name].values() if name == TRAIN else start))
-        self._exchange.barrier()
-        self._leave_inner_stage()
-        self._feed.go_on_at(at)
+        self._passes.begun = continuation.go_on(self._parts, self._feed, state)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return means per micro batch since the last call: times, bytes, padding fraction, epoch."""
-        return self.metrics.take(self._maker.counters)
+        """Return what goes to DeepSpeed's monitor.
+
+        Means per micro batch since the last call (times, bytes, padding fraction), the epoch, and effective
+        samples, duplicates and age of the newest global batch.
+        """
+        return {**self.metrics.take(self._maker.counters), **statistics.of_last_batch(self._train)}
 
     def statistics(self) -> dict[str, Any]:
-        """Return sizes and times: of the store, and of the batches since the last call."""
+        """Return sizes of the store, how the training stream draws, and times since the last call.
+
+        docs/statistics.md explains each entry. Cost: one pass over priorities and counters.
+        """
         self._check_open()
-        tables = self._sampled
         return {
-            "trajectories": len(self),
-            "steps": self.num_steps,
-            "store_bytes": sum(table.memory.num_bytes for table in tables),
-            "huge_bytes": sum(table.memory.huge_bytes for table in tables),
-            "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
+            **statistics.of_store(self._sampled),
             "batches": self.metrics.num_batches,
             "digest": self.metrics.digest,
-            **self._priority_statistics(),
+            **statistics.of_priorities(self._train),
             **self.take_metrics(),
+            **statistics.of_selection(self._train),
         }
-
-    def _priority_statistics(self) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for stream in self._train:
-            if isinstance(stream.masses, PriorityMasses):
-                found.update(stream.masses.statistics())
-        return dict(found)
 
     # ---- end -------------------------------------------------------------------------------------
 
     def _check_reads(self) -> None:
         self._check_open()
-        if not self.topology.place.reads:
-            at = f"stage {self.topology.place.pipe_rank} of {self.topology.place.pipe_world}"
+        if not self._place.reads:
+            at = f"stage {self._place.pipe_rank} of {self._place.pipe_world}"
             raise StoreError("a batch", "must be asked for on the first or last stage", at)
 
     def _check_open(self) -> None:
@@ -565,21 +422,3 @@ class Replay:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _release(
-    prefetch: list[Prefetcher[Any]],
-    streams: list[Stream],
-    tables: dict[str, Table],
-    exchange: Exchange,
-    status: Status | None,
-) -> None:
-    if status is not None:
-        status.end()
-    for stream in streams:
-        stream.stopped = True
-    for prefetcher in prefetch:
-        prefetcher.stop()
-    for table in tables.values():
-        table.close()
-    exchange.close()

@@ -85,6 +85,7 @@ def stream_specs(
         priorities=_priority_rule(sampler, config.prefetch, info),
         drop=getattr(sampler, "tail", "wrap") == "drop",
         count=None if mixture is None else partial(mixture.count, config.sampled_tables.index(table)),
+        count_draws=config.count_draws,
     )
     specs = [train]
     for index, name in enumerate(sorted(split)):  # a pass visits each item once, whatever the sampler

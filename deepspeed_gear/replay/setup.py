@@ -22,7 +22,7 @@ from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
-from deepspeed_gear.replay.sizes import BatchInfo
+from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.replay.status import Status
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
@@ -212,10 +212,11 @@ def attach_tables(
         for spec in specs:
             more = Status.regions(topology.num_peers) if spec.name == config.sampled_tables[0] else []
             fingerprint = getattr(spec.dataset, "fingerprint", "")
+            train = {s.name: s.describe() for s in streams.get(spec.name, []) if s.name == TRAIN}
             plan = StorePlan(
                 spec,
                 streams.get(spec.name, []),
-                {"seed": config.seed, "backend": ops.name, "fingerprint": fingerprint},
+                {"seed": config.seed, "backend": ops.name, "fingerprint": fingerprint, **train},
                 f"{prefix}-{nonce}-{spec.name}",
                 nonce,
                 more,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.errors import CheckpointError, StoreFullError
+from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NEXT_ID, NUM_ROWS, RETIRED, STATE, Table
@@ -49,6 +50,7 @@ def save_table(table: Table, streams: list[Stream], folder: Path, batches: int) 
         "format": FORMAT,
         "schema": table.spec.schema.to_json(),
         "next_id": int(table.control[NEXT_ID]),
+        **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
         "files": {path.name: _sha256(path) for path in sorted(partial.glob("*.npy"))},
     }
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ class StreamSpec:
         priorities: How masses follow priorities; None: masses are those of the rule.
         drop: Leave the end of an epoch out that does not fill a global batch.
         count: Samples of a global batch by its number, at most `batch`; None: always `batch`.
+        count_draws: Keep how often each item was drawn.
     """
 
     name: str
@@ -49,11 +50,16 @@ class StreamSpec:
     priorities: PriorityRule | None = None
     drop: bool = False
     count: Callable[[int], int] | None = None
+    count_draws: bool = False
 
     @property
     def at(self) -> str:
         """First part of the names of its regions."""
         return f"stream/{self.name}/"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a reader of the store has to know; JSON-able."""
+        return {"kind": self.kind, "unit": self.rule.unit, "anchors": self.rule.anchors.as_list()}
 
     def regions(self, num_peers: int) -> list[Region]:
         """Return what the cuts of the stream keep in the store; its masses have regions of their own."""

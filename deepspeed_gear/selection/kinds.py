@@ -6,6 +6,7 @@ import torch
 
 from deepspeed_gear.selection.age import AgeMasses
 from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.draws import Draws
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.store.layout import Region
@@ -32,4 +33,4 @@ def stratify_(coordinates: torch.Tensor, total: int) -> None:
 def regions_of(spec: StreamSpec, table: TableSpec) -> list[Region]:
     """Return what a stream keeps in the store of a table."""
     masses = masses_of(spec).regions(spec, table.num_slots, table.num_rows, table.num_peers)
-    return [*spec.regions(table.num_peers), *masses]
+    return [*spec.regions(table.num_peers), *masses, *Draws.regions(spec, table)]

@@ -44,6 +44,7 @@ from deepspeed_gear.selection.cut import (
     Cut,
     StreamSpec,
 )
+from deepspeed_gear.selection.draws import Draws
 from deepspeed_gear.selection.kinds import DRAWS, ORDERS, masses_of, stratify_
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.priorities import PriorityMasses
@@ -65,6 +66,7 @@ class Stream:
         self.spec, self.table, self.ops = spec, table, table.ops
         views = table.views
         self.masses = masses_of(spec)(spec, table)
+        self.draws = Draws(spec, table) if spec.count_draws else None
         self.position: np.ndarray = views[spec.at + "position"]
         self.consumed: np.ndarray = views[spec.at + "consumed"]
         self.heads: np.ndarray = views[spec.at + "heads"]
@@ -198,6 +200,8 @@ class Stream:
         _AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
         head[KEY] = key  # the commit point
         self._advance(entry)
+        if self.draws is not None:
+            self.draws.count(self._ring_words[entry, :count])
 
     def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
         """Return the part of a ring entry that a cut fills, and its number of samples."""
@@ -376,6 +380,7 @@ class Stream:
         ring[..., R_SLOT] = np.searchsorted(slots, ring[..., R_SLOT])
         return {
             **self.masses.export(slots),
+            **({} if self.draws is None else self.draws.export(slots)),
             "position": self.position[:CUT_WORDS].copy(),
             "heads": self.heads[unused],
             "ring": ring,
@@ -395,6 +400,8 @@ class Stream:
         Cuts that were not used are kept if the global batch has still the same size and the ring the room.
         """
         self.masses.restore(slots, content)
+        if self.draws is not None:
+            self.draws.restore(slots, content)
         self.position[AHEAD] = NOTHING
         heads, ring = content["heads"], content["ring"]
         if ring.shape[1] != self.spec.batch or len(heads) > self.spec.depth or len(heads) == 0:

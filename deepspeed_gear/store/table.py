@@ -26,7 +26,9 @@ from deepspeed_gear.store.spec import RETURN_TO_GO, TableSpec, table_layout
 from deepspeed_gear.store.trajectory import as_numbers, check_trajectory
 
 FREE, RESERVED, COMMITTED, RETIRED = range(4)
-STATE, GENERATION, ID, FIRST_ROW, NUM_STEPS, NUM_ROWS, OWNER = range(7)  # words of a slot; common/slot.h
+STATE, GENERATION, ID, FIRST_ROW, NUM_STEPS, NUM_ROWS, OWNER, BORN = range(
+    8
+)  # words of a slot; common/slot.h
 VERSION, NEXT_ID, NUM_COMMITTED, STEPS_COMMITTED = range(4)  # control words
 PEER_PID = 0  # words of a peer
 
@@ -229,10 +231,16 @@ class Table:
             self._rows_of(column, slot, first, steps)[...] = arrays[column.name]
         self._derive(np.array([[first, steps]], np.int64))
 
-    def commit(self, slot: int) -> int:
-        """Publish a reserved slot and return the new trajectory's id. Wants the lock."""
+    def commit(self, slot: int, born: int = 0) -> int:
+        """Publish a reserved slot and return the new trajectory's id. Wants the lock.
+
+        Args:
+            slot: Reserved by this process.
+            born: Number of the global batch that is cut next.
+        """
         record = self.slots[slot]
         assert record[STATE] == RESERVED, record
+        record[BORN] = born
         record[ID] = self.control[NEXT_ID]
         self.control[NEXT_ID] += 1
         record[STATE] = COMMITTED  # the commit point

@@ -6,7 +6,15 @@
 namespace gear {
 
 // What a random word is for: the last word of the counter, so that no two uses share a word.
-enum Purpose : uint32_t { kForCoordinate = 0, kForAnchor = 1, kForPermutation = 2, kForSplit = 3 };
+enum Purpose : uint32_t {
+  kForCoordinate = 0,
+  kForAnchor = 1,
+  kForPermutation = 2,
+  kForSplit = 3,
+  kForTransform = 4,
+  kForRelabelling = 5,  // whether a sample gets another goal
+  kForGoal = 6          // the step that it is from
+};
 
 struct Word128 {
   uint64_t high, low;

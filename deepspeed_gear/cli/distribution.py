@@ -1,0 +1,203 @@
+"""The distribution that a table's training stream draws from, of a saved store or a living one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.ops.constants import MASS_BITS, MOST_MASS_BITS, ONE_Q62
+from deepspeed_gear.replay.snapshot import MANIFEST, check_saved
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.selection.anchors import AnchorRule
+from deepspeed_gear.selection.draws import rows_of
+from deepspeed_gear.store.living import LivingStore
+from deepspeed_gear.store.table import COMMITTED, NUM_STEPS, STATE
+
+TRAIN = "stream/train/"
+_SHARES = (0.01, 0.1)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What can be drawn of a table.
+
+    Args:
+        table: Its name.
+        kind: Of the sampler's stream, and what an item is; "" where it is not known.
+        unit: Likewise.
+        num_trajectories: Stored.
+        num_steps: Stored; None where only a data set knows.
+        masses: Of what the tree draws: items, or their trajectories. [n], float64, above 0.
+        priorities: Of the items. [n], float32; None without.
+        draws: How often each item was drawn. [m], int32; None if not counted.
+    """
+
+    table: str
+    kind: str
+    unit: str
+    num_trajectories: int
+    num_steps: int | None
+    masses: np.ndarray
+    priorities: np.ndarray | None
+    draws: np.ndarray | None
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers that `gear inspect` prints; JSON-able."""
+        total = float(self.masses.sum())
+        falling = np.sort(self.masses)[::-1]
+        shares = {}
+        if len(falling):
+            counts = {share: max(1, round(share * len(falling))) for share in _SHARES}
+            shares = {str(share): float(falling[:n].sum() / total) for share, n in counts.items()}
+        return {
+            "table": self.table,
+            "kind": self.kind,
+            "unit": self.unit,
+            "trajectories": self.num_trajectories,
+            "steps": self.num_steps,
+            "drawable": len(self.masses),
+            "effective": float(total**2 / (self.masses**2).sum() / len(falling)) if len(falling) else None,
+            "share_of_top": shares,
+            "priorities": None if self.priorities is None else _spread(self.priorities),
+            "histogram": {str(k): n for k, n in histogram(self.weights).items()},
+            "draws": None if self.draws is None or not len(self.draws) else _draws(self.draws),
+        }
+
+    @property
+    def weights(self) -> np.ndarray:
+        """The priorities; where there are none, the masses."""
+        return self.masses if self.priorities is None else self.priorities
+
+
+def histogram(values: np.ndarray) -> dict[int, int]:
+    """Count positive values: k stands for [2^k, 2^(k+1))."""
+    bins, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
+    return dict(zip(bins.tolist(), counts.tolist(), strict=True))
+
+
+def _spread(values: np.ndarray) -> dict[str, float] | None:
+    if not len(values):
+        return None
+    low, middle, high = np.quantile(values, (0, 0.5, 1)).tolist()
+    return {"min": low, "median": middle, "max": high, "mean": float(values.mean())}
+
+
+def _draws(counts: np.ndarray) -> dict[str, float]:
+    return {"mean": float(counts.mean()), "max": int(counts.max()), "never": float((counts == 0).mean())}
+
+
+# ---- living --------------------------------------------------------------------------------------
+
+
+def of_living(store: LivingStore) -> Distribution | None:
+    """Read the distribution of a living store; None for a table that nobody samples."""
+    views = store.views
+    if TRAIN + "sums" not in views:
+        return None
+    known = store.layout.meaning.get("train") or {}
+    slots = np.array(views["slots"])
+    committed = slots[:, STATE] == COMMITTED
+    priorities = views.get(TRAIN + "priorities")
+    leaves = np.array(views[TRAIN + "sums"][: len(slots) if priorities is None else len(priorities)])
+    draws = views.get(TRAIN + "draws")
+    counted = None
+    if draws is not None:
+        chosen = np.nonzero(leaves > 0)[0]
+        if priorities is None and known["unit"] == "step":
+            chosen = _admitted_rows(slots[chosen], known["anchors"])
+        counted = np.array(draws[chosen])
+    drawable = leaves > 0
+    return Distribution(
+        store.table,
+        known.get("kind", ""),
+        known.get("unit", ""),
+        int(committed.sum()),
+        int(slots[committed, NUM_STEPS].sum()),
+        leaves[drawable].astype(np.float64),
+        None if priorities is None else np.array(priorities[drawable]),
+        counted,
+    )
+
+
+def _admitted_rows(records: np.ndarray, anchors: list[int]) -> np.ndarray:
+    rows, steps, owner = rows_of(records)
+    return np.asarray(rows[AnchorRule(*anchors).admits(steps, records[owner, NUM_STEPS])])
+
+
+# ---- saved ---------------------------------------------------------------------------------------
+
+
+def saved_tables(folder: Path) -> list[Path]:
+    """Return the folders of saved tables in a checkpoint's tag, its gear folder, or a table's own."""
+    if (folder / MANIFEST).is_file():
+        return [folder]
+    return sorted(path.parent for pattern in ("*", "gear/*") for path in folder.glob(f"{pattern}/{MANIFEST}"))
+
+
+def of_saved(folder: Path) -> Distribution:
+    """Read the distribution of a saved table.
+
+    Raises:
+        CheckpointError: A file is missing or changed, or nothing was sampled.
+    """
+    try:
+        schema = Schema.from_json(json.loads((folder / MANIFEST).read_text())["schema"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(str(folder / MANIFEST), "must be readable", None, str(error)) from error
+    manifest = check_saved(folder, schema)
+    known = manifest.get("train") or {}
+
+    def saved(name: str) -> np.ndarray | None:
+        path = folder / name
+        return np.load(path) if path.name in manifest["files"] else None
+
+    slots, priorities = saved("slots.npy"), saved("stream.train.priorities.npy")
+    leaves, draws = saved("stream.train.leaves.npy"), saved("stream.train.draws.npy")
+    bases, alpha = saved("stream.train.bases.npy"), saved("stream.train.alpha.npy")
+    if priorities is not None:
+        assert bases is not None
+        assert alpha is not None
+        drawable, num_trajectories = priorities > 0, len(bases)
+        masses = _masses(priorities[drawable], float(alpha[0]) / ONE_Q62)
+        counted = None if draws is None else draws[drawable]
+    elif leaves is not None:
+        drawable, num_trajectories = leaves > 0, len(leaves)
+        masses, counted = leaves[drawable].astype(np.float64), None
+        if draws is not None and known["unit"] == "step":
+            assert slots is not None
+            counted = _counts_of_steps(draws, slots, drawable, known["anchors"])
+        elif draws is not None:
+            counted = draws[drawable]
+    else:
+        raise CheckpointError(str(folder), "must be of a table that is sampled", None)
+    committed = None if slots is None else slots[:, STATE] == COMMITTED
+    return Distribution(
+        folder.name,
+        known.get("kind", ""),
+        known.get("unit", ""),
+        num_trajectories if committed is None else int(committed.sum()),
+        None if slots is None or committed is None else int(slots[committed, NUM_STEPS].sum()),
+        masses,
+        None if priorities is None else priorities[drawable],
+        counted,
+    )
+
+
+def _counts_of_steps(
+    draws: np.ndarray, slots: np.ndarray, drawable: np.ndarray, anchors: list[int]
+) -> np.ndarray:
+    """Return the counters of the admitted steps; they are saved trajectory by trajectory."""
+    _, steps, owner = rows_of(slots)
+    admitted = AnchorRule(*anchors).admits(steps, slots[owner, NUM_STEPS])
+    return np.asarray(draws[admitted & drawable[owner]])
+
+
+def _masses(priorities: np.ndarray, alpha: float) -> np.ndarray:
+    """Return priority ** alpha in units of 2^-24, to the precision of float64."""
+    masses = np.rint(priorities.astype(np.float64) ** alpha * 2.0**MASS_BITS)
+    return np.clip(masses, 1, 2.0**MOST_MASS_BITS)

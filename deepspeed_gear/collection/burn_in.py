@@ -1,0 +1,69 @@
+"""Burn-in: which steps of windows learn, and which only warm up a recurrent state.
+
+Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", ICLR 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.config.burn_in import first_step
+from deepspeed_gear.ops.constants import ALIGN_LEFT, ALIGN_RIGHT, R_ANCHOR, R_NUM_STEPS
+from deepspeed_gear.ops.reference.collect import bounds
+
+
+@dataclass(frozen=True)
+class BurnIn:
+    """Where the steps that learn begin.
+
+    Args:
+        begin: First step that learns, relative to the anchor.
+        windows: The fields with a time axis, by name.
+    """
+
+    begin: int
+    windows: Mapping[str, ResolvedField]
+
+    @classmethod
+    def of(
+        cls, config: GearConfig, fields: Sequence[ResolvedField], needed: Sequence[ResolvedField]
+    ) -> BurnIn | None:
+        """Return the burn-in of a config; None without.
+
+        Args:
+            config: The config.
+            fields: Of a whole batch: the earliest of their windows begins the sequence.
+            needed: Those that this rank collects, with its parts of them.
+        """
+        if config.burn_in == 0:
+            return None
+        windows = {field.name: field for field in needed if field.length is not None}
+        return cls(first_step(fields) + config.burn_in, windows)
+
+    def learns(self, name: str, mask: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
+        """Return which steps of a field learn: the real ones behind the burn-in.
+
+        Args:
+            name: Of the field.
+            mask: Where it is real. [B, T] or [B], bool.
+            records: Resolutions. [B, 8], int64.
+        Returns:
+            As `mask`; the mask itself for a field without a time axis.
+        """
+        field = self.windows.get(name)
+        if field is None:
+            return mask
+        places = torch.arange(mask.shape[1], device=mask.device) + field.part_first
+        offset = int(field.offset)
+        if field.align == "in_place":
+            return mask & (places >= self.begin - offset)
+        assert field.length is not None
+        rows = records[:, R_NUM_STEPS] + int(field.column is not None and field.column.rows == "T+1")
+        align = ALIGN_LEFT if field.align == "left" else ALIGN_RIGHT
+        span = bounds(offset, field.length, align, records[:, R_ANCHOR], rows)
+        steps = (span.begin - span.place - records[:, R_ANCHOR])[:, None] + places
+        return mask & (steps >= self.begin)

@@ -1,0 +1,206 @@
+"""Hindsight relabelling: which samples get a goal that their own trajectory has achieved, and which one.
+
+Two words are drawn for each sample, keyed by its number: so the goals are the same on any number of ranks.
+
+Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from deepspeed_gear.config import HindsightConfig
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import (
+    FOR_GOAL,
+    FOR_RELABELLING,
+    ONE_Q62,
+    R_ANCHOR,
+    R_NUM_STEPS,
+    R_NUMBER,
+)
+
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64).reshape(2, 1, 1)
+Words = tuple[np.ndarray, ...]  # four quarters of random words, the highest first. [..., n] each, uint64
+
+
+class Goals:
+    """Draws the goals of a stream's samples. Stateless.
+
+    Args:
+        config: Strategy and fraction.
+        seed: Of the run.
+        key: Of the stream.
+        final_row: 1 where the achieved goals have T+1 rows, 0 where they have T.
+    """
+
+    def __init__(self, config: HindsightConfig, seed: int, key: int, final_row: int) -> None:
+        self._rows_of: Callable[[np.ndarray, np.ndarray, Words], tuple[np.ndarray, np.ndarray]]
+        self._rows_of = {"future": _future, "final": _final, "episode": _episode}[config.strategy]
+        self._below = np.uint64(int(config.fraction * ONE_Q62))  # exact: a power of two
+        self._seed, self._key, self._final_row = seed, key, final_row
+        self._purposes = np.array([[FOR_RELABELLING], [FOR_GOAL]], np.uint64)
+
+    def draw(self, records: torch.Tensor) -> torch.Tensor:
+        """Return the row of the achieved goals that each sample's goal is from, -1 for its own goal.
+
+        Args:
+            records: Resolutions. [B, 8], int64.
+        Returns:
+            [B], int64.
+        """
+        words = records.numpy()
+        drawn = philox(self._seed, words[:, R_NUMBER].astype(np.uint64), self._key, self._purposes)
+        chosen = ((drawn[0][0] << _SHIFT | drawn[1][0]) >> np.uint64(2)) < self._below
+        rows = words[:, R_NUM_STEPS] + self._final_row
+        goal, exists = self._rows_of(words[:, R_ANCHOR], rows, tuple(word[1] for word in drawn))
+        return torch.from_numpy(np.where(chosen & exists, goal, -1))
+
+
+@dataclass(frozen=True)
+class GoalField:
+    """Where the goals of one field come from and go to.
+
+    Args:
+        out: Index of the field's tensor.
+        mask: Index of its mask, which no other field shares.
+        column: The achieved goals. [rows, *shape].
+        source: The op's code for their rows.
+        shift: Of the field's conversion.
+        gain: Likewise.
+        shape: Of a row.
+        dtype: In the batch.
+    """
+
+    out: int
+    mask: int
+    column: torch.Tensor
+    source: int
+    shift: torch.Tensor
+    gain: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class GoalRows:
+    """Collects the drawn rows of all goals of a batch in one call of `gather_`. Not thread-safe.
+
+    Args:
+        fields: The goals.
+        ops: The ops.
+        num_samples: B.
+        threads: Of one call.
+    """
+
+    def __init__(self, fields: Sequence[GoalField], ops: Ops, num_samples: int, threads: int) -> None:
+        self._fields, self._gather, self._threads = fields, ops.gather_, threads
+        self._rows = [torch.zeros(num_samples, *field.shape, dtype=field.dtype) for field in fields]
+        self._spec: list[int] = []
+        for field in fields:  # one step at the anchor, moved by the vector of steps; no mask
+            elements = int(np.prod(field.shape, dtype=np.int64))
+            self._spec += [field.source, 0, 1, 0, 1, 0, elements, -1, 0, 1]
+
+    def fill(
+        self,
+        outs: Sequence[torch.Tensor],
+        masks: Sequence[torch.Tensor],
+        counters: torch.Tensor,
+        records: torch.Tensor,
+        goal_step: torch.Tensor,
+    ) -> None:
+        """Put the drawn rows over the goals of relabelled samples.
+
+        Args:
+            outs: Every field's tensor. [B, ...].
+            masks: Of the batch.
+            counters: As `gather_`.
+            records: Resolutions. [B, 8], int64.
+            goal_step: As `Goals.draw` returns it. [B], int64.
+        """
+        chosen = (goal_step >= 0).nonzero().view(-1)
+        if not len(chosen):
+            return
+        some = records[chosen]
+        rows = [tensor[: len(chosen)] for tensor in self._rows]
+        self._gather(
+            rows,
+            [],
+            counters,
+            [field.column for field in self._fields],
+            [field.shift for field in self._fields],
+            [field.gain for field in self._fields],
+            some,
+            goal_step[chosen] - some[:, R_ANCHOR],
+            self._spec,
+            [0.0] * len(rows),
+            self._threads,
+        )
+        for field, values in zip(self._fields, rows, strict=True):
+            outs[field.out].index_copy_(0, chosen, values)
+            masks[field.mask].index_fill_(0, chosen, True)
+
+
+def _future(anchor: np.ndarray, rows: np.ndarray, words: Words) -> tuple[np.ndarray, np.ndarray]:
+    later = rows - 1 - anchor
+    return anchor + 1 + below(words, later), later > 0
+
+
+def _final(anchor: np.ndarray, rows: np.ndarray, words: Words) -> tuple[np.ndarray, np.ndarray]:
+    del words
+    return rows - 1, np.ones(len(anchor), bool)
+
+
+def _episode(anchor: np.ndarray, rows: np.ndarray, words: Words) -> tuple[np.ndarray, np.ndarray]:
+    return below(words, rows), np.ones(len(anchor), bool)
+
+
+def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) -> Words:
+    """Make a random word of 128 bits for each number and purpose, as `ops.reference.philox` does, but fast.
+
+    Args:
+        seed: The key, 64 bits.
+        numbers: [n], uint64.
+        stream: 32 bits.
+        purposes: [p, 1], uint64.
+    Returns:
+        Quarters of the words. [p, n] each.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
+    """
+    shape = np.broadcast_shapes(numbers.shape, purposes.shape)
+    even, odd = np.empty((2, *shape), np.uint64), np.empty((2, *shape), np.uint64)  # words 0 and 2, 1 and 3
+    even[0], even[1], odd[0], odd[1] = numbers & _LOW, stream & 0xFFFFFFFF, numbers >> _SHIFT, purposes
+    for keys in _round_keys(seed):
+        product = even * _MULTIPLIERS
+        even = (product >> _SHIFT)[::-1] ^ odd
+        even ^= keys
+        odd = product[::-1] & _LOW
+    return odd[0], even[0], odd[1], even[1]
+
+
+@lru_cache(maxsize=8)
+def _round_keys(seed: int) -> list[np.ndarray]:
+    """Return the keys of the rounds. [2, 1, 1] each, uint64."""
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    rounds = [((low + i * 0x9E3779B9) & 0xFFFFFFFF, (high + i * 0xBB67AE85) & 0xFFFFFFFF) for i in range(10)]
+    return [np.array(keys, np.uint64).reshape(2, 1, 1) for keys in rounds]
+
+
+def below(words: Words, totals: np.ndarray) -> np.ndarray:
+    """Return floor(word * total / 2^128): uniform below each total up to 2^-96 relative. [n], int64.
+
+    Args:
+        words: Quarters of the words, the highest first. [n] each.
+        totals: In [0, 2^32). [n], int64.
+    """
+    total, carry = totals.astype(np.uint64), np.zeros(len(totals), np.uint64)
+    for quarter in reversed(words):
+        carry = (quarter * total + carry) >> _SHIFT
+    return carry.astype(np.int64)

@@ -1,0 +1,199 @@
+"""What a Replay is made of, and how all its ranks build it together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from deepspeed_gear.collection.burn_in import BurnIn
+from deepspeed_gear.collection.prefetch import Prefetcher
+from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
+from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.parallel.plan import Needs, needs_of
+from deepspeed_gear.parallel.topology import Place, Topology
+from deepspeed_gear.replay import setup
+from deepspeed_gear.replay.maker import BatchMaker
+from deepspeed_gear.replay.relabelling import Relabelling
+from deepspeed_gear.replay.samplers import mixture_of, stream_specs
+from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
+from deepspeed_gear.replay.status import Status
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.mixture import Mixture
+from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
+from deepspeed_gear.store.table import Table
+
+Turns = Literal["micro", "global", "schedule"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks have agreed on before there is a store."""
+
+    exchange: Exchange
+    config: GearConfig
+    ops: Ops
+    topology: Topology
+    info: BatchInfo
+    datasets: dict[str, Dataset]
+    schemas: dict[str, Schema]
+    fields: list[ResolvedField]
+    needs: Needs
+
+    @property
+    def splits(self) -> dict[str, dict[str, float]]:
+        """Split of each sampled table."""
+        return {t: setup.split_of(self.config, t, self.datasets) for t in self.config.sampled_tables}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The stores that this rank is attached to, and what reads them.
+
+    Args:
+        plan: What was agreed on.
+        tables: By name.
+        streams: Of each sampled table, by name.
+        mixture: How many samples come from each table; None for one.
+        status: Turns of ranks that train together; None where nobody waits for another.
+        maker: What collects.
+    """
+
+    plan: Plan
+    tables: dict[str, Table]
+    streams: dict[str, dict[str, Stream]]
+    mixture: Mixture | None
+    status: Status | None
+    maker: BatchMaker
+
+    @property
+    def train(self) -> list[Stream]:
+        """The training stream of each sampled table."""
+        return _train(self.plan.config, self.streams)
+
+    @property
+    def all_streams(self) -> list[Stream]:
+        return [stream for streams in self.streams.values() for stream in streams.values()]
+
+    def leave_inner_stage(self) -> None:
+        """Let nobody wait for this rank's reading where it reads nothing."""
+        if not self.plan.topology.place.reads:
+            for stream in self.all_streams:
+                stream.leave()
+
+
+def agree_on(
+    config: Mapping[str, Any] | GearConfig | str | Path,
+    process_group: Any,
+    schemas: Mapping[str, Schema] | None,
+    info: BatchInfo | None,
+    place: Place | None,
+) -> Plan:
+    """Read config and data on every rank and compare. Collective; the arguments are those of `Replay`.
+
+    Raises:
+        ConfigError, DataError, BuildError: On every rank.
+    """
+    exchange = Exchange(process_group)
+    agree = exchange.agree
+    checked = setup.read_config(exchange, agree("reading the config", lambda: setup.section_of(config)))
+    ops = agree("loading the ops", lambda: load_backend(checked.backend))
+    here = place or Place(exchange.rank, exchange.world_size)
+    topology = Topology.discover(exchange, here)
+    sizes = info or agree("the batch sizes", lambda: setup.batch_info(checked, here.data_world))
+    if info is not None:
+        agree("the batch sizes", lambda: refuse_batch_sizes(checked))
+    setup.compare_placement(exchange, checked)
+    datasets = setup.open_data(exchange, checked)
+    known = agree("the schemas", lambda: setup.schemas_of(checked, datasets, schemas))
+    fields = agree("the fields", lambda: setup.fields_of(checked, known, datasets))
+    needs = agree("the fields", lambda: needs_of(here, checked, fields))
+    return Plan(exchange, checked, ops, topology, sizes, datasets, known, fields, needs)
+
+
+def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device) -> Parts:
+    """Create or attach the node's stores, and make what reads them. Collective.
+
+    Args:
+        plan: What was agreed on.
+        turns: Where ranks wait for each other; None: nowhere.
+        engine_dtype: What `"as": "engine"` means.
+        device: Where batches go.
+    Raises:
+        ConfigError, StoreError: On every rank, before anything is left behind.
+    """
+    config, topology, exchange = plan.config, plan.topology, plan.exchange
+    specs = setup.table_specs(config, plan.schemas, plan.datasets, plan.fields, topology.num_peers)
+    mixture, splits = mixture_of(config, plan.info, plan.ops), plan.splits
+
+    def streams_of(table: str) -> list[StreamSpec]:
+        dataset, split = plan.datasets.get(table), splits[table]
+        return stream_specs(config, table, plan.fields, split, plan.info, dataset, mixture)
+
+    sampled = config.sampled_tables
+    wanted = exchange.agree("the sampler", lambda: {table: streams_of(table) for table in sampled})
+    tables, streams = setup.attach_tables(exchange, topology, config, plan.ops, specs, wanted)
+    status = None
+    if turns is not None:
+        table = tables[sampled[0]]
+        status = Status(table, topology, turns != "schedule", config.timeout_s)
+    try:
+        train = _train(config, streams)
+        maker = exchange.agree("the fields", lambda: _maker(plan, train, engine_dtype, device))
+    except BaseException:
+        release([], [s for each in streams.values() for s in each.values()], tables, exchange, status)
+        raise
+    parts = Parts(plan, tables, streams, mixture, status, maker)
+    parts.leave_inner_stage()
+    return parts
+
+
+def _train(config: GearConfig, streams: Mapping[str, Mapping[str, Stream]]) -> list[Stream]:
+    return [streams[table][TRAIN] for table in config.sampled_tables]
+
+
+def _maker(plan: Plan, train: list[Stream], engine_dtype: torch.dtype, device: torch.device) -> BatchMaker:
+    config, fields, mine = plan.config, plan.fields, plan.needs.fields
+    statistics: Mapping[str, ColumnStatistics] = {}
+    dataset = setup.statistics_source(config, plan.datasets)
+    if dataset is not None and any(field.normalize for field in mine):
+        split = next(split for table, split in plan.splits.items() if table in plan.datasets)
+        same = dict(dataset.split) == split
+        statistics = dataset.statistics if same else statistics_of(dataset, split)
+    return BatchMaker(
+        config,
+        plan.needs,
+        train,
+        statistics,
+        plan.info,
+        engine_dtype,
+        device,
+        Relabelling(config, fields, mine),
+        BurnIn.of(config, fields, mine),
+    )
+
+
+def release(
+    prefetch: list[Prefetcher[Any]],
+    streams: list[Stream],
+    tables: dict[str, Table],
+    exchange: Exchange,
+    status: Status | None,
+) -> None:
+    """Stop what runs and detach from the stores."""
+    if status is not None:
+        status.end()
+    for stream in streams:
+        stream.stopped = True
+    for prefetcher in prefetch:
+        prefetcher.stop()
+    for table in tables.values():
+        table.close()
+    exchange.close()

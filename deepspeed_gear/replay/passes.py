@@ -1,0 +1,60 @@
+"""Passes over evaluation splits: every item once, on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.replay.parts import Parts
+from deepspeed_gear.replay.sizes import TRAIN
+from deepspeed_gear.selection.cut import EPOCH_SIZE, PASS_SHIFT
+from deepspeed_gear.selection.stream import Stream
+
+
+class Passes:
+    """The passes of a Replay. Main thread only."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.begun: dict[str, int] = {}  # by split
+
+    def batches(self, split: str, check: Callable[[], None]) -> Iterator[Batch]:
+        """Begin a pass; return its batches.
+
+        Args:
+            split: Its name.
+            check: Called before each batch.
+        Raises:
+            ConfigError: There is no such split.
+        """
+        found, number = self._streams(split), self.begun.get(split, 0)
+        self.begun[split] = number + 1
+        return chain.from_iterable(self._pass(stream, number, check) for stream in found)
+
+    def num_batches(self, split: str) -> int:
+        """Return the batches of a rank in a pass.
+
+        Raises:
+            ConfigError: There is no such split.
+        """
+        return sum(-(-stream.masses.total // stream.spec.batch) for stream in self._streams(split))
+
+    def _streams(self, split: str) -> list[Stream]:
+        by_table = self._parts.streams.values()
+        found = [streams[split] for streams in by_table if split in streams]
+        if not found or split == TRAIN:
+            known = dict.fromkeys(name for streams in by_table for name in streams)
+            raise ConfigError("stream", f"must be one of {', '.join(known)}", split, "give gear.data.split")
+        return found
+
+    def _pass(self, stream: Stream, number: int, check: Callable[[], None]) -> Iterator[Batch]:
+        place, index, num_batches = self._parts.plan.topology.place, 0, 1
+        while index < num_batches:
+            check()
+            cut = stream.take(number << PASS_SHIFT | index)
+            size = int(cut.head[EPOCH_SIZE])
+            num_batches = -(-size // stream.spec.batch)
+            yield self._parts.maker.make(stream, cut, place.data_rank, place.data_world, size)
+            index += 1

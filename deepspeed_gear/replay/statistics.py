@@ -1,0 +1,168 @@
+"""What a Replay tells about its store, and about what its training stream draws."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_GENERATION, R_ID, R_SLOT
+from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
+from deepspeed_gear.selection.draws import Recent, recent_cuts
+from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.table import BORN, GENERATION, NEXT_ID, Table
+
+Cuts = list[tuple[Stream, Recent]]  # of one global batch: one a table
+
+
+def of_store(tables: Sequence[Table]) -> dict[str, int]:
+    """Return the sizes of the sampled tables."""
+    return {
+        "trajectories": sum(table.num_trajectories for table in tables),
+        "steps": sum(table.num_steps for table in tables),
+        "store_bytes": sum(table.memory.num_bytes for table in tables),
+        "huge_bytes": sum(table.memory.huge_bytes for table in tables),
+        "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
+    }
+
+
+def of_priorities(streams: Sequence[Stream]) -> dict[str, int]:
+    """Return how many reports were applied, ignored and clamped; nothing without priorities."""
+    found: Counter[str] = Counter()
+    for stream in streams:
+        if isinstance(stream.masses, PriorityMasses):
+            found.update(stream.masses.statistics())
+    return dict(found)
+
+
+def of_last_batch(streams: Sequence[Stream]) -> dict[str, float]:
+    """Return what is cheap to know about the newest global batch; nothing before the first one.
+
+    Returns:
+        `effective_samples`, `duplicates` and `age` (mean, in trajectories), as in `of_selection`.
+    """
+    batches = _batches(streams, 1)
+    if not batches:
+        return {}
+    ages = np.concatenate([_ages(stream, cut) for stream, cut in batches[0]])
+    found = {"effective_samples": _effective(batches[0]), "duplicates": _duplicates(batches[0])}
+    return {**found, "age": float(ages.mean())}
+
+
+def of_selection(streams: Sequence[Stream]) -> dict[str, Any]:
+    """Return how the training stream draws, over the cuts that are still in its ring.
+
+    Args:
+        streams: The training stream of each sampled table.
+    Returns:
+        `effective_samples`: (sum w)^2 / sum w^2 of the importance weights, as a part of the global batch;
+        `duplicates`: part of the samples whose item the same global batch holds already; both as means over
+        the latest global batches, None before the first one. And by table, under `drawn`, the ages of what
+        was drawn, the histogram of priorities and how often items were drawn.
+    Cost: one pass over the priorities and counters.
+    """
+    batches = _batches(streams, max(stream.spec.depth for stream in streams))
+    return {
+        "effective_samples": _mean([_effective(batch) for batch in batches]),
+        "duplicates": _mean([_duplicates(batch) for batch in batches]),
+        "drawn": {
+            stream.table.spec.name: {
+                "age": _age(stream, [batch[index][1] for batch in batches]),
+                "priorities": _histogram(stream),
+                "draws": _draws(stream),
+            }
+            for index, stream in enumerate(streams)
+        },
+    }
+
+
+def _batches(streams: Sequence[Stream], most: int) -> list[Cuts]:
+    """Return the latest global batches of which every table's cut is known, the newest first."""
+    cuts = [{cut.key: cut for cut in recent_cuts(s.spec, s.table, most)} for s in streams]
+    keys = set.intersection(*(set(known) for known in cuts))
+    return [
+        [(stream, known[key]) for stream, known in zip(streams, cuts, strict=True)]
+        for key in sorted(keys, reverse=True)
+    ]
+
+
+def _effective(batch: Cuts) -> float:
+    """Source: Kish, "Survey Sampling", 1965, section 8.2."""
+    weight = torch.cat([_weights(stream, cut) for stream, cut in batch]).double()
+    return float(weight.sum() ** 2 / (weight**2).sum() / max(len(weight), 1))
+
+
+def _weights(stream: Stream, cut: Recent) -> torch.Tensor:
+    weight = torch.ones(len(cut.records))
+    if stream.spec.priorities is not None and len(cut.records):
+        head = cut.head
+        stream.ops.importance_(weight, cut.records, head[NUMERATOR], head[DIVISOR], head[EXPONENT])
+    return weight
+
+
+def _duplicates(batch: Cuts) -> float:
+    total = sum(len(cut.records) for _, cut in batch)
+    different = sum(len(np.unique(_items(stream, cut))) for stream, cut in batch)
+    return 1 - different / max(total, 1)
+
+
+def _items(stream: Stream, cut: Recent) -> np.ndarray:
+    records = cut.records.numpy()
+    steps = stream.spec.rule.unit == "step"
+    return np.asarray(records[:, R_FIRST_ROW] + records[:, R_ANCHOR] if steps else records[:, R_ID])
+
+
+def _ages(stream: Stream, cut: Recent) -> np.ndarray:
+    newest = int(stream.table.control[NEXT_ID]) - 1
+    return np.asarray(newest - cut.records.numpy()[:, R_ID])
+
+
+def _age(stream: Stream, cuts: Sequence[Recent]) -> dict[str, Any] | None:
+    """Return mean and largest age in trajectories behind the newest one, and in global batches."""
+    ages = np.concatenate([_ages(stream, cut) for cut in cuts] or [np.empty(0, np.int64)])
+    if not len(ages):
+        return None
+    found: dict[str, Any] = {"trajectories": _mean_and_max(ages), "batches": None}
+    if stream.table.spec.dataset is None:
+        born = np.concatenate([_batches_since(stream, cut) for cut in cuts])
+        found["batches"] = _mean_and_max(born) if len(born) else None
+    return found
+
+
+def _batches_since(stream: Stream, cut: Recent) -> np.ndarray:
+    """Return how many global batches after its commit each trajectory was drawn, unless it is gone."""
+    records = cut.records.numpy()
+    slots = stream.table.slots[records[:, R_SLOT]]
+    there = slots[:, GENERATION] == records[:, R_GENERATION]
+    return np.asarray(np.maximum(cut.key - slots[there, BORN], 0))
+
+
+def _histogram(stream: Stream) -> dict[int, int] | None:
+    """Count the priorities of the items that can be drawn: k stands for [2^k, 2^(k+1))."""
+    if not isinstance(stream.masses, PriorityMasses):
+        return None
+    values = stream.masses.values[stream.masses.leaves > 0]
+    bins, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
+    return dict(zip(bins.tolist(), counts.tolist(), strict=True))
+
+
+def _draws(stream: Stream) -> dict[str, float] | None:
+    """Return mean, maximum, and the fraction of items that were never drawn, of those that can be."""
+    if stream.draws is None:
+        return None
+    counts = stream.draws.drawable(stream.masses)
+    if not len(counts):
+        return None
+    return {**_mean_and_max(counts), "never": float((counts == 0).mean())}
+
+
+def _mean_and_max(values: np.ndarray) -> dict[str, float]:
+    return {"mean": float(values.mean()), "max": float(values.max())}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

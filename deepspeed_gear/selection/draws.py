@@ -1,0 +1,118 @@
+"""How often each item was drawn: counters in the store, and what the latest cuts hold."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_SLOT
+from deepspeed_gear.selection.cut import COUNT, CUT_WORDS, KEY, NOTHING, StreamSpec
+from deepspeed_gear.selection.masses import Masses
+from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.spec import TableSpec
+from deepspeed_gear.store.table import FIRST_ROW, NUM_ROWS, NUM_STEPS, Table
+
+_ONE = np.int32(1)  # of the counters' type: a plain 1 takes a hundred times as long
+
+
+class Draws:
+    """A counter for each trajectory, or for each row where items are steps.
+
+    A process that dies inside a cut may lose that cut's counts, or have it counted twice: nothing depends on
+    them.
+
+    Process safety: every method wants the table's lock; reading without it may see a part of a cut.
+
+    Args:
+        spec: The stream, with `count_draws`.
+        table: Its table.
+    """
+
+    def __init__(self, spec: StreamSpec, table: Table) -> None:
+        self.counts: np.ndarray = table.views[spec.at + "draws"]
+        self._table, self._by_step = table, spec.rule.unit == "step"
+
+    @staticmethod
+    def regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
+        """Return what the counters of a stream keep in the store: 4 bytes an item, if they are wanted."""
+        items = table.num_rows if spec.rule.unit == "step" else table.num_slots
+        return [Region(spec.at + "draws", "int32", (items,))] if spec.count_draws else []
+
+    def count(self, records: np.ndarray) -> None:
+        """Count what a cut has drawn.
+
+        Args:
+            records: Resolutions. [B, 8], int64.
+        """
+        if self._by_step:
+            items = records[:, R_FIRST_ROW] + records[:, R_ANCHOR]
+        else:
+            items = np.ascontiguousarray(records[:, R_SLOT])
+        np.add.at(self.counts, items, _ONE)
+
+    def forget(self, slots: np.ndarray) -> None:
+        """Begin anew for slots that hold other trajectories now."""
+        self.counts[self._items(slots)] = 0
+
+    def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the counters of slots."""
+        return {"draws": self.counts[self._items(slots)]}
+
+    def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
+        """Take up what `export` has returned; a checkpoint without counters begins anew."""
+        self.counts[:] = 0
+        if "draws" in content:
+            self.counts[self._items(slots)] = content["draws"]
+
+    def drawable(self, masses: Masses) -> np.ndarray:
+        """Return the counters of the items that can be drawn now. [n], int32."""
+        if isinstance(masses, PriorityMasses) or not self._by_step:
+            return np.asarray(self.counts[masses.leaves > 0])
+        slots = np.nonzero(masses.leaves)[0]
+        records = self._table.slots[slots]
+        rows, steps, owner = rows_of(records)
+        admitted = masses.spec.rule.anchors.admits(steps, records[owner, NUM_STEPS])
+        return np.asarray(self.counts[rows[admitted]])
+
+    def _items(self, slots: np.ndarray) -> np.ndarray:
+        """Return all items of slots, one behind the other. [m], int64."""
+        return rows_of(self._table.slots[slots])[0] if self._by_step else slots
+
+
+def rows_of(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rows of trajectories, one behind the other.
+
+    Args:
+        records: Of the slot table. [n, 8], int64.
+    Returns:
+        Row of the store, step, and index of the trajectory. [m] each, int64.
+    """
+    count = records[:, NUM_ROWS]
+    owner = np.repeat(np.arange(len(records)), count)
+    steps = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
+    return records[owner, FIRST_ROW] + steps, steps, owner
+
+
+class Recent(NamedTuple):
+    """A copy of a cut: its number, its words, and what was drawn. [B, 8], int64."""
+
+    key: int
+    head: list[int]
+    records: torch.Tensor
+
+
+def recent_cuts(spec: StreamSpec, table: Table, most: int) -> list[Recent]:
+    """Return copies of the latest cuts of a stream, the newest first. Takes the lock."""
+    heads, ring = table.views[spec.at + "heads"], table.views[spec.at + "ring"]
+    with table.lock:
+        keys = heads[:, KEY].tolist()
+        entries = sorted((i for i, key in enumerate(keys) if key != NOTHING), key=keys.__getitem__)[-most:]
+        words = [heads[entry, :CUT_WORDS].tolist() for entry in reversed(entries)]
+        rows = [ring[entry].copy() for entry in reversed(entries)]
+    return [
+        Recent(head[KEY], head, torch.from_numpy(records[: head[COUNT]]))
+        for head, records in zip(words, rows, strict=True)
+    ]

@@ -1,0 +1,106 @@
+"""Stores of running processes, for looking at only.
+
+A store has no name once its ranks are attached. What is left are their descriptors: /proc/PID/fd leads to the
+memory as long as a process holds it, for the user that it belongs to. It is mapped read-only and no lock is
+taken, so a reader can neither change nor hold up a run; what it reads may be in the middle of a cut.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from deepspeed_gear.errors import StoreError
+from deepspeed_gear.store.layout import MAGIC, Layout, read_header
+from deepspeed_gear.store.memory import SHM
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class LivingStore:
+    """The store of a table of a run.
+
+    Args:
+        table: Name of the table.
+        processes: Those that hold it.
+        layout: Where everything lies.
+        views: Its regions, read-only; what they hold changes as the run goes on.
+    """
+
+    table: str
+    processes: tuple[int, ...]
+    layout: Layout
+    views: dict[str, np.ndarray]
+
+
+def living_stores(process: int | None = None) -> list[LivingStore]:
+    """Return the stores of this user's other processes, or of one process.
+
+    Raises:
+        StoreError: The process is not there, is another user's, or a store of it cannot be read.
+    """
+    if process is None:
+        found = [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
+        processes = sorted(pid for pid in found if pid != os.getpid())
+    else:
+        processes = [process]
+    holders: dict[tuple[int, int], list[int]] = {}
+    paths: dict[tuple[int, int], Path] = {}
+    for pid in processes:
+        try:
+            for path, identity in _shared_files(pid):
+                paths.setdefault(identity, path)
+                if pid not in holders.setdefault(identity, []):
+                    holders[identity].append(pid)
+        except OSError as error:  # it has ended, or belongs to another user
+            if process is not None:
+                rule = f"must be a running process of user {os.geteuid()}"
+                raise StoreError(f"process {pid}", rule, error.strerror) from error
+    opened = ((_open(path, strict=process is not None), tuple(holders[key])) for key, path in paths.items())
+    return [
+        LivingStore(str(found[0].meaning["table"]), processes, *found)
+        for found, processes in opened
+        if found is not None
+    ]
+
+
+def _shared_files(pid: int) -> Iterator[tuple[Path, tuple[int, int]]]:
+    """Walk the descriptors of a process that are regular files of this user in shared memory."""
+    for path in sorted((_PROC / str(pid) / "fd").iterdir()):
+        try:
+            if not os.readlink(path).startswith(f"{SHM}/"):
+                continue
+            status = path.stat()
+        except FileNotFoundError:  # closed meanwhile
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            yield path, (status.st_dev, status.st_ino)
+
+
+def _open(path: Path, strict: bool) -> tuple[Layout, dict[str, np.ndarray]] | None:
+    """Map a file read-only; None if it is no store."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        size = os.fstat(fd).st_size
+        if os.pread(fd, len(MAGIC), 0) != MAGIC:  # another program's, or not initialised yet
+            return None
+        memory = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    try:
+        layout, _ = read_header(memory, size, str(path))
+    except StoreError:
+        if strict:
+            raise
+        return None  # of another version
+    return layout, layout.views(memory)

@@ -1,0 +1,40 @@
+"""What examples/ddp_prioritized.py promises, seen from inside its workers: ddp_example.py EXAMPLE STEPS."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+spec = importlib.util.spec_from_file_location("ddp_prioritized", sys.argv[1])
+assert spec is not None
+assert spec.loader is not None
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+
+dist.init_process_group("gloo")
+workers, steps = dist.get_world_size(), int(sys.argv[2])
+result, q, batch = example.train(steps, seed=3)
+parts: list[Any] = [None] * workers
+items = list(zip(batch.id.tolist(), batch.anchor.tolist(), strict=True))
+products = (batch.weight.double() * batch.probability).tolist()
+dist.all_gather_object(parts, (result, batch.number.tolist(), items, products, batch.weight.max().item()))
+
+added = sum(part[0]["added"] for part in parts)
+assert {part[0]["trajectories"] for part in parts} == {added}  # len() is of all workers
+numbers = sorted(number for part in parts for number in part[1])
+assert numbers == list(range((steps - 1) * 256, steps * 256))  # each has its part of one global batch
+ids = {item[0] for item in parts[0][2]}
+assert max(ids) >= added // 2, "a worker draws what others have added"
+flat = [product for part in parts for product in part[3]]
+assert max(flat) < min(flat) * (1 + 1e-5)  # beta has reached 1: weight ~ 1 / probability over all workers
+assert max(part[4] for part in parts) == 1.0  # and the largest weight of the global batch is 1
+weights = torch.cat([parameter.detach().flatten() for parameter in q.parameters()])
+same = weights.clone()
+dist.broadcast(same, 0)
+assert torch.equal(same, weights)
+dist.barrier()
+dist.destroy_process_group()

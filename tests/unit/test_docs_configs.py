@@ -1,0 +1,84 @@
+"""The configs in docs/hindsight.md and docs/recurrent.md run, and give what these pages say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import config_of
+
+from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear.errors import ShapeError
+
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (3,), "observation", "T+1"),
+        Column("achieved_goal", "float32", (2,), "other", "T+1"),
+        Column("desired_goal", "float32", (2,), "other", "1"),
+        Column("action", "int64", (), "action"),
+        Column("reward", "float32", (), "reward"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("state", "float32", (4,)),
+    ]
+)
+
+
+def trajectory(number: int, steps: int) -> dict[str, Any]:
+    codes = 1000.0 * number + np.arange(steps + 1, dtype=np.float32)
+    return {
+        "observation": np.stack([codes] * 3, 1),
+        "achieved_goal": np.stack([codes] * 2, 1),
+        "desired_goal": np.full(2, -1, np.float32),
+        "action": np.zeros(steps, np.int64),
+        "reward": np.zeros(steps, np.float32),
+        "terminated": np.zeros(steps, bool),
+        "state": np.stack([codes[:-1]] * 4, 1),
+    }
+
+
+def config_in(page: Path) -> dict[str, Any]:
+    (block,) = re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)
+    found: dict[str, Any] = json.loads("{" + block + "}")
+    return found
+
+
+def replay_of(section: dict[str, Any]) -> Replay:
+    replay = Replay(config_of(batch_size=64, **section), schemas={"main": SCHEMA})
+    for number in range(20):
+        replay.add(trajectory(number, 5 + 4 * number))
+    return replay
+
+
+def test_hindsight(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = checkout / "docs" / "hindsight.md"
+    code = re.search(r"```python\n(def reward.*?)```", page.read_text(), re.DOTALL)
+    assert code is not None
+    (tmp_path / "my_task.py").write_text(f"import torch\n{code[1]}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with replay_of(config_in(page)) as replay:
+        batch = replay.sample()
+        reached = batch.relabelled & (batch.goal_step == batch.anchor + 1)
+        assert torch.equal(batch["reward"], torch.where(reached, 0.0, -1.0))
+        assert (batch["goal"][~batch.relabelled] == -1).all()
+
+
+def test_recurrent(checkout: Path) -> None:
+    with replay_of(config_in(checkout / "docs" / "recurrent.md")) as replay:
+        batch = replay.sample()
+        learns = batch.learns("reward")
+        assert learns.shape == (64, 60)
+        assert not learns[:, :20].any()
+        assert torch.equal(learns[:, 20:], batch.mask["reward"][:, 20:])
+        first = (batch.anchor - 20).clamp(min=0)
+        assert torch.equal(batch["state"][:, 0], (1000 * batch.id + first).float())
+        td = torch.rand(64, 60)
+        td[:, :20] = torch.nan
+        with pytest.raises(ShapeError, match=r'mask must be given .*; as batch.learns\("reward"\)'):
+            replay.update_priorities(batch, td)
+        replay.update_priorities(batch, td, learns)
+        replay.sample()

@@ -1,0 +1,326 @@
+"""Hindsight relabelling: draws, rows, rewards, mixtures and refusals, against a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import config_of
+from scipy import stats
+
+from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
+from deepspeed_gear.collection.hindsight import below, philox
+from deepspeed_gear.errors import ConfigError, ShapeError
+from deepspeed_gear.ops import reference
+from deepspeed_gear.ops.constants import FOR_GOAL, FOR_RELABELLING, ONE_Q62
+from deepspeed_gear.parallel.plan import needs_of
+from deepspeed_gear.parallel.topology import Place
+from deepspeed_gear.selection.rules import key_of
+
+COLUMNS = [
+    Column("observation", "float32", (2,), "observation", "T+1"),
+    Column("achieved", "float32", (2,), "other", "T+1"),
+    Column("next_achieved", "float32", (2,)),
+    Column("desired", "float32", (2,), "other", "1"),
+    Column("desired_steps", "float32", (2,), "other", "T+1"),
+    Column("reward", "float32", (), "reward"),
+    Column("small", "float32", (1,)),
+]
+SCHEMA = Schema(COLUMNS)
+GOAL = {"column": "desired", "hindsight": "achieved"}
+
+
+def trajectory(number: int, steps: int) -> dict[str, Any]:
+    codes = 1000.0 * number + np.arange(steps + 1, dtype=np.float32)
+    both = np.stack([codes, -codes], axis=1)
+    return {
+        "observation": both,
+        "achieved": both + 0.5,
+        "next_achieved": both[1:] + 0.5,
+        "desired": np.full(2, -1.0 - number, np.float32),
+        "desired_steps": both + 0.25,
+        "reward": np.zeros(steps, np.float32),
+        "small": np.zeros((steps, 1), np.float32),
+    }
+
+
+LENGTHS = (1, 2, 3, 7, 12)
+
+
+def replay_of(schema: Schema = SCHEMA, lengths: tuple[int, ...] = LENGTHS, **options: Any) -> Replay:
+    section = {"batch_size": 64, "hindsight": {}, "fields": {"goal": GOAL}, **options}
+    replay = Replay(config_of(**{"sampler": {"unit": "step"}, **section}), schemas={"main": schema})
+    for number, steps in enumerate(lengths):
+        replay.add(trajectory(number, steps))
+    return replay
+
+
+def oracle(batch: Batch, index: int, section: dict[str, Any], final_row: int, key: int) -> int:
+    """Draw one sample's goal with the plain op and Python's integers."""
+    number = torch.tensor([int(batch.number[index])])
+    words = [reference.philox(0, number, key, purpose) for purpose in (FOR_RELABELLING, FOR_GOAL)]
+    high, low = ([int(half) % 2**64 for half in word] for word in zip(*words, strict=True))
+    anchor, rows = int(batch.anchor[index]), int(batch.num_steps[index]) + final_row
+    strategy, fraction = section.get("strategy", "future"), section.get("fraction", 0.8)
+    later = {"future": range(anchor + 1, rows), "final": range(rows - 1, rows), "episode": range(rows)}
+    known = later[strategy]
+    if high[0] >> 2 >= int(fraction * ONE_Q62) or not known:
+        return -1
+    return known[((high[1] << 64 | low[1]) * len(known)) >> 128]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(("column", "final_row"), [("achieved", 1), ("next_achieved", 0)])
+@pytest.mark.parametrize(
+    "section",
+    [{}, {"strategy": "final"}, {"strategy": "episode", "fraction": 0.5}, {"fraction": 1.0}, {"fraction": 0}],
+    ids=str,
+)
+def test_against_a_loop(backend: str, column: str, final_row: int, section: dict[str, Any]) -> None:
+    fields = {
+        "goal": {"column": "desired", "hindsight": column},
+        "next_goal": {"column": "desired_steps", "offset": 1, "hindsight": column, "scale": 2.0},
+        "own": {"column": "desired_steps", "offset": 1},
+        "observation": {},
+    }
+    key, seen = key_of("main", "train"), set()
+    with replay_of(backend=backend, hindsight=section, fields=fields) as replay:
+        for _ in range(4):
+            batch = replay.sample()
+            for i in range(batch.num_samples):
+                number, anchor = int(batch.id[i]), int(batch.anchor[i])
+                step = oracle(batch, i, section, final_row, key)
+                assert batch.goal_step[i] == step
+                assert batch.relabelled[i] == (step >= 0)
+                seen.add(step >= 0)
+                stored = trajectory(number, LENGTHS[number])
+                wanted = stored["desired"] if step < 0 else stored[column][step]
+                assert batch["goal"][i].tolist() == wanted.tolist()
+                behind = 2 * (stored["desired_steps"][anchor + 1] if step < 0 else stored[column][step])
+                assert batch["next_goal"][i].tolist() == behind.tolist()
+                assert batch["own"][i].tolist() == stored["desired_steps"][anchor + 1].tolist()
+                assert batch["observation"][i].tolist() == stored["observation"][anchor].tolist()
+            assert batch.mask["goal"].all()
+    assert True in seen or section.get("fraction") == 0
+    assert False in seen or section.get("fraction") == 1
+
+
+def test_a_relabelled_goal_is_real_where_its_own_would_be_padding() -> None:
+    fields = {"goal": {"column": "small", "offset": 50, "hindsight": "small"}, "other": {"column": "small"}}
+    with replay_of(fields={**fields, "far": {"column": "reward", "offset": 50}}) as replay:
+        batch = replay.sample()
+        assert torch.equal(batch.mask["goal"], batch.relabelled)
+        assert not batch.mask["far"].any()
+        assert 0 < int(batch.relabelled.sum()) < 64
+
+
+def test_words_are_those_of_the_reference() -> None:
+    numbers = torch.cat([torch.arange(50), torch.tensor([2**32 - 1, 2**32, 2**40 + 7])])
+    purposes = (FOR_RELABELLING, FOR_GOAL)
+    seed, stream, totals = 2**63 - 25, 0xFEDCBA98, np.arange(1, 54) ** 5
+    quarters = philox(
+        seed, numbers.numpy().astype(np.uint64), stream, np.array([[p] for p in purposes], "u8")
+    )
+    for index, purpose in enumerate(purposes):
+        high, low = reference.philox(seed, numbers, stream, purpose)
+        words = [q[index].astype(object) for q in quarters]
+        found = [w3 << 96 | w2 << 64 | w1 << 32 | w0 for w3, w2, w1, w0 in zip(*words, strict=True)]
+        whole = [(int(h) % 2**64) << 64 | int(lo) % 2**64 for h, lo in zip(high, low, strict=True)]
+        assert found == whole
+        wanted = [word * int(total) >> 128 for word, total in zip(whole, totals, strict=True)]
+        assert below(tuple(q[index] for q in quarters), totals).tolist() == wanted
+
+
+def test_future_is_uniform_over_the_later_steps() -> None:
+    steps, counts = 9, np.zeros((9, 10), int)
+    with replay_of(lengths=(steps,), batch_size=4096, hindsight={"fraction": 0.7}) as replay:
+        relabelled = total = 0
+        for _ in range(10):
+            batch = replay.sample()
+            chosen = batch.relabelled
+            np.add.at(counts, (batch.anchor[chosen].numpy(), batch.goal_step[chosen].numpy()), 1)
+            relabelled, total = relabelled + int(chosen.sum()), total + batch.num_samples
+    for anchor in range(steps):
+        assert counts[anchor, : anchor + 1].sum() == 0
+        if anchor < steps - 1:
+            assert stats.chisquare(counts[anchor, anchor + 1 :]).pvalue > 1e-3
+    assert stats.binomtest(relabelled, total, 0.7).pvalue > 1e-3
+
+
+# ---- rewards -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two reward functions, importable as the module `her_rewards`."""
+    code = """
+import torch
+
+def reached(batch):
+    distance = (batch["next_achieved_goal"] - batch["goal"]).norm(dim=-1)
+    return torch.where(distance < 0.1, 0.0, -1.0).double()
+
+def wrong(batch):
+    return batch["goal"]
+"""
+    (tmp_path / "her_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+FIELDS = {"goal": GOAL, "next_achieved_goal": {"column": "achieved", "offset": 1}, "reward": {}}
+
+
+@pytest.mark.usefixtures("rewards")
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_program_s_reward(prefetch: int) -> None:
+    section = {"reward": "her_rewards:reached"}
+    with replay_of(hindsight=section, fields=FIELDS, prefetch=prefetch) as replay:
+        replay.transform = lambda batch, keys: batch  # comes behind the rewards
+        batch = replay.sample()
+        reached = batch.relabelled & (batch.goal_step == batch.anchor + 1)
+        assert reached.any()
+        assert torch.equal(batch["reward"], torch.where(reached, 0.0, -1.0))
+        assert batch["reward"].dtype == torch.float32
+
+
+@pytest.mark.usefixtures("rewards")
+def test_refused_rewards() -> None:
+    with (
+        replay_of(hindsight={"reward": "her_rewards:wrong"}, fields=FIELDS) as replay,
+        pytest.raises(ShapeError, match=r"gear.hindsight.reward must return .* field reward \(\[64\]\), got"),
+    ):
+        replay.sample()
+    with pytest.raises(ConfigError, match=r"gear.hindsight.reward must name what can be imported"):
+        replay_of(hindsight={"reward": "her_rewards:absent"}, fields=FIELDS)
+    with pytest.raises(ConfigError, match="must have one field of the reward column to replace, got 'none'"):
+        replay_of(hindsight={"reward": "her_rewards:reached"})
+
+
+# ---- with the rest -------------------------------------------------------------------------------
+
+
+def test_batches_without_hindsight_have_their_own_goals() -> None:
+    with replay_of(hindsight=None, fields={"observation": {}}) as replay:
+        batch = replay.sample()
+        assert not batch.relabelled.any()
+        assert (batch.goal_step == -1).all()
+
+
+def test_evaluation_passes_relabel_alike(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "d", SCHEMA, split={"eval": 0.5}) as writer:
+        for number in range(20):
+            writer.add(trajectory(number, 1 + number))
+    section = config_of(tmp_path / "d", batch_size=8, hindsight={}, fields={"goal": GOAL})
+    with Replay({**section, "sampler": {"unit": "step"}}) as replay:
+        first, second = ([batch.clone() for batch in replay.iterator("eval")] for _ in range(2))
+        assert len(first) == len(second) > 3
+        assert sum(int(batch.relabelled.sum()) for batch in first) > 8
+        key = key_of("main", "eval")
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one.goal_step, other.goal_step)
+            assert torch.equal(one["goal"], other["goal"])
+            assert one.goal_step.tolist() == [oracle(one, i, {}, 1, key) for i in range(8)]
+
+
+def test_clone_keeps_the_goals() -> None:
+    with replay_of() as replay:
+        batch = replay.sample()
+        copy, step = batch.clone(), batch.goal_step.clone()
+        replay.sample()
+        replay.sample()
+        assert torch.equal(copy.goal_step, step)
+        assert torch.equal(copy.part("relabelled"), step >= 0)
+        assert torch.equal(copy.part("goal_step"), step)
+
+
+def test_mixtures() -> None:
+    tables = {name: {"capacity_steps": 100, "capacity_trajectories": 8} for name in "ab"}
+    section = config_of(
+        tables=tables,
+        sampler={
+            "kind": "mixture",
+            "shares": {"a": 0.5, "b": 0.5},
+            "of": {"kind": "uniform", "unit": "step"},
+        },
+        hindsight={},
+        fields={"goal": GOAL},
+        batch_size=40,
+    )
+    with Replay(section, schemas=dict.fromkeys("ab", SCHEMA)) as replay:
+        for number, steps in enumerate(LENGTHS):
+            replay.add(trajectory(number, steps), "a")
+            replay.add(trajectory(number, steps), "b")
+        for _ in range(3):
+            batch = replay.sample()
+            for i in range(40):
+                key = key_of("ab"[int(batch.source[i])], "train")
+                step = oracle(batch, i, {}, 1, key)
+                assert batch.goal_step[i] == step
+                stored = trajectory(int(batch.id[i]), LENGTHS[int(batch.id[i])])
+                wanted = stored["desired"] if step < 0 else stored["achieved"][step]
+                assert batch["goal"][i].tolist() == wanted.tolist()
+
+
+def test_stages_of_a_pipeline_choose_goals_by_name() -> None:
+    pipeline = {"inputs": ["observation", "goal"], "labels": ["reward", "relabelled", "goal_step"]}
+    fields = {"observation": {}, "goal": GOAL, "reward": {}}
+    with replay_of(fields=fields, pipeline=pipeline) as replay:
+        names = [
+            [
+                f.name
+                for f in needs_of(Place(pipe_rank=rank, pipe_world=2), replay.config, replay.fields).fields
+            ]
+            for rank in (0, 1)
+        ]
+        assert names == [["observation", "goal"], ["reward"]]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"hindsight": {"strategy": "past"}}, 'gear.hindsight.strategy must be "future", "final" or "episode"'),
+    (
+        {"hindsight": {"fraction": 1.5}},
+        r"gear.hindsight.fraction must be a finite number in \[0, 1\], got 1.5",
+    ),
+    ({"hindsight": None}, "gear.fields.goal.hindsight must not be given without gear.hindsight"),
+    ({"fields": {"observation": {}}}, 'gear.hindsight must have a field with the option hindsight; "goal"'),
+    ({"fields": {}}, "gear.hindsight must have a field with the option hindsight"),
+    (
+        {"fields": {"goal": {**GOAL, "length": 3}}},
+        "gear.fields.goal.length must not be given for a goal, got 3",
+    ),
+    (
+        {"fields": {"goal": {"derived": "timestep", "hindsight": "achieved"}}},
+        "gear.fields.goal.derived must not be given for a goal",
+    ),
+    ({"n_step": {"n": 2, "gamma": 0.9}}, "gear.hindsight must not be given together with gear.n_step"),
+    (
+        {"fields": {"goal": {"column": "desired", "hindsight": "absent"}}},
+        "gear.fields.goal.hindsight must be a column of the table, got 'absent'; the table has observation",
+    ),
+    (
+        {"fields": {"goal": {"column": "observation", "hindsight": "desired"}}},
+        "gear.fields.goal.hindsight must be a column with a row per step, got 'desired'",
+    ),
+    (
+        {"fields": {"goal": {"column": "desired", "hindsight": "small"}}},
+        r"must have dtype and shape of column desired \(float32\[2\]\), got 'small: float32\[1\]'",
+    ),
+    (
+        {"fields": {"goal": GOAL, "b": {"column": "desired", "hindsight": "next_achieved"}}},
+        r"gear.fields.b.hindsight must have as many rows as column achieved \(T\+1\), got 'next_achieved: T'",
+    ),
+    (
+        {"fields": {"goal": GOAL, "return_to_go": {}}},
+        "gear.fields.return_to_go must not be given with gear.hindsight",
+    ),
+    ({"fields": {"relabelled": GOAL}}, "gear.fields.relabelled must not be named like a part of every batch"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG, ids=range(len(WRONG)))
+def test_refusals(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        replay_of(**options)

@@ -1,0 +1,212 @@
+"""`gear inspect` of saved stores, and of the stores of a real second process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import SCHEMA, config_of, environment, shared_files, trajectory
+
+from deepspeed_gear import Replay
+from deepspeed_gear.cli import inspect
+from deepspeed_gear.cli.distribution import Distribution, histogram, of_living, of_saved, saved_tables
+from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
+from deepspeed_gear.store.living import living_stores
+
+LENGTHS = (1, 2, 5, 9, 14, 3)
+SAMPLERS = {
+    "steps": {"kind": "prioritized", "unit": "step", "alpha": 0.5},
+    "trajectories": {"kind": "prioritized", "alpha": 0.7},
+    "uniform": {"unit": "step", "anchors": {"every": 2}},
+    "length": {"kind": "length"},
+}
+
+PROGRAM = """
+import json, sys
+import torch
+from gear_support import SCHEMA, trajectory
+from deepspeed_gear import Replay
+
+replay = Replay(json.loads(sys.argv[1]), schemas={"main": SCHEMA})
+for number, steps in enumerate(json.loads(sys.argv[2])):
+    replay.add(trajectory(number, steps))
+torch.manual_seed(0)
+for line in sys.stdin:
+    batch = replay.sample()
+    if "prioritized" in sys.argv[1]:
+        replay.update_priorities(batch, 0.1 + 8 * torch.rand(16))
+        replay.sample()
+    masses = replay.streams["train"].masses
+    found = {"draws": replay.statistics()["drawn"]["main"]["draws"]}
+    found["masses"] = masses.leaves[masses.leaves > 0].tolist()
+    if "prioritized" in sys.argv[1]:
+        found["priorities"] = masses.values[masses.leaves > 0].tolist()
+    print(json.dumps(found), flush=True)
+"""
+
+
+def section_of(name: str, **options: Any) -> dict[str, Any]:
+    return config_of(sampler=SAMPLERS[name], batch_size=16, fields={"code": {}}, count_draws=True, **options)
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    inspect.add_arguments(parser)
+    return inspect.run(parser.parse_args(arguments))
+
+
+class Other:
+    """A process that holds a store, and takes a step when it is asked to."""
+
+    def __init__(self, name: str) -> None:
+        arguments = [sys.executable, "-c", PROGRAM, json.dumps(section_of(name)), json.dumps(LENGTHS)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(arguments, env=environment(), stdin=pipe, stdout=pipe, text=True)
+
+    def step(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print("step", file=self.process.stdin, flush=True)
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def end(self) -> None:
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture(params=SAMPLERS)
+def other(request: pytest.FixtureRequest) -> Iterator[Other]:
+    made = Other(request.param)
+    yield made
+    made.end()
+    assert made.process.returncode == 0
+
+
+def check(found: Distribution, known: dict[str, Any]) -> None:
+    """Compare with what the process itself knows."""
+    assert found.masses.tolist() == known["masses"]
+    if "priorities" in known:
+        assert found.priorities is not None
+        assert found.priorities.tolist() == known["priorities"]
+    assert found.draws is not None
+    counted = {"mean": found.draws.mean(), "max": found.draws.max(), "never": (found.draws == 0).mean()}
+    assert counted == pytest.approx(known["draws"])
+
+
+def test_a_living_store(other: Other, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two looks at one run, which goes on between them, and nothing of it is writable."""
+    known = other.step()
+    pid = other.process.pid
+    assert shared_files(config_of()["shared_memory"]["prefix"]) == []  # it has no name any more
+    (store,) = living_stores(pid)
+    assert store.processes == (pid,)
+    assert all(not view.flags.writeable for view in store.views.values())
+    found = of_living(store)
+    assert found is not None
+    assert (found.table, found.num_trajectories, found.num_steps) == ("main", 6, sum(LENGTHS))
+    check(found, known)
+    known = other.step()
+    again = of_living(store)
+    assert again is not None
+    check(again, known)
+    assert run("--living", str(pid), "--plot", str(tmp_path / "a.png")) == 0
+    text = capsys.readouterr().out
+    assert f"table main of process {pid}:" in text
+    assert f"  steps         {sum(LENGTHS)}\n" in text
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    assert run("--living", "--json") == 0
+    stores = [s for s in json.loads(capsys.readouterr().out)["stores"] if s["processes"] == [pid]]
+    assert stores[0]["table"] == "main"
+    assert stores[0]["distribution"] == again.summary()
+    other.step()
+
+
+def test_a_process_that_has_ended(tmp_path: Path) -> None:
+    other = Other("steps")
+    other.step()
+    (store,) = living_stores(other.process.pid)
+    other.process.kill()
+    other.end()
+    assert of_living(store) is not None  # a look outlives the run: it is a map of its own
+    with pytest.raises(StoreError, match=rf"process {other.process.pid} must be a running process of user"):
+        run("--living", str(other.process.pid))
+
+
+def test_a_process_without_a_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert run("--living", str(process.pid)) == 0
+        assert capsys.readouterr().out == "no process of this user holds a store\n"
+        with pytest.raises(StoreError, match="must hold a store that is sampled to be plotted"):
+            run("--living", str(process.pid), "--plot", str(tmp_path / "a.png"))
+        process.kill()
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_saved_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Replay(section_of(name), schemas={"main": SCHEMA}) as replay:
+        for number, steps in enumerate(LENGTHS):
+            replay.add(trajectory(number, steps))
+        replay.remove([1])
+        for _ in range(3):
+            batch = replay.sample()
+            if "alpha" in SAMPLERS[name]:
+                replay.update_priorities(batch, 0.1 + 8 * torch.rand(16))
+        masses = replay.streams["train"].masses
+        known: dict[str, Any] = {"masses": masses.leaves[masses.leaves > 0].tolist()}
+        known["draws"] = replay.statistics()["drawn"]["main"]["draws"]
+        if "alpha" in SAMPLERS[name]:
+            known["priorities"] = masses.values[masses.leaves > 0].tolist()  # type: ignore[attr-defined]
+        replay.save(tmp_path / "tag" / "gear")
+    for folder in (tmp_path / "tag", tmp_path / "tag" / "gear", tmp_path / "tag" / "gear" / "main"):
+        assert saved_tables(folder) == [tmp_path / "tag" / "gear" / "main"]
+    found = of_saved(tmp_path / "tag" / "gear" / "main")
+    assert (found.num_trajectories, found.num_steps) == (5, sum(LENGTHS) - 2)
+    check(found, known)
+    assert run(str(tmp_path / "tag"), "--plot", str(tmp_path / "a.png")) == 0
+    assert "  trajectories  5\n" in capsys.readouterr().out
+    assert run(str(tmp_path / "tag"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tables"] == [found.summary()]
+    with (tmp_path / "tag" / "gear" / "main" / "stream.train.draws.npy").open("r+b") as file:
+        file.seek(130)
+        file.write(b"\xff")
+    with pytest.raises(CheckpointError, match=r"stream.train.draws.npy must be as it was saved"):
+        run(str(tmp_path / "tag"))
+
+
+def test_summary() -> None:
+    masses = np.array([1.0] * 90 + [11.0] * 10)
+    found = Distribution("t", "random", "step", 3, 100, masses, None, np.array([0, 0, 1, 5], np.int32))
+    summary = found.summary()
+    assert summary["share_of_top"] == {"0.01": 0.055, "0.1": 0.55}
+    assert summary["effective"] == pytest.approx(200**2 / (90 + 1210) / 100)
+    assert summary["histogram"] == {"0": 90, "3": 10}
+    assert summary["draws"] == {"mean": 1.5, "max": 5, "never": 0.5}
+    assert histogram(np.array([0.24, 0.25, 0.49, 1, 2.5, 1e-40], np.float32)) == {
+        -133: 1,
+        -3: 1,
+        -2: 2,
+        0: 1,
+        1: 1,
+    }
+    empty = Distribution("t", "", "", 0, None, masses[:0], masses[:0], None)
+    assert json.dumps(empty.summary(), allow_nan=False)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="DEST or --living must be given, not both"):
+        run()
+    with pytest.raises(ConfigError, match="DEST or --living must be given, not both"):
+        run(str(tmp_path), "--living")
+    with pytest.raises(ConfigError, match="--verify must be of a data set"):
+        run("--living", "--verify")
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"manifest.json must be readable"):
+        run(str(tmp_path))
