@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.collection.batch import Batch
     from deepspeed_gear.engine import attach, disable, enable, initialize
     from deepspeed_gear.errors import GearError
+    from deepspeed_gear.parallel.topology import Place, Topology
     from deepspeed_gear.replay import Replay
     from deepspeed_gear.schema import Column, Schema
     from deepspeed_gear.store.dataset import Dataset, DatasetWriter
@@ -20,8 +21,10 @@ _HOMES = {
     "Dataset": "store.dataset",
     "DatasetWriter": "store.dataset",
     "GearError": "errors",
+    "Place": "parallel.topology",
     "Replay": "replay",
     "Schema": "schema",
+    "Topology": "parallel.topology",
     "attach": "engine",
     "disable": "engine",
     "enable": "engine",
@@ -33,8 +36,10 @@ __all__ = [
     "Dataset",
     "DatasetWriter",
     "GearError",
+    "Place",
     "Replay",
     "Schema",
+    "Topology",
     "attach",
     "disable",
     "enable",

@@ -94,8 +94,8 @@ def is_pipeline(engine: Any) -> bool:
 def place_of(engine: Any) -> Place:
     """Return where this rank of an engine sits.
 
-    DeepSpeed keeps what it was given last in a module's globals, for engines that were given nothing: so a
-    critic beside a tensor-parallel actor is the same model on the actor's tensor ranks.
+    DeepSpeed keeps the mpu and the mesh that it was given last in a module's globals, for engines that were
+    given none: such an engine is the same whole model on all ranks of the other's replica.
 
     Raises:
         ConfigError: The engine's own number of replicas is another one.

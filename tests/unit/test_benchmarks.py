@@ -52,6 +52,18 @@ def test_gather_runs(run_python: Run, tmp_path: Path) -> None:
     assert (tmp_path / "ratios.png").stat().st_size > 1000
 
 
+def test_parallel_runs(run_python: Run, tmp_path: Path) -> None:
+    rows = rows_of(run_python, tmp_path / "parallel.json", "parallel")
+    assert [(row["grid"], row["ranks"]) for row in rows] == [
+        ("dp2", "reads"),
+        ("tp2 x dp2", "reads"),
+        ("pp3", "reads"),
+        ("pp3", "inner stage"),
+    ]
+    assert rows[1]["ratio"] == pytest.approx(rows[1]["cpu_us"] / rows[0]["cpu_us"])
+    assert rows[3]["gear_sample_us"] > 0
+
+
 def test_select_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
     options = ("--ranks", "2", "--figure", str(tmp_path / "growth.png"))
     rows = rows_of(run_python, tmp_path / "select.json", "select", *options)

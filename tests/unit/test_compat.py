@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 
+from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel import compat
 
 
@@ -29,6 +30,15 @@ def test_engines_set_what_is_used(kind: str, name: str) -> None:
     module = importlib.import_module(f"deepspeed.{modules[kind]}")
     source = inspect.getsource(getattr(module, kind))
     assert f"self.{name}" in source, f"{kind} sets no {name} any more: see compat.py"
+
+
+def test_an_engine_with_a_schedule_of_its_own_is_refused() -> None:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    compat.check_engine(PipelineEngine.__new__(PipelineEngine))
+    with pytest.raises(ConfigError, match="must be a PipelineEngine or no pipeline, got 'DualPipeVEngine'"):
+        compat.check_engine(DualPipeVEngine.__new__(DualPipeVEngine))
 
 
 def test_the_pipeline_engine_is_known_by_its_name() -> None:

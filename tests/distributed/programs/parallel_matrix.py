@@ -23,7 +23,7 @@ from engine_parts import BATCH, task
 from torch import nn
 
 import deepspeed_gear
-from deepspeed_gear import Batch
+from deepspeed_gear import Batch, Topology
 
 WINDOW, SIZE = 4, 3
 SAVED = 10  # the step behind which a checkpoint is written
@@ -234,6 +234,7 @@ def main(wanted: dict[str, Any]) -> None:
             if number == SAVED:
                 engine.save_checkpoint(f"{wanted['out']}/{name}")
         replay = engine.gear
+        assert Topology.from_engine(engine) == replay.topology
         place, known = replay.topology.place, replay.statistics()
         check_resume(engine, f"{wanted['out']}/{name}", rows)
         found_here = {
