@@ -44,14 +44,13 @@ def save(parts: Parts, feed: Feed, folder: Path) -> None:
     exchange.agree("saving the tables", write if parts.plan.topology.leads_node else lambda: None)
 
 
-def load(parts: Parts, feed: Feed, folder: Path) -> None:
+def load(parts: Parts, folder: Path) -> None:
     """Replace the content of these tables by what was saved, behind `go_on`. Collective."""
-    used = position.batches(feed.where)
 
     def read() -> None:
         for name, table in _changing(parts).items():
             with table.lock:
-                snapshot.load_table(table, list(parts.streams[name].values()), folder / name, used)
+                snapshot.load_table(table, list(parts.streams[name].values()), folder / name)
 
     leads = parts.plan.topology.leads_node
     parts.plan.exchange.agree("loading the tables", read if leads else lambda: None)

@@ -365,7 +365,7 @@ class Replay:
             StoreFullError: A table is too small.
         """
         self.load_state_dict(state)
-        continuation.load(self._parts, self._feed, Path(folder))
+        continuation.load(self._parts, Path(folder))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken, on any number of ranks; tables keep their content. Collective.

@@ -20,6 +20,7 @@ import numpy as np
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.selection import saved
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NEXT_ID, NUM_ROWS, RETIRED, STATE, Table
 
@@ -44,7 +45,7 @@ def save_table(table: Table, streams: list[Stream], folder: Path, batches: int) 
     if table.spec.dataset is None:
         _save_rows(table, slots, partial)
     for stream in streams:
-        for name, array in stream.export(slots, batches).items():
+        for name, array in saved.export(stream, slots, batches).items():
             np.save(partial / f"stream.{stream.spec.name}.{name}.npy", array)
     manifest = {
         "format": FORMAT,
@@ -82,7 +83,7 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
         out.flush()
 
 
-def load_table(table: Table, streams: list[Stream], folder: Path, batches: int) -> None:
+def load_table(table: Table, streams: list[Stream], folder: Path) -> None:
     """Replace a table's content by a saved one. Wants the lock.
 
     Raises:
@@ -98,7 +99,7 @@ def load_table(table: Table, streams: list[Stream], folder: Path, batches: int) 
         prefix = f"stream.{stream.spec.name}."
         names = [name for name in manifest["files"] if name.startswith(prefix)]
         content = {name[len(prefix) : -len(".npy")]: np.load(folder / name) for name in names}
-        stream.restore(slots, content, batches)
+        saved.restore(stream, slots, content)
 
 
 def _load_rows(table: Table, folder: Path, next_id: int) -> np.ndarray:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_GENERATION, R_MASS, R_SLOT
+from deepspeed_gear.ops.constants import R_MASS, R_SLOT
 from deepspeed_gear.selection.age import AgeMasses
 from deepspeed_gear.selection.cut import (
     AHEAD,
@@ -48,7 +48,7 @@ from deepspeed_gear.selection.draws import Draws
 from deepspeed_gear.selection.kinds import DRAWS, ORDERS, masses_of, stratify_
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
+from deepspeed_gear.store.table import Table
 
 _POLL_S, _IDLE_S = 100e-6, 500e-6
 NEVER_LATE = 1 << 62
@@ -71,12 +71,12 @@ class Stream:
         self.consumed: np.ndarray = views[spec.at + "consumed"]
         self.heads: np.ndarray = views[spec.at + "heads"]
         self._ring_words: np.ndarray = views[spec.at + "ring"]
-        self._ring = torch.from_numpy(self._ring_words)
-        self._epochs = torch.from_numpy(views[spec.at + "epochs"])
+        self.ring = torch.from_numpy(self._ring_words)
+        self.epochs = torch.from_numpy(views[spec.at + "epochs"])
         # Words one by one: behind a batch that has emptied the caches, a NumPy call takes 10 us and more.
         self._words: memoryview = self.position.data
         self._heads: list[memoryview] = [head.data for head in self.heads]
-        self._entries = list(zip(self._ring, self._epochs, strict=True))
+        self._entries = list(zip(self.ring, self.epochs, strict=True))
         self._drawn_masses = [entry[:, R_MASS] for entry in self._ring_words]
         self._coordinates = torch.empty(spec.batch, dtype=torch.int64)
         self._consumed_words: memoryview = self.consumed.data
@@ -343,7 +343,7 @@ class Stream:
 
     def needs(self, slots: np.ndarray) -> np.ndarray:
         """Return which retired slots this stream may still read. Wants the lock. [n] -> [n], bool."""
-        position, ring = self.position, self._ring[:, :, R_SLOT].numpy()
+        position, ring = self.position, self.ring[:, :, R_SLOT].numpy()
         num_walked = position[SAMPLES] + position[DONE] - position[EPOCH_FIRST]
         if self.spec.kind not in ORDERS or num_walked >= position[EPOCH_SIZE]:
             self.masses.apply_slots()  # nothing is drawn before the next cut, so it sees the same tree
@@ -364,54 +364,6 @@ class Stream:
         self.position[DONE], self.position[AHEAD] = 0, NOTHING
         words = [KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL]
         self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)
-
-    def export(self, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:
-        """Return what continues this stream elsewhere. Wants the lock.
-
-        Args:
-            slots: Those that are saved, ascending. [n], int64.
-            since: Cuts from this global batch on have not been used.
-        """
-        unused = np.nonzero(self.heads[:, KEY] >= since)[0]
-        if not self._is_stored(unused, slots):
-            unused = unused[:0]  # prepared from rows that are gone: these batches cannot come any more
-        ring = self._ring.numpy()[unused].copy()
-        ring[np.arange(self.spec.batch) >= self.heads[unused, COUNT, None]] = 0
-        ring[..., R_SLOT] = np.searchsorted(slots, ring[..., R_SLOT])
-        return {
-            **self.masses.export(slots),
-            **({} if self.draws is None else self.draws.export(slots)),
-            "position": self.position[:CUT_WORDS].copy(),
-            "heads": self.heads[unused],
-            "ring": ring,
-            "epochs": self._epochs.numpy()[unused],
-        }
-
-    def _is_stored(self, entries: np.ndarray, slots: np.ndarray) -> bool:
-        """Tell whether the trajectories of all samples of ring entries lie in these slots."""
-        drawn = np.arange(self.spec.batch) < self.heads[entries, COUNT, None]
-        records = self._ring.numpy()[entries][drawn]
-        current = self.table.slots[records[:, R_SLOT], GENERATION] == records[:, R_GENERATION]
-        return bool((current & np.isin(records[:, R_SLOT], slots)).all())
-
-    def restore(self, slots: np.ndarray, content: dict[str, np.ndarray], since: int) -> None:
-        """Continue what `export` has saved; the table's slots are in place. Wants the lock.
-
-        Cuts that were not used are kept if the global batch has still the same size and the ring the room.
-        """
-        self.masses.restore(slots, content)
-        if self.draws is not None:
-            self.draws.restore(slots, content)
-        self.position[AHEAD] = NOTHING
-        heads, ring = content["heads"], content["ring"]
-        if ring.shape[1] != self.spec.batch or len(heads) > self.spec.depth or len(heads) == 0:
-            return
-        ring[..., R_SLOT] = slots[ring[..., R_SLOT]]
-        ring[..., R_FIRST_ROW] = self.table.slots[ring[..., R_SLOT], FIRST_ROW]
-        entries = heads[:, KEY] % self.spec.depth
-        self.heads[entries] = heads
-        self._ring.numpy()[entries], self._epochs.numpy()[entries] = ring, content["epochs"]
-        self.position[:CUT_WORDS] = content["position"]
 
 
 def reclaim(table: Table, streams: list[Stream]) -> None:

@@ -140,7 +140,7 @@ def test_a_death_while_drawing_ahead_leaves_a_whole_stream() -> None:
         _, (mine,) = scene.attach(1)
 
         def draw(*_: Any) -> None:
-            mine._ring[1] = -7  # half of it is written
+            mine.ring[1] = -7  # half of it is written
             os.kill(os.getpid(), signal.SIGKILL)
 
         mine._draw = draw  # type: ignore[method-assign]
