@@ -151,6 +151,9 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         release([], [s for each in streams.values() for s in each.values()], tables, exchange, status)
         raise
     parts = Parts(plan, tables, streams, mixture, status, maker)
+    if status is not None:
+        for stream in train:
+            stream.check = status.check
     parts.leave_inner_stage()
     return parts
 

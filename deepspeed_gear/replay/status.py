@@ -130,8 +130,7 @@ class Status:
                 self._check(waited)
                 time.sleep(_POLL_S)
         self._is_open = False
-        if max(self._words[:, FAILED].tolist()) >= self._count:
-            self._raise_failure()
+        self._raise_failure(self._count)
         if any(self._words[:, DIGESTS + self._count % 2].tolist()):  # an inner stage has none
             self._compare_digests()
 
@@ -141,9 +140,19 @@ class Status:
     def _behind_of_members(self) -> bool:
         return bool(self._reached[self._members].min() < self._count)
 
-    def _raise_failure(self) -> None:
+    def check(self) -> None:
+        """Raise if another rank has failed in the turn that this one prepares. Any thread.
+
+        Raises:
+            PeerError: One has: what this rank waits for may never come.
+        """
+        self._raise_failure(self._count + 1)
+
+    def _raise_failure(self, turn: int) -> None:
+        if max(self._words[:, FAILED].tolist()) < turn:
+            return
         for peer in self._members:
-            if self._words[peer, FAILED] >= self._count:
+            if self._words[peer, FAILED] >= turn:
                 with self._table.lock:
                     text = bytes(self._texts[peer]).rstrip(b"\0").decode(errors="replace")
                 raise PeerError(f"rank {self._ranks[peer]}", "must succeed on every rank", None, text)

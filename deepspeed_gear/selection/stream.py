@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -84,6 +85,7 @@ class Stream:
         self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
         self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
         self.stopped = False  # set by another thread: ends a wait of `take`
+        self.check: Callable[[], None] = lambda: None  # called while `take` waits: raises to end it
         self._timeout_s = table.lock.timeout_s
         self.peers = Peers(spec, table, self.consumed, self._timeout_s)
         table.on_recover(self._recover)
@@ -154,6 +156,7 @@ class Stream:
             raise StoreError(
                 f"stream {self.spec.name}", "must be open", None, "it was closed while it waited"
             )
+        self.check()
 
     def _too_late(self, key: int, late: list[int], slow: list[int]) -> PeerError:
         if late:

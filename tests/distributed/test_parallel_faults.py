@@ -73,6 +73,22 @@ def test_a_rank_that_fails_or_ends_early(
             assert float(seconds) < TIMEOUT_S
 
 
+def test_a_cut_that_fails_is_an_error_on_all_at_once(
+    dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]
+) -> None:
+    """One rank finds no mass to draw from while the other waits for its reports; both can go on later."""
+    wanted = task(dataset, tmp_path, "zeros", "zero:1x2")
+    anchors = {"unit": "step", "anchors": "start"}
+    wanted["gear"]["sampler"] = {"kind": "prioritized", "initial": 1.0, **anchors}
+    deepspeed_run("parallel_faults.py", 2, wanted)
+    for found in results(tmp_path, [0, 1]):
+        for kind, message, seconds in found["errors"]:
+            assert kind in ("StoreError", "PeerError")
+            assert "all masses are 0" in message
+            assert float(seconds) < 2
+        assert found["end"] is None
+
+
 @pytest.mark.parametrize(("kind", "mode", "victim"), [("killed", "pipe:3", 1), ("stopped", "zero:1x2", 0)])
 def test_a_rank_that_dies_or_stands_still(
     kind: str, mode: str, victim: int, dataset: Path, tmp_path: Path

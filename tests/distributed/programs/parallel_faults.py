@@ -1,9 +1,8 @@
 """Meet what goes wrong in parallel training; the last argument is a task, `kind` one of those below.
 
-`refused`: what attach refuses. `steps`: a rank fails once and all try again; later it
-has other samples than its replica; then it ends a step early.
-`killed` and `stopped`: a rank is killed or stopped while the others wait for it. Each rank writes the errors
-that it gets to OUT/RANK.json.
+`refused`: what attach refuses. `steps`: a rank fails once and all try again; later it has other samples than
+its replica; then it ends a step early. `zeros`: nothing can be drawn for a while. `killed` and `stopped`: a
+rank is killed or stopped while the others wait for it. Each rank writes its errors to OUT/RANK.json.
 """
 
 from __future__ import annotations
@@ -117,6 +116,19 @@ def stepping(engine: Any, last: bool) -> dict[str, Any]:
     return {"errors": errors, "end": attempt(engine)}
 
 
+def without_masses(engine: Any) -> dict[str, Any]:
+    """Report priorities of 0 only: no batch can be drawn until others come."""
+    batch = engine.gear_sample()
+    engine.gear_update_priorities(batch, torch.zeros(batch.num_samples))
+    engine.gear.set_priorities(range(40), torch.zeros(40), torch.zeros(40, dtype=torch.int64))
+    errors = []
+    for _ in range(2):
+        errors.append(attempt(engine))
+        time.sleep(3)  # who still waits for this rank's reports must not wait for so long
+    engine.gear.set_priorities([3], [1.0], [0])
+    return {"errors": errors, "end": attempt(engine)}
+
+
 def dying(engine: Any, victim: bool, number: signal.Signals) -> dict[str, Any]:
     errors = [attempt(engine) for _ in range(2)]
     if victim:
@@ -134,7 +146,9 @@ def main(wanted: dict[str, Any]) -> None:
         return
     engine = made(wanted["mode"], ds_config(wanted["gear"], wanted["replicas"]), Losses())
     (out / f"pid.{rank}").write_text(str(os.getpid()))
-    if kind == "steps":
+    if kind == "zeros":
+        found = without_masses(engine)
+    elif kind == "steps":
         found = stepping(engine, rank == dist.get_world_size() - 1)
     else:
         number = signal.SIGKILL if kind == "killed" else signal.SIGSTOP
