@@ -49,6 +49,17 @@ def test_samples() -> None:
     assert batch.epoch.tolist() == [5, 5, 5]
 
 
+def test_parts_by_the_names_of_a_pipeline() -> None:
+    batch = make()
+    assert batch.part("reward") is batch["reward"]
+    assert batch.part("mask.observation.state") is batch.mask["observation.state"]
+    for name in ("weight", "id", "anchor", "number", "probability", "epoch", "valid"):
+        assert batch.part(name).equal(getattr(batch, name)), name
+    for name in ("handle", "host_records", "mask", "mask.other", "observation"):
+        with pytest.raises(KeyError, match=name.removeprefix("mask.")):
+            batch.part(name)
+
+
 def test_equality_is_of_samples_values_and_masks() -> None:
     batch = make()
     assert batch == batch.clone()
