@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import STEP, config_of, shared_files
-from parallel_support import ENDS, FIELDS, MODES, WINDOW
+from parallel_support import ENDS, FIELDS, MODES, TOGETHER, WINDOW
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.config import parse
@@ -93,18 +93,29 @@ def rows_of(seen: Arrays, name: str, part: int, parts: int) -> int:
     return int(np.clip(np.minimum(place + last - first, high) - np.maximum(place, low), 0, None).sum())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("modes", TOGETHER, ids=" then ".join)
 def test_every_rank_gets_its_part_of_the_same_batches(
-    mode: str, dataset: Path, tmp_path: Path, alone: dict[str, Arrays], deepspeed_run: Callable[..., str]
+    modes: list[str],
+    dataset: Path,
+    tmp_path: Path,
+    alone: dict[str, Arrays],
+    deepspeed_run: Callable[..., str],
 ) -> None:
-    ranks, replicas = MODES[mode]
-    gear = section(dataset)
-    task = {"mode": mode, "gear": gear, "cases": CASES, "steps": STEPS, "out": str(tmp_path)}
-    output = deepspeed_run("parallel_matrix.py", ranks, {**task, "replicas": replicas}, timeout_s=400.0)
-    assert f"gear: global batch {BATCH} = " in output
+    gear, ranks = section(dataset), MODES[modes[0]][0]
+    task = {"gear": gear, "cases": CASES, "steps": STEPS, "out": str(tmp_path)}
+    replicas = {mode: MODES[mode][1] for mode in modes}
+    output = deepspeed_run("parallel_matrix.py", ranks, {**task, "modes": replicas}, timeout_s=400.0)
+    assert output.count(f"gear: global batch {BATCH} = ") == len(modes) * len(CASES)
     assert shared_files(gear["shared_memory"]["prefix"]) == []
-    for case, whole in alone.items():
-        check_case(read(tmp_path, case, ranks), case, whole, replicas, digest_of(dataset, case, whole))
+    for mode in modes:
+        for case, whole in alone.items():
+            found = read(tmp_path / mode.replace(":", "."), case, ranks)
+            check_case(found, case, whole, replicas[mode], digest_of(dataset, case, whole))
+
+
+def test_every_mode_is_run() -> None:
+    assert sorted(mode for modes in TOGETHER for mode in modes) == sorted(MODES)
+    assert all(len({MODES[mode][0] for mode in modes}) == 1 for modes in TOGETHER)
 
 
 def digest_of(dataset: Path, case: str, whole: Arrays) -> tuple[int, int]:

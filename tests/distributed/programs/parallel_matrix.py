@@ -1,8 +1,8 @@
 """Train engines of one kind of parallelism, and write what each rank sees and where it sits.
 
-The last argument is a task: `mode` (a row of MODES), `gear`, `cases` (accumulation and prefetch by name),
-`steps`, `out`. A field of codes (trajectory * 1000 + step) goes with the inputs through a pipeline, so that
-the loss can see whether labels belong to them.
+The last argument is a task: `modes` (rows of MODES and their replicas), `gear`, `cases` (accumulation and
+options by name), `steps`, `out`. A field of codes (trajectory * 1000 + step) goes with the inputs through a
+pipeline, so that the loss can see whether labels belong to them.
 """
 
 from __future__ import annotations
@@ -214,16 +214,24 @@ def check_resume(engine: Any, folder: str, rows: list[dict[str, np.ndarray]]) ->
 
 def main(wanted: dict[str, Any]) -> None:
     deepspeed.init_distributed()
+    for mode, replicas in wanted["modes"].items():
+        train_cases(wanted, mode, replicas, Path(wanted["out"]) / mode.replace(":", "."))
+    torch.distributed.destroy_process_group()
+
+
+def train_cases(wanted: dict[str, Any], mode: str, replicas: int, out: Path) -> None:
+    """Train an engine of a mode for each case."""
+    out.mkdir(exist_ok=True)
     for name, case in wanted["cases"].items():
         losses = Losses()
         config = {
-            "train_micro_batch_size_per_gpu": BATCH // wanted["replicas"] // case["accumulation"],
+            "train_micro_batch_size_per_gpu": BATCH // replicas // case["accumulation"],
             "gradient_accumulation_steps": case["accumulation"],
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
             "zero_force_ds_cpu_optimizer": False,
             "gear": {**wanted["gear"], **case["gear"]},
         }
-        engine = made(wanted["mode"], config, losses)
+        engine = made(mode, config, losses)
         rows = []
         for number in range(wanted["steps"]):
             found = step(engine)
@@ -232,11 +240,11 @@ def main(wanted: dict[str, Any]) -> None:
             if number == 2 and hasattr(engine, "gear_batches"):
                 evaluate(engine, losses)
             if number == SAVED:
-                engine.save_checkpoint(f"{wanted['out']}/{name}")
+                engine.save_checkpoint(f"{out}/{name}")
         replay = engine.gear
         assert Topology.from_engine(engine) == replay.topology
         place, known = replay.topology.place, replay.statistics()
-        check_resume(engine, f"{wanted['out']}/{name}", rows)
+        check_resume(engine, f"{out}/{name}", rows)
         found_here = {
             "coordinates": dict(zip(("pipe", "data", "sequence", "tensor"), place.coordinates, strict=True)),
             "reads": place.reads,
@@ -247,12 +255,11 @@ def main(wanted: dict[str, Any]) -> None:
             "applied": known.get("priorities_applied"),
             "digest": known["digest"],
         }
-        at = Path(wanted["out"]) / f"{name}.{dist.get_rank()}"
+        at = out / f"{name}.{dist.get_rank()}"
         at.with_suffix(at.suffix + ".json").write_text(json.dumps(found_here))
         if rows:
             np.savez(f"{at}.npz", **{key: np.stack([row[key] for row in rows]) for key in rows[0]})
         engine.destroy()
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
