@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.cli.figures import ACCENT, COLOR, new_figure, save
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.statistics import ColumnStatistics
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _MAX_PANELS = 12
 _MAX_TICKS = 16
-_COLOR, _ACCENT = "#33658a", "#c1440e"
 
 
 def plot_dataset(dataset: Dataset, path: Path) -> None:
@@ -29,14 +28,10 @@ def plot_dataset(dataset: Dataset, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing or cannot write there.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot", "must have matplotlib", None, "pip install matplotlib") from None
     columns = [c for c in dataset.schema.step_columns if c.role not in ("terminated", "truncated")]
     columns = columns[:_MAX_PANELS]
     num_rows = 1 + -(-len(columns) // 2)
-    figure = Figure(figsize=(11, 3.1 * num_rows), layout="constrained")
+    figure = new_figure(11, 3.1 * num_rows)
     axes = figure.subplots(num_rows, 2, squeeze=False).ravel().tolist()
     returns = dataset.schema.role("return")
     if returns is None:
@@ -50,19 +45,15 @@ def plot_dataset(dataset: Dataset, path: Path) -> None:
     for axis in axes[2 + len(columns) :]:
         axis.set_axis_off()
     figure.suptitle(f"{dataset.path.name}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps")
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        remedy = "use a writable path that ends in .png, .svg or .pdf"
-        raise ConfigError(f"--plot {path}", "must be writable", str(error), remedy) from error
+    save(figure, path)
 
 
 def _histogram(axis: Any, values: NDArray[Any], label: str) -> None:
     numbers = np.asarray(values, dtype=np.float64)
     numbers = numbers[np.isfinite(numbers)]
-    axis.hist(numbers, bins=min(50, max(10, len(numbers) // 4)), color=_COLOR)
+    axis.hist(numbers, bins=min(50, max(10, len(numbers) // 4)), color=COLOR)
     if len(numbers):
-        axis.axvline(numbers.mean(), color=_ACCENT)
+        axis.axvline(numbers.mean(), color=ACCENT)
         axis.set_title(f"mean {numbers.mean():.4g} ± {numbers.std():.4g}", fontsize="medium")
     axis.set_xlabel(label)
     axis.set_ylabel("trajectories")
@@ -74,14 +65,14 @@ def _elements(axis: Any, column: Column, statistics: ColumnStatistics) -> None:
     places = np.arange(len(mean))
     low, high = (statistics.quantiles[level].ravel() for level in ("0.01", "0.99"))
     if len(mean) <= 4 * _MAX_TICKS:
-        axis.vlines(places, low, high, color=_COLOR, alpha=0.25, linewidth=7, label="1% to 99%")
+        axis.vlines(places, low, high, color=COLOR, alpha=0.25, linewidth=7, label="1% to 99%")
         axis.errorbar(
-            places, mean, yerr=std, fmt="o", color=_COLOR, ecolor=_ACCENT, capsize=3, label="mean ± std"
+            places, mean, yerr=std, fmt="o", color=COLOR, ecolor=ACCENT, capsize=3, label="mean ± std"
         )
     else:
-        axis.fill_between(places, low, high, color=_COLOR, alpha=0.25, label="1% to 99%")
-        axis.fill_between(places, mean - std, mean + std, color=_ACCENT, alpha=0.4, label="mean ± std")
-        axis.plot(places, mean, color=_COLOR)
+        axis.fill_between(places, low, high, color=COLOR, alpha=0.25, label="1% to 99%")
+        axis.fill_between(places, mean - std, mean + std, color=ACCENT, alpha=0.4, label="mean ± std")
+        axis.plot(places, mean, color=COLOR)
     if len(mean) <= _MAX_TICKS:
         axis.set_xticks(places, [str(i) for i in places] if column.shape else [""])
         axis.set_xlim(-0.6, len(mean) - 0.4)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.cli.distribution import Distribution, histogram
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.cli.figures import ACCENT, COLOR, new_figure, save
 
-_COLOR, _ACCENT = "#33658a", "#c1440e"
 _POINTS = 1000
 _MAX_BARS = 60
 
@@ -25,26 +24,18 @@ def plot_distributions(found: Sequence[Distribution], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing or cannot write there.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot", "must have matplotlib", None, "pip install matplotlib") from None
-    figure = Figure(figsize=(13, 3.6 * len(found)), layout="constrained")
+    figure = new_figure(13, 3.6 * len(found))
     axes = figure.subplots(len(found), 3, squeeze=False)
     for row, one in zip(axes, found, strict=True):
         _weights(row[0], one)
         _cumulative(row[1], one)
         _draws(row[2], one)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        remedy = "use a writable path that ends in .png, .svg or .pdf"
-        raise ConfigError(f"--plot {path}", "must be writable", str(error), remedy) from error
+    save(figure, path)
 
 
 def _weights(axis: Any, one: Distribution) -> None:
     bins = histogram(one.weights)
-    axis.bar(list(bins), list(bins.values()), width=0.9, align="edge", color=_COLOR)
+    axis.bar(list(bins), list(bins.values()), width=0.9, align="edge", color=COLOR)
     axis.set_xlabel("log2 of the mass" if one.priorities is None else "log2 of the priority")
     axis.set_ylabel("items")
     axis.set_title(f"{one.table}: {len(one.masses):,} can be drawn", fontsize="medium")
@@ -56,8 +47,8 @@ def _cumulative(axis: Any, one: Distribution) -> None:
         falling = np.sort(one.masses)[::-1]
         mass = np.concatenate([[0.0], np.cumsum(falling) / falling.sum()])
         at = np.unique(np.linspace(0, len(falling), _POINTS).astype(np.int64))
-        axis.plot(at / len(falling), mass[at], color=_COLOR)
-    axis.plot([0, 1], [0, 1], color=_ACCENT, linewidth=0.8, linestyle="--")
+        axis.plot(at / len(falling), mass[at], color=COLOR)
+    axis.plot([0, 1], [0, 1], color=ACCENT, linewidth=0.8, linestyle="--")
     axis.set_xlabel("part of the items, highest mass first")
     axis.set_ylabel("part of the mass")
 
@@ -69,8 +60,8 @@ def _draws(axis: Any, one: Distribution) -> None:
         return
     most = int(one.draws.max())
     bins = np.arange(most + 2) - 0.5 if most < _MAX_BARS else np.linspace(-0.5, most + 0.5, _MAX_BARS)
-    axis.hist(one.draws, bins=bins, color=_COLOR)
-    axis.axvline(one.draws.mean(), color=_ACCENT)
+    axis.hist(one.draws, bins=bins, color=COLOR)
+    axis.axvline(one.draws.mean(), color=ACCENT)
     axis.set_xlabel("times drawn")
     axis.set_ylabel("items")
     axis.set_title(f"never: {(one.draws == 0).mean():.1%}", fontsize="medium")

@@ -21,14 +21,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def deepspeed_run() -> Callable[..., str]:
-    """Run a program of `programs/` under the launcher with a task as JSON; return its output.
+def launched() -> Callable[..., str]:
+    """Run a program under DeepSpeed's launcher; return its output.
 
     It must succeed. Buffers in /dev/shm that DeepSpeed itself leaves for this run's port are removed.
     """
 
-    def run(program: str, count: int, task: dict[str, Any], timeout_s: float = 240.0) -> str:
-        command = launcher(program, count, json.dumps(task))
+    def run(program: Path | str, count: int, *arguments: str, timeout_s: float = 240.0) -> str:
+        command = launcher(program, count, *arguments)
         port = command[command.index("--master_port") + 1]
         process = subprocess.Popen(
             command,
@@ -49,5 +49,15 @@ def deepspeed_run() -> Callable[..., str]:
                 left.unlink(missing_ok=True)
         assert process.returncode == 0, output
         return output
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def deepspeed_run(launched: Callable[..., str]) -> Callable[..., str]:
+    """Run a program of `programs/` under the launcher with a task as JSON; return its output."""
+
+    def run(program: str, count: int, task: dict[str, Any], timeout_s: float = 240.0) -> str:
+        return launched(program, count, json.dumps(task), timeout_s=timeout_s)
 
     return run

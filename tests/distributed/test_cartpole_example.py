@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gear_support import ROOT, SHM, environment, launcher
+from gear_support import ROOT, environment
 
 from deepspeed_gear import Dataset
 
@@ -34,20 +35,15 @@ def test_the_time_limit_is_no_failure(cartpole: Path) -> None:
     assert dataset.columns["truncated"].sum() == 15
 
 
-def test_priorities_concentrate_on_two_ranks(cartpole: Path, tmp_path: Path) -> None:
+def test_priorities_concentrate_on_two_ranks(
+    cartpole: Path, tmp_path: Path, launched: Callable[..., str]
+) -> None:
     pytest.importorskip("gymnasium", reason="the example evaluates in CartPole-v1")
     config = str(ROOT / "configs" / "cartpole_dqn.json")
     options = ["--config", config, "--data", str(cartpole), "--steps", str(STEPS), "--out", str(tmp_path)]
-    command = launcher(EXAMPLES / "cartpole_dqn.py", 2, *options)
-    port = command[command.index("--master_port") + 1]
-    try:
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
-    finally:
-        for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            left.unlink(missing_ok=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"return_before"')]
-    assert len(lines) == 1, done.stdout + done.stderr
+    output = launched(EXAMPLES / "cartpole_dqn.py", 2, *options)
+    lines = [line for line in output.splitlines() if line.startswith('{"return_before"')]
+    assert len(lines) == 1, output
     result = json.loads(lines[0])
     assert (result["ranks"], result["steps"]) == (2, STEPS)
     # Uniform would be a share of 0.1 for the top tenth, and an effective sample size of all steps.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import ROOT, SHM, environment, launcher, prefix, shared_files
+from gear_support import ROOT, environment, prefix, shared_files
 
 STEPS = 12
 EXAMPLES = {  # ranks, replicas
@@ -42,36 +41,20 @@ def config_of(mode: str, folder: Path) -> Path:
     return path
 
 
-def result_of(mode: str, ranks: int, hopper: Path, folder: Path) -> dict[str, Any]:
+def result_of(
+    launched: Callable[..., str], mode: str, ranks: int, hopper: Path, folder: Path
+) -> dict[str, Any]:
     options = ["--config", str(config_of(mode, folder)), "--data", str(hopper), "--steps", str(STEPS)]
-    command = launcher(ROOT / "examples" / f"{mode}_parallel.py", ranks, *options)
-    port = command[command.index("--master_port") + 1]
-    process = subprocess.Popen(
-        command,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"{mode} did not end:\n{process.communicate()[0]}")
-    finally:
-        for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            left.unlink(missing_ok=True)
-    assert process.returncode == 0, output
+    output = launched(ROOT / "examples" / f"{mode}_parallel.py", ranks, *options)
     lines = [line for line in output.splitlines() if line.startswith('{"loss_before"')]
     assert len(lines) == 1, output
     return dict(json.loads(lines[0]))
 
 
 @pytest.mark.parametrize("mode", EXAMPLES)
-def test_example_learns(mode: str, hopper: Path, tmp_path: Path) -> None:
+def test_example_learns(mode: str, hopper: Path, tmp_path: Path, launched: Callable[..., str]) -> None:
     ranks, replicas = EXAMPLES[mode]
-    result = result_of(mode, ranks, hopper, tmp_path)
+    result = result_of(launched, mode, ranks, hopper, tmp_path)
     assert set(result) >= EXPECTED
     assert (result["ranks"], result["replicas"], result["steps"]) == (ranks, replicas, STEPS)
     assert result["loss_after"] < 0.8 * result["loss_before"]
