@@ -1,6 +1,4 @@
-"""The control plane between ranks: agreement, errors on all ranks, barriers. The only module that uses
-groups.
-"""
+"""The control plane between ranks: agreement, errors on all ranks, barriers. Only this module makes groups."""
 
 from __future__ import annotations
 
@@ -96,12 +94,23 @@ class Exchange:
 
 # A group that is made again over the same ranks can meet the addresses of the one before it in the
 # rendezvous store. So there is one per set of ranks, until the default group is destroyed.
-_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_groups: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
 def _control_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
-    """Return the gloo group over some ranks. Collective over them the first time."""
-    world, group = _groups.get(ranks, (None, None))
+    return lane(ranks, "control", timeout_s)
+
+
+def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float) -> Any:
+    """Return the gloo group over some ranks for one purpose. Collective over them the first time.
+
+    Args:
+        ranks: Global ranks.
+        purpose: Groups of different purposes never wait for each other.
+        timeout_s: Of its operations, in seconds.
+    """
+    known = ranks, purpose, timeout_s
+    world, group = _groups.get(known, (None, None))
     if not _groups:
         atexit.register(time.sleep, EXIT_PAUSE_S)
     if group is None or world is not dist.group.WORLD:
@@ -110,7 +119,7 @@ def _control_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
         local = len(ranks) < dist.get_world_size()
         timeout = timedelta(seconds=timeout_s)
         group = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=local)
-        _groups[ranks] = dist.group.WORLD, group
+        _groups[known] = dist.group.WORLD, group
     return group
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,11 +79,13 @@ class Topology:
         rank: Global rank.
         places: Of all ranks.
         nodes: Number of the node of each rank, counted from 0 in the order of ranks.
+        names: Host name of each node; empty: not known.
     """
 
     rank: int
     places: tuple[Place, ...]
     nodes: tuple[int, ...]
+    names: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -106,9 +109,31 @@ class Topology:
         return len(set(self.nodes))
 
     @property
+    def node(self) -> int:
+        """The node of this rank."""
+        return self.nodes[self.rank]
+
+    def ranks_of(self, node: int) -> list[int]:
+        """Return the ranks of a node: its leader first, the first one that reads; the others ascending."""
+        ranks = [rank for rank, its_node in enumerate(self.nodes) if its_node == node]
+        leader = next((rank for rank in ranks if self.places[rank].reads), ranks[0])
+        return [leader, *(rank for rank in ranks if rank != leader)]
+
+    def describe(self, node: int) -> str:
+        """Return a node as errors name it: its host and its ranks."""
+        host = f" ({self.names[node]})" if node < len(self.names) else ""
+        return f"node {node}{host}, ranks {', '.join(map(str, sorted(self.ranks_of(node))))}"
+
+    @property
+    def holders(self) -> list[int]:
+        """Nodes that hold a shard: those on which a rank reads."""
+        reading = {node for node, place in zip(self.nodes, self.places, strict=True) if place.reads}
+        return sorted(reading)
+
+    @property
     def peers(self) -> list[int]:
-        """Ranks of this rank's node, ascending."""
-        return [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
+        """Ranks of this rank's node, its leader first."""
+        return self.ranks_of(self.node)
 
     @property
     def peer(self) -> int:
@@ -128,16 +153,16 @@ class Topology:
         """Find out which ranks share a node, and check that the places form a grid. Collective.
 
         Raises:
-            ConfigError: They do not, or the ranks lie on several nodes.
+            ConfigError: They do not.
         """
-        answers = exchange.gather((node_identity(), place))
-        places = tuple(place for _, place in answers)
+        answers = exchange.gather((node_identity(), place, socket.gethostname()))
+        places = tuple(place for _, place, _ in answers)
         check_grid(places)
-        names = [node for node, _ in answers]
-        known = list(dict.fromkeys(names))
-        if len(known) > 1:
-            raise ConfigError("ranks", "must be on one node", f"{len(known)} nodes", "use one node")
-        return cls(exchange.rank, places, tuple(known.index(name) for name in names))
+        hosts = {node: host for node, _, host in answers}  # in the order of ranks
+        nodes = list(hosts)
+        return cls(
+            exchange.rank, places, tuple(nodes.index(node) for node, _, _ in answers), tuple(hosts.values())
+        )
 
     @classmethod
     def from_engine(cls, engine: object) -> Topology:

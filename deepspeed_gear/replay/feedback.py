@@ -14,7 +14,7 @@ from deepspeed_gear.ops.constants import R_ID
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.reports import BY_ID, check_priorities
 from deepspeed_gear.store.split import split_of
-from deepspeed_gear.store.table import FIRST_ROW, GENERATION, NUM_STEPS
+from deepspeed_gear.store.table import FIRST_ROW
 
 
 def report(
@@ -149,7 +149,7 @@ def report_by_id(
         raise ShapeError("priorities", f"must have shape [{len(numbers)}]", list(values.shape))
     check_priorities(values)
     with masses.table.lock:
-        updates, known = _handles(masses, numbers, anchors)
+        updates, known = masses.handles_of(numbers, anchors)
     if reports:
         masses.reports.add_items(updates[known], values[known], BY_ID)
     return int(known.sum())
@@ -161,7 +161,7 @@ def priorities_of(
     """Return the priorities that the latest cut has drawn with. [n], float32."""
     numbers, anchors = _items(masses, ids, steps)
     with masses.table.lock:
-        updates, known = _handles(masses, numbers, anchors)
+        updates, known = masses.handles_of(numbers, anchors)
         found = np.zeros(len(numbers), np.float32)
         slots = updates[known, 0]
         items = masses.table.slots[slots, FIRST_ROW] + updates[known, 2] if masses.by_step else slots
@@ -184,14 +184,3 @@ def _items(
     if anchors.shape != numbers.shape:
         raise ShapeError("steps", f"must have shape [{len(numbers)}]", list(anchors.shape))
     return numbers, anchors
-
-
-def _handles(masses: PriorityMasses, ids: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return slot, generation and anchor of items, and which of them the sampler can draw. Wants the lock."""
-    slots = masses.table.slots_of(ids)
-    known = slots >= 0
-    records = masses.table.slots[slots]
-    known[known] &= masses.of(slots[known]) > 0
-    if masses.by_step:
-        known &= masses.spec.rule.anchors.admits(anchors, records[:, NUM_STEPS]) & (anchors >= 0)
-    return np.stack([slots, records[:, GENERATION], anchors], axis=1), known

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.selection.masses import Masses
+from deepspeed_gear.selection.rules import Edge
 from deepspeed_gear.store.table import COMMITTED, ID, STATE
 
 
@@ -19,25 +20,46 @@ class AgeMasses(Masses):
 
     def initialise(self) -> None:
         super().initialise()
-        self._requeue_window()
-        self.apply_slots()
-
-    def apply_slots(self) -> None:
-        if self.waiting:
-            self._requeue_window()
+        self._requeue_window(None)
         super().apply_slots()
 
-    def _requeue_window(self) -> None:
-        """Queue what enters or leaves the window because of what is queued."""
-        if self.spec.rule.window is None:
-            return
+    def apply_slots(self) -> None:
+        if self.waiting and self.spec.num_shards == 1:
+            self._requeue_window(None)
+        super().apply_slots()
+
+    def apply_window(self, edge: Edge) -> None:
+        """Queue what enters or leaves a window over all nodes; `apply` puts it into the tree."""
+        self._requeue_window(edge)
+
+    def contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return ids, numbers of items and values of the window's column of all admitted trajectories."""
+        slots, counts = self._counted()
+        window = self.spec.rule.window
+        assert window is not None
+        values = None if window.column is None else self.table.values(window.column, slots)
+        return self.table.slots[slots, ID], counts, values
+
+    def _counted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the committed slots and how many items each has."""
         committed = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
         masses = self.of(committed)
-        inside = self.spec.rule.window.admits(
-            self.table.slots[committed, ID],
-            masses if self.spec.rule.unit == "step" else masses > 0,
-            lambda name: self.table.values(name, committed),
-        )
+        return committed, masses if self.spec.rule.unit == "step" else (masses > 0).astype(np.int64)
+
+    def _requeue_window(self, edge: Edge | None) -> None:
+        """Queue what enters or leaves the window because of what is queued."""
+        window = self.spec.rule.window
+        if window is None:
+            return
+        committed, counts = self._counted()
+        masses = self.of(committed)
+        ids = self.table.slots[committed, ID]
+
+        def column(name: str) -> np.ndarray:
+            return self.table.values(name, committed)
+
+        edge = window.edge(ids, counts, column) if edge is None else edge
+        inside = window.admits(edge, ids, counts, column)
         wanted = np.zeros(self.num_items, np.int64)
         wanted[committed] = np.where(inside, masses, 0)
         changed = np.nonzero(np.where(self.queued >= 0, self.queued, self.leaves) != wanted)[0]
@@ -49,12 +71,32 @@ class AgeMasses(Masses):
         Returns:
             [count], or fewer if there are not so many; int64.
         """
+        _, masses, first = self.ends(count, newest)
+        return items_of(masses, first, count, newest)
+
+    def ends(self, count: int, newest: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the trajectories that hold the oldest or the newest items, the outermost first.
+
+        Returns:
+            Id, mass and first coordinate of each. [n], int64.
+        """
         slots = np.nonzero(self.leaves)[0]
         slots = slots[np.argsort(self.table.slots[slots, ID], kind="stable")]
         slots = slots[::-1] if newest else slots
         slots = slots[: np.searchsorted(np.cumsum(self.leaves[slots]), count) + 1]
-        masses = self.leaves[slots]
         first = self.coordinates_of(torch.from_numpy(slots.copy())).numpy()
-        index = np.arange(masses.sum()) - np.repeat(np.cumsum(masses) - masses, masses)
-        index = np.repeat(masses, masses) - 1 - index if newest else index
-        return torch.from_numpy((np.repeat(first, masses) + index)[:count])
+        return self.table.slots[slots, ID], self.leaves[slots], first
+
+
+def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) -> torch.Tensor:
+    """Return the coordinates of the items of trajectories, each one's newest first where these are wanted.
+
+    Args:
+        masses: Of the trajectories. [n], int64.
+        first: Their first coordinates. [n], int64.
+        count: At most so many items.
+        newest: Whether the last items of a trajectory come first.
+    """
+    index = np.arange(masses.sum()) - np.repeat(np.cumsum(masses) - masses, masses)
+    index = np.repeat(masses, masses) - 1 - index if newest else index
+    return torch.from_numpy((np.repeat(first, masses) + index)[:count])

@@ -70,6 +70,11 @@ class AnchorRule:
         room = num_steps - self.first - self.trim
         return np.where(room <= 0, 0, np.minimum((room + self.stride - 1) // self.stride, self.most))
 
+    def anchor_at(self, index: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
+        """Return the index-th anchor of trajectories of these lengths. [n], [n] -> [n], int64."""
+        distance = self.first + index * self.stride
+        return num_steps - 1 - distance if self.from_end else distance
+
     def admits(self, steps: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
         """Return which steps are anchors of trajectories of these lengths. [n], [n] -> [n], bool."""
         distance = (num_steps - 1 - steps if self.from_end else steps) - self.first

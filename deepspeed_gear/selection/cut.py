@@ -16,6 +16,7 @@ NOTHING = -1
 KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL, COUNT, FILLERS, NUMERATOR, DIVISOR, EXPONENT = range(11)
 HEAD_WORDS = 16
 CUT_WORDS = 11  # those that a cut sets
+NOTICE_WORDS = 256
 DONE, AHEAD = 11, 12  # words of the position only
 PASS_SHIFT = 32  # a pass over an evaluation split: key = pass << 32 | batch
 
@@ -38,6 +39,8 @@ class StreamSpec:
         drop: Leave the end of an epoch out that does not fill a global batch.
         count: Samples of a global batch by its number, at most `batch`; None: always `batch`.
         count_draws: Keep how often each item was drawn.
+        num_shards: Nodes over which the table is spread.
+        offset: By global batch, where its samples begin among those of all tables; None: at 0.
     """
 
     name: str
@@ -51,6 +54,8 @@ class StreamSpec:
     drop: bool = False
     count: Callable[[int], int] | None = None
     count_draws: bool = False
+    num_shards: int = 1
+    offset: Callable[[int], int] | None = None
 
     @property
     def at(self) -> str:
@@ -63,7 +68,12 @@ class StreamSpec:
 
     def regions(self, num_peers: int) -> list[Region]:
         """Return what the cuts of the stream keep in the store; its masses have regions of their own."""
+        over_nodes = [
+            Region(self.at + "origins", "int64", (self.depth, self.batch)),
+            Region(self.at + "notice", "int64", (NOTICE_WORDS,)),
+        ]
         return [
+            *(over_nodes if self.num_shards > 1 else []),
             Region(self.at + "position", "int64", (HEAD_WORDS,)),
             Region(self.at + "consumed", "int64", (num_peers,)),
             Region(self.at + "heads", "int64", (self.depth, HEAD_WORDS)),
@@ -80,9 +90,12 @@ class Cut(NamedTuple):
         head: Position after the cut and totals: `CUT_WORDS` words.
         resolutions: What the draws resolved to, in the store. [batch, 8], int64; valid until `consume`.
         epochs: Epoch (or pass) of each sample, in the store. [batch], int64; likewise.
+        origins: Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its
+            resolution says where its rows lie on this node. [batch], int64; likewise.
     """
 
     key: int
     head: list[int]
     resolutions: torch.Tensor
     epochs: torch.Tensor
+    origins: torch.Tensor | None = None

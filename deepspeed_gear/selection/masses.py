@@ -10,8 +10,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import FAN_OUT, R_MASS, R_NUM_STEPS, tree_levels, tree_size
+from deepspeed_gear.ops.constants import (
+    FAN_OUT,
+    FOR_ANCHOR,
+    R_ANCHOR,
+    R_MASS,
+    R_NUM_STEPS,
+    R_NUMBER,
+    tree_levels,
+    tree_size,
+)
 from deepspeed_gear.selection.cut import NOTHING, StreamSpec
+from deepspeed_gear.selection.philox import below, philox
 from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import COMMITTED, ID, NUM_STEPS, STATE, Table
@@ -181,6 +191,29 @@ class Masses:
         if self.spec.rule.has_weights and self.spec.rule.unit == "step":
             words = rows.numpy()  # the mass of one step
             words[:, R_MASS] //= self.spec.rule.anchors.num_anchors(words[:, R_NUM_STEPS])
+
+    def resolve_numbered(self, rows: torch.Tensor, coordinates: torch.Tensor, numbers: np.ndarray) -> None:
+        """Find what coordinates hit whose sample numbers have gaps.
+
+        Args:
+            rows: Gets the resolutions. [n, 8], int64.
+            coordinates: In [0, total). [n], int64.
+            numbers: Sample numbers. [n], int64.
+        """
+        self.resolve(rows, coordinates, 0)
+        words = rows.numpy()
+        words[:, R_NUMBER] = numbers
+        if self.draws_anchor:
+            rule, steps = self.spec.rule.anchors, words[:, R_NUM_STEPS]
+            unsigned, purpose = numbers.astype(np.uint64), np.array([[FOR_ANCHOR]], np.uint64)
+            drawn = philox(self.spec.seed, unsigned, self.spec.key, purpose)
+            index = below(tuple(quarter[0] for quarter in drawn), rule.num_anchors(steps))
+            words[:, R_ANCHOR] = rule.anchor_at(index, steps)
+
+    @property
+    def draws_anchor(self) -> bool:
+        """Whether the anchor of a hit is a second draw, keyed by the sample's number."""
+        return self.spec.rule.draws_anchor
 
     def coordinates_of(self, items: torch.Tensor) -> torch.Tensor:
         """Return the first coordinate of each item. [n] -> [n], int64. Cost: 32 additions a level."""

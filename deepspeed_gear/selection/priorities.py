@@ -19,6 +19,9 @@ from deepspeed_gear.ops.constants import (
     NUM_UPDATE_COUNTS,
     ONE_Q62,
     STALE,
+    U_ANCHOR,
+    U_GENERATION,
+    U_SLOT,
     minima_size,
 )
 from deepspeed_gear.selection.cut import StreamSpec
@@ -26,9 +29,10 @@ from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.reports import Reports
 from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.layout import Region
-from deepspeed_gear.store.table import FIRST_ROW, ID, NUM_ROWS, NUM_STEPS, Table
+from deepspeed_gear.store.table import FIRST_ROW, GENERATION, ID, NUM_ROWS, NUM_STEPS, Table
 
 ALPHA = 2  # a word of the changes
+MOST_MASS = np.iinfo(np.int64).max
 MOST_CLAMPED, LEAST_APPLIED = 1e-3, 10_000  # part of all updates that may be clamped, once there are so many
 
 
@@ -112,26 +116,36 @@ class PriorityMasses(Masses):
         return True  # reports may come at any time
 
     def apply(self, key: int) -> None:
+        due = self.reports.due(key)
+        self.apply_reports(key, [entries for _, entries in due])
+        if due:
+            self.reports.take(due)
+        self.check_clamped()
+
+    def apply_reports(self, key: int, reports: list[np.ndarray]) -> None:
+        """Put queued changes of slots into the tree, and reports behind them.
+
+        Args:
+            key: Number of the global batch whose cut comes next.
+            reports: In any order, each with batch and sample number. [n, 6] each, int64.
+        """
         super().apply(key)
         alpha = self._alpha_at(key)
         if alpha != self.words[ALPHA]:
             self.words[ALPHA] = alpha
             self._build()
-        due = self.reports.due(key)
-        if due:
-            reports = due[0][1] if len(due) == 1 else np.concatenate([entries for _, entries in due])
-            self.ops.prioritize_(
-                self.sums,
-                self._minima,
-                self._values,
-                self._counts,
-                self._slots,
-                torch.from_numpy(reports),
-                self.words[ALPHA],
-                self._unit,
-            )
-            self.reports.take(due)
-        self._check_clamped()
+        if not reports:
+            return
+        self.ops.prioritize_(
+            self.sums,
+            self._minima,
+            self._values,
+            self._counts,
+            self._slots,
+            torch.from_numpy(reports[0] if len(reports) == 1 else np.concatenate(reports)),
+            self.words[ALPHA],
+            self._unit,
+        )
 
     def recover(self) -> None:
         self.reports.recover()
@@ -140,7 +154,45 @@ class PriorityMasses(Masses):
     def _alpha_at(self, key: int) -> int:
         return int(self.rule.alpha(key) * ONE_Q62)  # exact: a power of two
 
-    def _check_clamped(self) -> None:
+    def known_reports(self, reports: np.ndarray) -> np.ndarray:
+        """Return reports with handles in place of ids, without those of items that are not here.
+
+        Args:
+            reports: By id: slot -1, the id in place of the generation. [n, 6], int64.
+        """
+        by_id = reports[:, U_SLOT] < 0
+        if not by_id.any():
+            return reports
+        updates, known = self.handles_of(reports[by_id, U_GENERATION], reports[by_id, U_ANCHOR])
+        found = reports.copy()
+        found[by_id, : U_ANCHOR + 1] = updates
+        keep = ~by_id
+        keep[by_id] = known
+        return found[keep]
+
+    def handles_of(self, ids: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return slot, generation and anchor of items, and which of them the sampler can draw.
+
+        Args:
+            ids: Trajectories. [n], int64.
+            anchors: Steps, where an item is a step. [n], int64.
+        Returns:
+            [n, 3], int64, and [n], bool.
+        """
+        slots = self.table.slots_of(ids)
+        known = slots >= 0
+        records = self.table.slots[slots]
+        known[known] &= self.of(slots[known]) > 0
+        if self.by_step:
+            known &= self.spec.rule.anchors.admits(anchors, records[:, NUM_STEPS]) & (anchors >= 0)
+        return np.stack([slots, records[:, GENERATION], anchors], axis=1), known
+
+    def check_clamped(self) -> None:
+        """Refuse priorities of which too many are beyond what a mass can be.
+
+        Raises:
+            StoreError: More than 0.1% of the updates were clamped.
+        """
         applied, clamped = self._count_words[APPLIED], self._count_words[CLAMPED]
         if applied >= LEAST_APPLIED and clamped > MOST_CLAMPED * applied:
             raise StoreError(
@@ -205,14 +257,22 @@ class PriorityMasses(Masses):
             return
         self.ops.resolve_rows_(rows, self.sums, self._slots, self._row_slots_tensor, coordinates, first)
 
+    @property
+    def draws_anchor(self) -> bool:
+        return not self.by_step and super().draws_anchor
+
     def highest(self, count: int) -> torch.Tensor:
         """Return the coordinates of the items of highest priority; fewer if there are not so many. [n]."""
+        return self.coordinates_of(self.highest_items(count))
+
+    def highest_items(self, count: int) -> torch.Tensor:
+        """Return the items of highest priority, equal ones in stored order; or fewer. [n]."""
         items = torch.empty(count, dtype=torch.int64)
         self.ops.top_k_(items, self._values, self.sums)
         items = items[items >= 0]
         if self.table.spec.dataset is None and len(items):
             items = torch.from_numpy(self._by_id(items.numpy()))
-        return self.coordinates_of(items)
+        return items
 
     def _by_id(self, items: np.ndarray) -> np.ndarray:
         """Of items in falling order, let those of the lowest ids come first among equal priorities.
@@ -222,13 +282,14 @@ class PriorityMasses(Masses):
         values, least = self.values, self.values[items[-1]]
         equal = np.nonzero((values == least) & (self.leaves > 0))[0]
         above = items[values[items] > least]
-        ids = self._ids_of(equal)
+        ids = self.ids_of(equal)
         wanted = len(items) - len(above)
         equal = equal[ids <= np.partition(ids, wanted - 1)[wanted - 1]]
         found = np.concatenate([above, equal])
-        return found[np.lexsort((found, self._ids_of(found), -values[found]))][: len(items)]
+        return found[np.lexsort((found, self.ids_of(found), -values[found]))][: len(items)]
 
-    def _ids_of(self, items: np.ndarray) -> np.ndarray:
+    def ids_of(self, items: np.ndarray) -> np.ndarray:
+        """Return the trajectories of items. [n] -> [n], int64."""
         slots = self._row_slots[items] if self.by_step else items
         return np.asarray(self.table.slots[slots, ID])
 
@@ -242,7 +303,7 @@ class PriorityMasses(Masses):
             masses: Of what was drawn. [B], int64.
             total: Sum of all masses.
         """
-        beta = int(self.rule.beta(key) * ONE_Q62)
+        beta = self.beta_at(key)
         if self.rule.normalize == "batch":
             return int(np.minimum.reduce(masses)), 1, beta  # which is what `min` calls
         if self.rule.normalize == "table":
@@ -251,9 +312,18 @@ class PriorityMasses(Masses):
 
     @property
     def least(self) -> int:
-        """The smallest mass that is not 0."""
+        """The smallest mass that is not 0; 0 if there is none."""
         top = self._minima[-FAN_OUT:].numpy() if len(self._minima) else self.leaves
-        return int(top[top > 0].min())
+        return int(top[top > 0].min(initial=MOST_MASS)) if top.any() else 0
+
+    @property
+    def num_drawable(self) -> int:
+        """Items with a mass."""
+        return self._count_words[DRAWABLE]
+
+    def beta_at(self, key: int) -> int:
+        """Return the exponent of the importance weights of a global batch, Q62."""
+        return int(self.rule.beta(key) * ONE_Q62)
 
     def statistics(self) -> dict[str, int]:
         """Return how many reports were applied, ignored because their item was gone, and clamped."""

@@ -50,6 +50,28 @@ def _as_dtype(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> np.ndarray:
 CustomMasses = Callable[[np.ndarray, np.ndarray, Callable[[str], np.ndarray]], np.ndarray]
 
 
+NO_ID = -1  # every id is newer
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Where a window begins.
+
+    Args:
+        oldest: The smallest id in it.
+        newest: The largest value of its column; None: nothing has one.
+    """
+
+    oldest: int
+    newest: int | float | None
+
+
+def newest_of(values: np.ndarray) -> int | float:
+    """Return the largest value; NaN is never new."""
+    found: int | float = np.fmax.reduce(values).item()
+    return found
+
+
 @dataclass(frozen=True)
 class Window:
     """The newest items.
@@ -64,28 +86,30 @@ class Window:
     column: str | None = None
     distance: float = 0
 
-    def admits(
-        self, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]
-    ) -> np.ndarray:
-        """Return which trajectories are in the window.
+    def edge(self, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]) -> Edge:
+        """Return where the window begins among trajectories; the one in which it does belongs to it.
 
         Args:
             ids: A larger one is newer. [n], int64.
             num_items: Items of each trajectory. [n].
             column: Gives the values of a per-trajectory column. [n].
-        Returns:
-            [n], bool; the trajectory in which the window begins belongs to it.
         """
-        inside = np.asarray(num_items) > 0
-        if self.newest is not None:
+        there = np.asarray(num_items) > 0
+        oldest = NO_ID
+        if self.newest is not None and len(ids):
             order = np.argsort(ids)[::-1]
-            newer = np.empty(len(ids), np.int64)
-            newer[order] = np.cumsum(num_items[order]) - num_items[order]
-            inside &= newer < self.newest
-        if self.column is not None and inside.any():
-            values = column(self.column)
-            newest = np.fmax.reduce(values[np.asarray(num_items) > 0]).item()  # NaN is never new
-            inside &= values >= newest - self.distance  # a Python number: small integers would wrap round
+            newer = np.cumsum(num_items[order]) - num_items[order]
+            oldest = int(ids[order][newer < self.newest].min())
+        return Edge(oldest, newest_of(column(self.column)[there]) if self.column and there.any() else None)
+
+    def admits(
+        self, edge: Edge, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]
+    ) -> np.ndarray:
+        """Return which trajectories are in a window that begins at an edge. [n], bool."""
+        inside = (np.asarray(num_items) > 0) & (ids >= edge.oldest)
+        if self.column is not None and edge.newest is not None:
+            # A Python number: small integers would wrap round.
+            inside &= column(self.column) >= edge.newest - self.distance
         return inside
 
 

@@ -12,6 +12,9 @@ position.
 Ranks that sample side by side would wait for each other's cuts in every step. So they draw ahead for the
 next cut, in turn, as long as nothing has changed: AHEAD names the global batch whose draws lie in its ring
 entry already. Any change forgets them; the cut itself is made by whoever asks for it, as ever.
+
+Where a table lies on several nodes, one process of each node makes the cuts together with those of the other
+nodes (`selector`); the others of the node follow it. If it cannot make one, they read why in a notice.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.constants import R_MASS, R_SLOT
-from deepspeed_gear.selection.age import AgeMasses
 from deepspeed_gear.selection.cut import (
     AHEAD,
     COUNT,
@@ -47,8 +49,10 @@ from deepspeed_gear.selection.cut import (
 )
 from deepspeed_gear.selection.draws import Draws
 from deepspeed_gear.selection.kinds import DRAWS, ORDERS, masses_of, stratify_
+from deepspeed_gear.selection.notice import Notice
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.selection.selector import Selector
 from deepspeed_gear.store.table import Table
 
 _POLL_S, _IDLE_S = 100e-6, 500e-6
@@ -67,6 +71,9 @@ class Stream:
         self.spec, self.table, self.ops = spec, table, table.ops
         views = table.views
         self.masses = masses_of(spec)(spec, table)
+        self.selector = Selector(spec, self.masses)  # where several nodes hold the table: theirs
+        self.notice = Notice(spec, table) if spec.num_shards > 1 else None
+        self.follows = False  # another process of the node makes the cuts
         self.draws = Draws(spec, table) if spec.count_draws else None
         self.position: np.ndarray = views[spec.at + "position"]
         self.consumed: np.ndarray = views[spec.at + "consumed"]
@@ -78,6 +85,7 @@ class Stream:
         self._words: memoryview = self.position.data
         self._heads: list[memoryview] = [head.data for head in self.heads]
         self._entries = list(zip(self.ring, self.epochs, strict=True))
+        self.origins = torch.from_numpy(views[spec.at + "origins"]) if spec.num_shards > 1 else None
         self._drawn_masses = [entry[:, R_MASS] for entry in self._ring_words]
         self._coordinates = torch.empty(spec.batch, dtype=torch.int64)
         self._consumed_words: memoryview = self.consumed.data
@@ -138,10 +146,16 @@ class Stream:
                         "ranks of a node must ask for the same batches in the same order",
                     )
                 late, slow = self.peers.late(held), self.masses.late(key)
-                if not late and not slow:
+                ready = not late and not slow and not self.follows
+                if ready and self.selector.in_store:
                     self._cut(key, entry)
                     return self._seen(key, entry)
+            if ready:
+                self._cut_together(key, entry)
+                continue
             self._check_going_on()
+            if self.follows and self.notice is not None:
+                self.notice.check(key)
             if until is None:
                 until = time.monotonic() + self._timeout_s
                 self.peers.wait_awake(held + 1)
@@ -158,18 +172,32 @@ class Stream:
             )
         self.check()
 
+    def _cut_together(self, key: int, entry: int) -> None:
+        try:
+            self._cut(key, entry)
+        except Exception as error:
+            self._forget(entry)
+            self.selector.fail(key, error)
+            raise
+
+    def _forget(self, entry: int) -> None:
+        with self.table.lock:
+            self._heads[entry][KEY] = NOTHING
+
     def _too_late(self, key: int, late: list[int], slow: list[int]) -> PeerError:
         if late:
             room = f"find room in the ring of {self.spec.depth} cuts"
             return self.peers.error(key, late, room, "still needs an older one")
-        return self.peers.error(
-            key, slow, "have the priorities of all ranks", "has not asked for the batch behind them"
-        )
+        if slow or not self.follows:
+            missing = "has not asked for the batch behind them"
+            return self.peers.error(key, slow, "have the priorities of all ranks", missing)
+        return self.peers.error(key, [0], "be made by the first rank of this node", "has not made it")
 
     def _seen(self, key: int, entry: int) -> Cut:
         if (key + 1) % self._num_peers == self._peer:
             self._draw_ahead(key + 1)
-        return Cut(key, self._heads[entry][:CUT_WORDS].tolist(), *self._entries[entry])
+        origins = None if self.origins is None else self.origins[entry]
+        return Cut(key, self._heads[entry][:CUT_WORDS].tolist(), *self._entries[entry], origins)
 
     def consume(self, key: int) -> None:
         """Say that this process has copied what it needs of all cuts up to `key`."""
@@ -186,25 +214,35 @@ class Stream:
         head[KEY] = NOTHING
         after: list[int] = self._words[:CUT_WORDS].tolist()
         self._begin(key, after)
+        selector = self.selector
+        selector.begin(key, entry, count, self._check_going_on)
         if self.spec.kind in ORDERS:
             self._walk(key, rows, self._entries[entry][1], torch.empty(count, dtype=torch.int64), after)
         elif count:
-            self.masses.apply(key)
-            after[TOTAL] = self._checked_total()
+            after[TOTAL] = self._checked(selector.apply(key))
             if self.spec.kind not in DRAWS:
                 self._take_first(rows, after[SAMPLES])
             elif self._words[AHEAD] != key:
                 self._draw(rows, count, after[SAMPLES], after[TOTAL])
-            if isinstance(self.masses, PriorityMasses):
-                masses = self._drawn_masses[entry]
-                after[NUMERATOR : EXPONENT + 1] = self.masses.weigh(key, masses[:count], after[TOTAL])
+        selector.finish()
+        if count and isinstance(self.masses, PriorityMasses):
+            masses = self._drawn_masses[entry]
+            after[NUMERATOR : EXPONENT + 1] = selector.weigh(key, masses[:count], after[TOTAL])
         after[KEY], after[COUNT] = key + 1, count
         after[SAMPLES] += count
+        if selector.in_store:
+            self._commit(key, entry, after)
+            if self.draws is not None:
+                self.draws.count(self._ring_words[entry, :count])
+        else:
+            with self.table.lock:
+                self._commit(key, entry, after)
+
+    def _commit(self, key: int, entry: int, after: list[int]) -> None:
+        head = self._heads[entry]
         _AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
         head[KEY] = key  # the commit point
         self._advance(entry)
-        if self.draws is not None:
-            self.draws.count(self._ring_words[entry, :count])
 
     def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
         """Return the part of a ring entry that a cut fills, and its number of samples."""
@@ -216,6 +254,8 @@ class Stream:
         """Draw for the next cut, where several ranks want it and nothing is known that comes before it."""
         words, entry = self._words, key % self.spec.depth
         if self._num_peers == 1 or self.spec.kind not in DRAWS or words[KEY] != key:
+            return
+        if not self.selector.in_store or self.follows:
             return
         if self.spec.count is not None:  # which may fail, or be 0, and is not this batch's business
             return
@@ -232,15 +272,14 @@ class Stream:
         self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
         if self.spec.kind == "stratified":
             stratify_(coordinates, total)
-        self.masses.resolve(rows, coordinates, first)
+        self.selector.resolve(rows, 0, coordinates, first)
 
     def _take_first(self, rows: torch.Tensor, first: int) -> None:
         """Take the items of highest priority, the oldest or the newest ones."""
         if isinstance(self.masses, PriorityMasses):
-            coordinates = self.masses.highest(len(rows))
+            coordinates = self.selector.highest(len(rows))
         else:
-            assert isinstance(self.masses, AgeMasses)
-            coordinates = self.masses.extreme(len(rows), self.spec.kind == "newest")
+            coordinates = self.selector.extreme(len(rows), self.spec.kind == "newest")
         if len(coordinates) < len(rows):
             raise StoreError(
                 f"stream {self.spec.name}: table {self.table.spec.name}",
@@ -248,7 +287,7 @@ class Stream:
                 len(coordinates),
                 "lower the batch size, or add trajectories first",
             )
-        self.masses.resolve(rows, coordinates, first)
+        self.selector.resolve(rows, 0, coordinates, first)
 
     def _begin(self, key: int, after: list[int]) -> None:
         """Reset what belongs to one pass when a new pass begins."""
@@ -279,10 +318,9 @@ class Stream:
                     if after[EPOCH_SIZE] > 0:
                         after[EPOCH] += 1
                     after[EPOCH_FIRST] = after[SAMPLES] + done
-                    if self.masses.waiting:
+                    if self.selector.in_store and self.masses.waiting:
                         self.position[DONE] = done
-                    self.masses.apply(key)
-                    after[EPOCH_SIZE] = after[TOTAL] = self._checked_total()
+                    after[EPOCH_SIZE] = after[TOTAL] = self._checked(self.selector.apply(key))
                     if self.spec.drop:
                         self._check_epoch(after[EPOCH_SIZE])
                     at = 0
@@ -294,13 +332,13 @@ class Stream:
                 self.ops.permute_(part, self.spec.seed, self.spec.key, epoch, at, size)
             else:
                 torch.arange(at, at + n, out=part)
-            self.masses.resolve(rows[done : done + n], part, after[SAMPLES] + done)
+            self.selector.resolve(rows, done, part, after[SAMPLES] + done)
             if self.spec.kind == "pass" and after[FILLERS]:
                 after[EPOCH_FIRST] = after[SAMPLES] + done + n - after[EPOCH_SIZE]
             done += n
 
-    def _checked_total(self) -> int:
-        total = self.masses.total
+    def _checked(self, total: int) -> int:
+        """Return the sum of all masses if a cut can draw from it."""
         if total == 0:
             remedy = "check sampler.where, sampler.anchors and the split, or add trajectories first"
             if self.has_item_masses:
@@ -348,7 +386,8 @@ class Stream:
         """Return which retired slots this stream may still read. Wants the lock. [n] -> [n], bool."""
         position, ring = self.position, self.ring[:, :, R_SLOT].numpy()
         num_walked = position[SAMPLES] + position[DONE] - position[EPOCH_FIRST]
-        if self.spec.kind not in ORDERS or num_walked >= position[EPOCH_SIZE]:
+        is_still = self.spec.kind not in ORDERS or num_walked >= position[EPOCH_SIZE]
+        if is_still and self.spec.num_shards == 1:
             self.masses.apply_slots()  # nothing is drawn before the next cut, so it sees the same tree
         waiting = self.masses.applied[slots] != 0
         for entry, head in enumerate(self.heads):

@@ -165,7 +165,10 @@ def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) 
     ids = np.random.default_rng(seed).permutation(100)[: len(items)]
     counts, values = np.array([n for n, _ in items]), np.array([v for _, v in items], dtype)
     window = Window(newest, None if distance is None else "age", distance or 0)
-    found = window.admits(ids, counts, lambda name: {"age": values}[name])
+    def column(name: str) -> np.ndarray:
+        return {"age": values}[name]
+
+    found = window.admits(window.edge(ids, counts, column), ids, counts, column)
     best = max((float(v) for n, v in items if n), default=0.0)
     for i, (count, value) in enumerate(items):
         newer = counts[ids > ids[i]].sum()
@@ -177,7 +180,8 @@ def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) 
 
 def test_a_value_that_is_none_is_never_new() -> None:
     values = np.array([3.0, np.nan, 2.5, 1.0], np.float32)
-    found = Window(None, "age", 1.0).admits(np.arange(4), np.ones(4), lambda _: values)
+    window, content = Window(None, "age", 1.0), (np.arange(4), np.ones(4), lambda _: values)
+    found = window.admits(window.edge(*content), *content)
     assert found.tolist() == [True, False, True, False]
 
 

@@ -1,0 +1,157 @@
+"""Tensors between nodes: one rank of each node sends and receives for it. Transport: torch.distributed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_gear.errors import PeerError
+from deepspeed_gear.parallel.exchange import lane
+from deepspeed_gear.parallel.topology import Topology
+
+# Sends and receives between pairs, up to so many nodes; beyond it one collective, whose fixed cost is higher
+# (docs/many_nodes.md has the measurement).
+MOST_PAIRS = 32
+GRACE_S = 5.0  # beyond our own wait, so that gloo's wait ends after it
+
+
+class Link:
+    """Exchanges between the nodes that hold a table. One thread at a time; all nodes call in one order.
+
+    A wait that fails leaves messages behind that nobody may take for others: the link is broken for good.
+
+    Args:
+        topology: Where the ranks sit.
+        purpose: Exchanges of different purposes have groups of their own and never wait for each other.
+        timeout_s: Longest wait for another node, in seconds.
+        group: Whose ranks the topology counts; None for all.
+    """
+
+    def __init__(self, topology: Topology, purpose: str, timeout_s: float, group: Any = None) -> None:
+        self._topology, self._timeout_s = topology, timeout_s
+        self.nodes = topology.holders
+        self.count, self.index = len(self.nodes), self.nodes.index(topology.node)
+        members = [topology.ranks_of(node)[0] for node in self.nodes]
+        self._ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
+        self._purpose = purpose
+        self._group: Any = None
+        self._broken: PeerError | None = None
+        self.check: Callable[[], None] = lambda: None  # raises where a wait must end
+        self.bytes_sent = self.bytes_received = 0
+        self.num_exchanges, self.last_wait_s = 0, 0.0
+        self.left = False  # some node has said that it makes no further cut
+
+    def open(self) -> None:
+        """Make the group. Collective over the ranks that exchange."""
+        self._group = lane(tuple(self._ranks), self._purpose, self._timeout_s + GRACE_S)
+
+    def gather(self, words: np.ndarray) -> np.ndarray:
+        """Return the same number of words of every node. [n], int64 -> [S, n], int64."""
+        return self.swap_equal(np.broadcast_to(words, (self.count, len(words))))
+
+    def swap_equal(self, words: np.ndarray) -> np.ndarray:
+        """Send each node a row, of equal size everywhere; return the row from each. [S, n], int64, both."""
+        size = words.shape[1] * 8
+        sizes = [size] * self.count
+        sent = torch.from_numpy(np.ascontiguousarray(words).view(np.uint8).reshape(-1))
+        received = torch.empty(size * self.count, dtype=torch.uint8)
+        self.swap(sent, sizes, received, sizes)
+        return received.numpy().view(np.int64).reshape(words.shape)
+
+    def swap_words(self, rows: Sequence[np.ndarray], counts: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Send each node rows of equally many words; return the rows from each.
+
+        Args:
+            rows: [n_s, words] for each node, int64.
+            counts: Rows from each node. [S].
+        """
+        words = rows[0].shape[1]
+        sent = torch.from_numpy(np.concatenate(rows).reshape(-1).view(np.uint8))
+        expected = [int(count) * words * 8 for count in counts]
+        received = torch.empty(sum(expected), dtype=torch.uint8)
+        self.swap(sent, [len(part) * words * 8 for part in rows], received, expected)
+        found = received.numpy().view(np.int64).reshape(-1, words)
+        return np.split(found, np.cumsum(np.asarray(counts, np.int64))[:-1])
+
+    def gather_ragged(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the rows of every node. [n, words], int64 -> [n_s, words] each."""
+        counts = self.gather(np.array([len(rows)]))[:, 0]
+        return self.swap_words([rows] * self.count, counts)
+
+    def swap(
+        self, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor, expected: Sequence[int]
+    ) -> None:
+        """Send bytes to each node and receive bytes from each.
+
+        Args:
+            sent: The messages one behind the other, in the order of nodes. [sum(sizes)], uint8.
+            sizes: Bytes for each node; what is for this node itself is copied. [S].
+            received: Gets the messages of all nodes. [sum(expected)], uint8.
+            expected: Bytes from each node, as it has them in its own `sizes`. [S].
+        Raises:
+            PeerError: A node does not answer in time, or its connection has ended.
+        """
+        if self._broken is not None:
+            raise self._broken
+        to, source = _pieces(sent, sizes), _pieces(received, expected)
+        if sizes[self.index]:
+            source[self.index].copy_(to[self.index])
+        begin = time.monotonic()
+        if self.count <= MOST_PAIRS:
+            self._in_pairs(to, source)
+        else:
+            self._at_once(sent, sizes, received, expected)
+        self.num_exchanges += 1
+        self.last_wait_s = time.monotonic() - begin
+        self.bytes_sent += sum(sizes) - sizes[self.index]
+        self.bytes_received += sum(expected) - expected[self.index]
+
+    def _in_pairs(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        # Each begins with the node behind it, so that not all of them send to the same one first.
+        order = [(self.index + i) % self.count for i in range(1, self.count)]
+        works: list[tuple[int, Any]] = []
+        timeout = timedelta(seconds=self._timeout_s)
+        node = self.index
+        try:
+            for node in order:
+                if len(source[node]):
+                    works.append((node, dist.irecv(source[node], self._ranks[node], group=self._group)))
+            for node in order:
+                if len(to[node]):
+                    works.append((node, dist.isend(to[node], self._ranks[node], group=self._group)))
+            for node, work in works:
+                work.wait(timeout)
+        except RuntimeError as error:
+            self._fail(node, error)
+
+    def _at_once(
+        self, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor, expected: Sequence[int]
+    ) -> None:
+        work = dist.all_to_all_single(
+            received, sent, list(expected), list(sizes), group=self._group, async_op=True
+        )
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            self._fail(None, error)
+
+    def _fail(self, node: int | None, error: RuntimeError) -> None:
+        """Raise what the watch knows, else what the transport says."""
+        text = str(error).splitlines()[0]
+        name = "another node" if node is None else self._topology.describe(self.nodes[node])
+        rule = f"must answer in gear.timeout_s = {self._timeout_s} s"
+        remedy = "look for the first error in the logs of its ranks, and at the network"
+        self._broken = PeerError(name, rule, text, remedy)
+        self._broken.__cause__ = error
+        self.check()
+        raise self._broken
+
+
+def _pieces(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    return list(buffer.split(list(sizes)))

@@ -1,0 +1,166 @@
+"""Which node needs which samples of a global batch, and which rows of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.parallel.plan import Needs, needs_of
+from deepspeed_gear.parallel.rows import Read, RowNeeds
+from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.schema import Schema
+
+RETURN_TO_GO = "return_to_go"
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where samples go.
+
+    Args:
+        holders: Nodes that hold a shard, in the order of their shards.
+        index: Of this node among them; -1 if it holds none.
+        data_world: Replicas.
+        readers: Nodes (indices of holders) with a rank of each replica that reads; -1 behind the last.
+            [data_world, most].
+        needs: What is read of a sample, by index.
+        need_of: Index of what is read at each node of each replica's samples; -1 for nothing.
+            [S, data_world].
+    """
+
+    holders: tuple[int, ...]
+    index: int
+    data_world: int
+    readers: np.ndarray
+    needs: tuple[RowNeeds, ...]
+    need_of: np.ndarray
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.holders)
+
+    @property
+    def replicas_here(self) -> np.ndarray:
+        """Return the replicas with a rank on this node that reads. [n], int64."""
+        return np.nonzero(self.need_of[self.index] >= 0)[0]
+
+    def replica_of(self, samples: np.ndarray, offset: int) -> np.ndarray:
+        """Return the replica that trains on each sample of a cut: its micro batches take turns.
+
+        Args:
+            samples: Indices in the cut. [n], int64.
+            offset: Of the cut's first sample among those of all tables.
+        """
+        return np.asarray((samples + offset) % self.data_world)
+
+    def destinations(self, samples: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where samples go, this node excluded.
+
+        Args:
+            samples: Indices in the cut, ascending. [n], int64.
+            offset: As `replica_of`.
+        Returns:
+            Node, and index into `samples`, of each message's parts: by node, then as they stand. [m] each.
+        """
+        nodes = self.readers[self.replica_of(samples, offset)]
+        which, column = np.nonzero((nodes >= 0) & (nodes != self.index))
+        node = nodes[which, column]
+        order = np.argsort(node, kind="stable")
+        return node[order], which[order]
+
+    def wanted(self, count: int, offset: int) -> np.ndarray:
+        """Return which samples of a cut this node needs, ascending. [n], int64."""
+        if len(self.replicas_here) == self.data_world:
+            return np.arange(count)
+        firsts = (self.replicas_here - offset) % self.data_world
+        grid = np.arange(0, count, self.data_world)[:, None] + np.sort(firsts)[None, :]
+        samples = grid.reshape(-1)
+        return samples[samples < count]
+
+    def most_wanted(self, batch: int) -> int:
+        """Return the most samples of a cut that this node needs."""
+        return -(-batch // self.data_world) * len(self.replicas_here)
+
+
+def routes_of(
+    topology: Topology,
+    order: Sequence[int],
+    config: GearConfig,
+    fields: Sequence[ResolvedField],
+    schema: Schema,
+) -> Routes:
+    """Find out who needs what.
+
+    Args:
+        topology: Where the ranks sit.
+        order: Nodes that hold a shard, in the order of their shards.
+        config: The config.
+        fields: Of a whole batch.
+        schema: Of the table.
+    """
+    worlds = topology.place.data_world
+    found: dict[tuple[int, int], list[Needs]] = {}
+    for place, node in zip(topology.places, topology.nodes, strict=True):
+        if place.reads:
+            key = order.index(node), place.data_rank
+            found.setdefault(key, []).append(needs_of(place, config, fields))
+    known: dict[RowNeeds, int] = {}
+    need_of = np.full((len(order), worlds), -1, np.int64)
+    for (node, replica), needs in found.items():
+        rows = row_needs(needs, config, schema)
+        need_of[node, replica] = known.setdefault(rows, len(known))
+    nodes_of = [np.nonzero(need_of[:, replica] >= 0)[0] for replica in range(worlds)]
+    most = max(len(nodes) for nodes in nodes_of)
+    readers = np.full((worlds, most), -1, np.int64)
+    for replica, nodes in enumerate(nodes_of):
+        readers[replica, : len(nodes)] = nodes
+    index = order.index(topology.node) if topology.node in order else -1
+    return Routes(tuple(order), index, worlds, readers, tuple(known), need_of)
+
+
+def row_needs(needs: Sequence[Needs], config: GearConfig, schema: Schema) -> RowNeeds:
+    """Return the rows that ranks of a replica on one node read."""
+    reads: dict[Read, None] = {}
+    single: dict[str, None] = {}
+    goals: dict[tuple[str, int], None] = {}
+    for need in needs:
+        for field in need.fields:
+            _add_field(field, reads, single, goals)
+        if need.n_step and config.n_step is not None:
+            for role in ("reward", "terminated", "truncated"):
+                column = schema.role(role)
+                if column is not None:
+                    reads[Read(column.name, 0, config.n_step.n)] = None
+    return RowNeeds(tuple(reads), tuple(single), tuple(goals))
+
+
+def _add_field(
+    field: ResolvedField,
+    reads: dict[Read, None],
+    single: dict[str, None],
+    goals: dict[tuple[str, int], None],
+) -> None:
+    if field.mask_only or (field.column is None and field.derived != "return_to_go"):
+        return
+    if field.column is not None and field.column.rows == "1":
+        single[field.column.name] = None
+        return
+    name = RETURN_TO_GO if field.column is None else field.column.name
+    final_row = int(field.column is not None and field.column.rows == "T+1")
+    follows = field.offset == "n_step"
+    first, end = _window(field)
+    reads[Read(name, first, end, follows, field.pad_kind == "edge", final_row)] = None
+    if field.hindsight is not None:
+        goals[field.hindsight.name, int(field.hindsight.rows == "T+1")] = None
+
+
+def _window(field: ResolvedField) -> tuple[int, int]:
+    """Return the steps that a field's part of its window may read, from the anchor on."""
+    offset = 0 if field.offset == "n_step" else int(field.offset)
+    length = field.length or 1
+    if field.part_length is None or field.align != "in_place" or field.pad_kind == "edge":
+        return offset, offset + length
+    return offset + field.part_first, offset + field.part_first + field.part_length

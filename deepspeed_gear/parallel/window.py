@@ -1,0 +1,66 @@
+"""Where a window of the newest items begins, over all nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.selection.rules import NO_ID, Edge, Window, newest_of
+
+_PARTS = 64  # into which each round divides the ids that are left
+_NOTHING, _INTEGER, _FLOAT = 0, 1, 2
+
+
+def edge_over_nodes(
+    link: Link, window: Window, ids: np.ndarray, counts: np.ndarray, values: np.ndarray | None
+) -> Edge:
+    """Return the window's edge. All nodes call it together.
+
+    Args:
+        link: Between the nodes.
+        window: Which items are new.
+        ids: Of this node's trajectories. [n], int64.
+        counts: Items of each. [n], int64.
+        values: Of the window's column. [n].
+    Cost: about 4 exchanges of 64 words for 10^7 trajectories, however many nodes.
+    """
+    there = counts > 0
+    newest = _newest(link, None if values is None else values[there])
+    oldest = NO_ID if window.newest is None else _oldest(link, window.newest, ids, counts)
+    return Edge(oldest, newest)
+
+
+def _newest(link: Link, values: np.ndarray | None) -> int | float | None:
+    if values is None:
+        return None
+    own = np.zeros(2, np.int64)
+    if len(values):
+        value = newest_of(values)
+        own[0] = _INTEGER if isinstance(value, int) else _FLOAT
+        own[1:] = value if isinstance(value, int) else np.array([value], np.float64).view(np.int64)
+    found = link.gather(own)
+    known = [
+        int(bits) if kind == _INTEGER else float(np.array([bits]).view(np.float64)[0])
+        for kind, bits in found.tolist()
+        if kind != _NOTHING
+    ]
+    return newest_of(np.array(known)) if known else None
+
+
+def _oldest(link: Link, wanted: int, ids: np.ndarray, counts: np.ndarray) -> int:
+    """Return the smallest t such that fewer than `wanted` items have larger ids than t."""
+    order = np.argsort(ids)
+    ordered = ids[order]
+    newer = np.concatenate([[0], np.cumsum(counts[order])])  # of those before each place
+    low, high = NO_ID, int(link.gather(np.array([ids.max(initial=NO_ID)])).max())
+    while low < high:  # the answer is in [low, high]: behind the largest id there is nothing
+        step = -(-(high - low) // _PARTS)
+        points = np.minimum(low + step * np.arange(_PARTS), high)
+        behind = newer[-1] - newer[np.searchsorted(ordered, points, side="right")]
+        few = link.gather(behind).sum(0) < wanted
+        first = int(np.argmax(few)) if few.any() else _PARTS
+        if first == 0:
+            return low
+        high = int(points[first]) if first < _PARTS else high
+        low = int(points[first - 1]) + 1
+    return low

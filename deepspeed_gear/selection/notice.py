@@ -1,0 +1,54 @@
+"""Why the process that makes a node's cuts could not make one, for the processes that wait for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepspeed_gear.errors import GearError, PeerError, StoreError
+from deepspeed_gear.selection.cut import NOTICE_WORDS, StreamSpec
+from deepspeed_gear.store.table import Table
+
+NUMBER, KEY, IS_STORE_ERROR, SIZE = range(4)  # words in front of the text
+_TEXT_BYTES = 8 * (NOTICE_WORDS - 4)
+
+
+class Notice:
+    """The latest failure of a stream on this node. Process safe: takes the table's lock itself.
+
+    Args:
+        spec: The stream.
+        table: Its table.
+    """
+
+    def __init__(self, spec: StreamSpec, table: Table) -> None:
+        words: np.ndarray = table.views[spec.at + "notice"]
+        self._lock, self._words, self._text = table.lock, words, words[4:].view(np.uint8)
+        self._seen = 0  # number of the latest one that this process has raised, or written
+
+    def write(self, key: int, error: Exception) -> None:
+        """Say that the cut of a global batch has failed."""
+        text = (str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}").encode()
+        text = text[:_TEXT_BYTES]
+        with self._lock:
+            self._text[: len(text)] = np.frombuffer(text, np.uint8)
+            self._words[KEY], self._words[SIZE] = key, len(text)
+            self._words[IS_STORE_ERROR] = isinstance(error, StoreError)
+            self._words[NUMBER] += 1
+            self._seen = int(self._words[NUMBER])
+
+    def check(self, key: int) -> None:
+        """Raise, once, what was said of the cut of a global batch.
+
+        Raises:
+            StoreError: No cut can be made, as for want of items: other content or priorities mend it.
+            PeerError: Another rank has failed.
+        """
+        if self._words[NUMBER] == self._seen:
+            return
+        with self._lock:
+            number, failed = int(self._words[NUMBER]), int(self._words[KEY])
+            text = bytes(self._text[: self._words[SIZE]]).decode(errors="replace")
+            kind = StoreError if self._words[IS_STORE_ERROR] else PeerError
+        self._seen = number
+        if failed == key:
+            raise kind("the first rank of this node", "must be able to make a global batch", None, text)

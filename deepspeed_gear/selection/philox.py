@@ -1,0 +1,57 @@
+"""Random words in NumPy: for the few draws of a batch that are not worth an op. Pure."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64).reshape(2, 1, 1)
+Words = tuple[np.ndarray, ...]  # four quarters of random words, the highest first. [..., n] each, uint64
+
+
+def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) -> Words:
+    """Make a random word of 128 bits for each number and purpose, as `ops.reference.philox` does, but fast.
+
+    Args:
+        seed: The key, 64 bits.
+        numbers: [n], uint64.
+        stream: 32 bits.
+        purposes: [p, 1], uint64.
+    Returns:
+        Quarters of the words. [p, n] each.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
+    """
+    shape = np.broadcast_shapes(numbers.shape, purposes.shape)
+    even, odd = np.empty((2, *shape), np.uint64), np.empty((2, *shape), np.uint64)  # words 0 and 2, 1 and 3
+    even[0], even[1], odd[0], odd[1] = numbers & _LOW, stream & 0xFFFFFFFF, numbers >> _SHIFT, purposes
+    for keys in _round_keys(seed):
+        product = even * _MULTIPLIERS
+        even = (product >> _SHIFT)[::-1] ^ odd
+        even ^= keys
+        odd = product[::-1] & _LOW
+    return odd[0], even[0], odd[1], even[1]
+
+
+@lru_cache(maxsize=8)
+def _round_keys(seed: int) -> list[np.ndarray]:
+    """Return the keys of the rounds. [2, 1, 1] each, uint64."""
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    rounds = [((low + i * 0x9E3779B9) & 0xFFFFFFFF, (high + i * 0xBB67AE85) & 0xFFFFFFFF) for i in range(10)]
+    return [np.array(keys, np.uint64).reshape(2, 1, 1) for keys in rounds]
+
+
+def below(words: Words, totals: np.ndarray) -> np.ndarray:
+    """Return floor(word * total / 2^128): uniform below each total up to 2^-96 relative. [n], int64.
+
+    Args:
+        words: Quarters of the words, the highest first. [n] each.
+        totals: In [0, 2^32). [n], int64.
+    """
+    total, carry = totals.astype(np.uint64), np.zeros(len(totals), np.uint64)
+    for quarter in reversed(words):
+        carry = (quarter * total + carry) >> _SHIFT
+    return carry.astype(np.int64)

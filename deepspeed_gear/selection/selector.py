@@ -1,0 +1,87 @@
+"""What a cut asks of a table as a whole. Here the table lies in one store; parallel/ asks several nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from deepspeed_gear.selection.age import AgeMasses
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.masses import Masses
+from deepspeed_gear.selection.priorities import PriorityMasses
+
+Check = Callable[[], None]
+
+
+class Selector:
+    """The items of one store. Every method wants the table's lock.
+
+    Args:
+        spec: The stream.
+        masses: Of its items.
+    """
+
+    in_store = True  # a cut holds the table's lock from its beginning to its end
+
+    def __init__(self, spec: StreamSpec, masses: Masses) -> None:
+        self.spec, self.masses = spec, masses
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `apply` would change a mass."""
+        return self.masses.waiting
+
+    @property
+    def total(self) -> int:
+        """Sum of all masses, as the latest cut has left them."""
+        return self.masses.total
+
+    def begin(self, key: int, entry: int, count: int, check: Check) -> None:
+        """Begin the cut of a global batch.
+
+        Args:
+            key: Its number.
+            entry: Where it goes in the ring.
+            count: Its samples.
+            check: Raises where a wait must end.
+        """
+
+    def apply(self, key: int) -> int:
+        """Bring all masses to the state that the cut draws from. Returns their sum."""
+        self.masses.apply(key)
+        return self.masses.total
+
+    def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
+        """Find what some of a cut's coordinates hit.
+
+        Args:
+            rows: Gets the resolutions of the cut. [count, 8], int64.
+            done: Index of the first of these samples in the cut.
+            coordinates: In [0, total). [n], int64.
+            first: Sample number of the first one.
+        """
+        count = len(coordinates)
+        self.masses.resolve(rows if count == len(rows) else rows[done : done + count], coordinates, first)
+
+    def highest(self, count: int) -> torch.Tensor:
+        """Return the coordinates of the items of highest priority; fewer if there are not so many. [n]."""
+        assert isinstance(self.masses, PriorityMasses)
+        return self.masses.highest(count)
+
+    def extreme(self, count: int, newest: bool) -> torch.Tensor:
+        """Return the coordinates of the oldest items, or of the newest; or fewer. [n]."""
+        assert isinstance(self.masses, AgeMasses)
+        return self.masses.extreme(count, newest)
+
+    def finish(self) -> None:
+        """Make what was resolved ready to be collected."""
+
+    def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
+        """Return numerator, divisor and exponent of importance weights, as `PriorityMasses.weigh`."""
+        assert isinstance(self.masses, PriorityMasses)
+        return self.masses.weigh(key, drawn, total)
+
+    def fail(self, key: int, error: Exception) -> None:
+        """Take note that a cut could not be made."""
