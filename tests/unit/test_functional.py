@@ -195,8 +195,12 @@ REFUSED: dict[str, tuple[Callable[[Ops], object], str]] = {
         r"gamma must be in \[0, 1\], got 1.1",
     ),
     "resolution": (
-        lambda o: functional.gather(COLUMN[:6], RESOLUTIONS, ops=o),
-        "resolution 0 must lie in the columns' 6 rows",
+        lambda o: functional.gather(COLUMN[:3], RESOLUTIONS, ops=o),
+        "resolution 0 must lie in the columns' 3 rows",
+    ),
+    "resolution of a return": (
+        lambda o: functional.n_step(COLUMN[:4, 0] + 0, torch.zeros(4) > 1, None, RESOLUTIONS, 2, 0.9, ops=o),
+        "resolution 0 must lie in the columns' 4 rows",
     ),
     "conversion": (
         lambda o: functional.gather(COLUMN, RESOLUTIONS, dtype=torch.int32, ops=o),

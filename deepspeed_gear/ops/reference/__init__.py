@@ -8,7 +8,7 @@ least mass, updates; their powers in `power`), `collect` (windows and padding), 
 from __future__ import annotations
 
 from .checks import check_extents, check_rows
-from .collect import FieldSpec, Span, bounds, gather_, window_rows
+from .collect import FieldSpec, Span, bounds, check_windows, gather_, window_rows
 from .convert import arithmetic_dtype, convert, is_allowed
 from .priorities import (
     importance_,
@@ -22,7 +22,7 @@ from .priorities import (
     resolve_rows_,
     top_k_,
 )
-from .returns import n_step_, suffix_sum_
+from .returns import n_step_, n_step_reads, suffix_sum_
 from .select import (
     anchor_at,
     check_coordinates,
@@ -48,6 +48,7 @@ __all__ = [
     "check_extents",
     "check_items",
     "check_rows",
+    "check_windows",
     "convert",
     "coordinate",
     "descend",
@@ -60,6 +61,7 @@ __all__ = [
     "minima_build_",
     "minima_update_",
     "n_step_",
+    "n_step_reads",
     "num_anchors",
     "order_of",
     "permute_",

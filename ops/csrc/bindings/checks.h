@@ -84,9 +84,6 @@ inline const Resolution* Resolutions(const at::Tensor& tensor) {
   return reinterpret_cast<const Resolution*>(tensor.const_data_ptr<int64_t>());
 }
 
-inline constexpr int64_t kMostSteps =
-    int64_t{1} << 40;  // of offsets and lengths, so that no sum of them overflows
-
 // Whether an integer dtype holds `value` exactly.
 inline bool IsInteger(double value, int64_t dtype) {
   const int64_t bits = 8 * SizeOf(dtype) - (dtype == kBool || dtype == kUint8 ? 0 : 1);

@@ -128,6 +128,8 @@ enum Source : int64_t {
 // Whether a source is computed: it has no column, and its field is int64.
 constexpr bool IsComputed(int64_t source) { return source >= kTimestep; }
 
+constexpr bool IsStepRow(int64_t source) { return source <= kStepRowsPlusOne; }
+
 struct Field {
   int64_t source;  // enum Source
   Window window;
