@@ -47,6 +47,7 @@ from .priorities import (
 
 __all__ = [
     "Ops",
+    "copy_rows",
     "draw",
     "gather",
     "importance",
@@ -325,6 +326,31 @@ def gather(
     run = (ops or load_backend()).gather_
     run([out], [mask], counters, [column], [none], [none], resolutions, None, spec, [value], 1)
     return (out[:, 0], mask[:, 0]) if length is None else (out, mask)
+
+
+def copy_rows(source: Tensor, first: Tensor, sizes: Tensor, *, ops: Ops | None = None) -> Tensor:
+    """Pack pieces of bytes one behind the other, as rows of a store into a message.
+
+    Args:
+        source: [m], uint8.
+        first: Where each piece begins, in bytes. [n], int64.
+        sizes: Of each piece, in bytes. [n], int64.
+        ops: The backend, not "cuda"; None for "auto".
+    Returns:
+        [sum of sizes], uint8.
+    Raises:
+        ShapeError: Wrong shape or dtype, or a piece lies outside the source.
+    """
+    check_tensor("source", source, torch.uint8, (None,))
+    check_tensor("first", first, torch.int64, (None,))
+    check_tensor("sizes", sizes, torch.int64, (len(first),))
+    ends = sizes.cumsum(dim=0)
+    pieces = torch.stack((ends - sizes, first, sizes), dim=1)
+    num_bytes = int(ends[-1]) if len(ends) else 0
+    reference.check_pieces(pieces, num_bytes, len(source))
+    packed = torch.empty(num_bytes, dtype=torch.uint8)
+    (ops or load_backend()).copy_rows_(packed, source, pieces)
+    return packed
 
 
 def scaling(shift: Tensor, gain: Tensor, source: torch.dtype, target: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 Read it in this order: `select` (draws, permutation, tree, resolutions), `priorities` (masses, weights, the
 least mass, updates; their powers in `power`), `collect` (windows and padding), `convert` (dtypes), `returns`
-(sums of rewards). Tensors live on the CPU.
+(sums of rewards), `pieces` (packed rows). Tensors live on the CPU.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from .checks import check_extents, check_rows
 from .collect import FieldSpec, Span, bounds, check_windows, gather_, window_rows
 from .convert import arithmetic_dtype, convert, is_allowed
+from .pieces import check_pieces, copy_rows_
 from .priorities import (
     importance_,
     mass_,
@@ -47,10 +48,12 @@ __all__ = [
     "check_coordinates",
     "check_extents",
     "check_items",
+    "check_pieces",
     "check_rows",
     "check_windows",
     "convert",
     "coordinate",
+    "copy_rows_",
     "descend",
     "draw_",
     "gather_",
