@@ -16,7 +16,7 @@ from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.part_writer import write_parts
 from deepspeed_gear.store.sharding import non_empty, shard_of_node
 from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec
-from deepspeed_gear.store.table import ID, Table
+from deepspeed_gear.store.table import ID, NEXT_ID, Table
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
@@ -71,6 +71,7 @@ def rows_of(
     )
     try:
         ids = np.arange(shard.first, shard.end)
+        assert table.control[NEXT_ID] == dataset.num_trajectories_of_whole
         assert table.slots[:, ID].tolist() == ids.tolist()
         assert table.slots_of(ids).tolist() == list(range(len(ids)))
         return {name: table.held(name).copy() for name in (*dataset.schema.names, RETURN_TO_GO)}

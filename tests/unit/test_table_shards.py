@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,8 +104,10 @@ def test_without_a_shard_nothing_changes(dataset: Dataset, in_memory: bool) -> N
 
 
 def test_processes_must_agree_on_the_shard(dataset: Dataset) -> None:
-    specs = [spec_of(dataset, 0, 2, False), spec_of(dataset, 2, 3, False), whole_spec(dataset, False)]
-    assert len({table_layout(spec, [], {}).digest for spec in specs}) == 3
+    everything = whole_spec(dataset, False)
+    shards = [None, Shard(0, 1, 0, 6), Shard(0, 2, 0, 6), Shard(1, 2, 0, 6), Shard(0, 1, 1, 7)]
+    specs = [replace(everything, shard=shard) for shard in shards]
+    assert len({table_layout(spec, [], {}).digest for spec in specs}) == len(shards)
 
 
 # ---- arrivals ------------------------------------------------------------------------------------
@@ -216,8 +219,7 @@ def test_added_rows_leave_arrivals_alone() -> None:
 
 
 def test_arrivals_are_shared_between_processes(dataset: Dataset) -> None:
-    spec = spec_of(dataset, 1, 3, False, (4, 2))
-    spec = TableSpec(**{**spec.__dict__, "num_peers": 2})
+    spec = replace(spec_of(dataset, 1, 3, False, (4, 2)), num_peers=2)
     name = f"{prefix()}-{os.urandom(4).hex()}"
     with table_of(spec) as table:
         table.memory.link(name)
