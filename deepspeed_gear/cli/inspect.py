@@ -82,6 +82,7 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "path": str(dataset.path),
         "fingerprint": dataset.fingerprint,
+        "part": None if dataset.part is None else {**dataset.part.to_json(), "end": dataset.part.end},
         "trajectories": len(dataset),
         "steps": dataset.num_steps,
         "bytes": dataset.num_bytes,
@@ -108,7 +109,7 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
 def _splits(dataset: Dataset) -> dict[str, dict[str, Any]]:
     from deepspeed_gear.store.split import split_of
 
-    part = split_of(np.arange(len(dataset), dtype=np.int64), dataset.split)
+    part = split_of(np.arange(len(dataset), dtype=np.int64) + dataset.first_id, dataset.split)
     names = ["train", *sorted(dataset.split)]
     return {
         name: {
@@ -157,6 +158,10 @@ def format_table(summary: dict[str, Any]) -> str:
         f"  steps         {summary['steps']:,}",
         f"  bytes         {summary['bytes']:,}",
     ]
+    if (part := summary["part"]) is not None:
+        ids = f"ids {part['first']:,} to {part['end'] - 1:,} of {part['trajectories']:,}"
+        lines.insert(2, f"  part          {part['index']} of {part['count']}: {ids}")
+        lines.insert(3, f"  whole         {part['whole']}, {part['steps']:,} steps")
     for name, part in summary["split"].items():
         text = f"{part['trajectories']:,} trajectories, {part['steps']:,} steps"
         lines.append(f"  {name:<12}  {text} ({part['share']:.1%} asked for)")
@@ -182,7 +187,8 @@ def format_table(summary: dict[str, Any]) -> str:
         ]
         for name, c in summary["columns"].items()
     ]
-    note = "Statistics of columns: training split, over all elements of a row (--json has each)."
+    whole = "" if summary["part"] is None else " of the whole"
+    note = f"Statistics of columns: training split{whole}, over all elements of a row (--json has each)."
     return "\n".join([*lines, "", *grid_of(heads, rows, num_left=4), "", note])
 
 

@@ -38,7 +38,7 @@ def shared_options(config: GearConfig) -> dict[str, Any]:
     }
     for table in section["tables"].values():
         if table["data"] is not None:
-            table["data"] = {"split": table["data"]["split"]}
+            table["data"] = {option: table["data"][option] for option in ("split", "replicate")}
     if "table" in section["sampler"]:
         section["sampler"]["table"] = config.sampled_tables[0]
     section["shared_memory"] = {"prefix": section["shared_memory"]["prefix"]}
@@ -51,6 +51,8 @@ def batch_options(config: GearConfig) -> dict[str, Any]:
     for table in section["tables"].values():
         for option in _ROOM:
             del table[option]
+        if table["data"] is not None:
+            del table["data"]["replicate"]
     return section
 
 

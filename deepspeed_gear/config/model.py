@@ -56,6 +56,13 @@ class DataConfig(GearModel):
             "them into shared memory once per node."
         ),
     )
+    replicate: Flag = Field(
+        default=False,
+        description=(
+            "Every node holds the whole data set, as one logical shard: no rows travel between nodes. Only "
+            "where it fits every node's memory."
+        ),
+    )
 
 
 class ColumnConfig(GearModel):
@@ -105,14 +112,25 @@ class TableConfig(GearModel):
         default=None, description="The data set that the table holds."
     )
     capacity_steps: Count | None = Field(
-        default=None, description="Room for this many steps, in a table without data."
+        default=None,
+        description=(
+            "Room for this many steps, in a table without data; all nodes together. Each of n nodes that "
+            "consume gets 1/n of them, rounded up."
+        ),
     )
     capacity_trajectories: Count | None = Field(
         default=None,
-        description="Room for this many trajectories. null: one per 16 steps, at least 1,024.",
+        description=(
+            "Room for this many trajectories, all nodes together, shared out likewise. null: one per 16 "
+            "steps, at least 1,024."
+        ),
     )
     max_length: Steps | None = Field(
-        default=None, description="Steps of the longest trajectory that can be added. null: `capacity_steps`."
+        default=None,
+        description=(
+            "Steps of the longest trajectory that can be added; it must fit into one node's share. null: "
+            "`capacity_steps`."
+        ),
     )
     schema_: SchemaConfig | None = Field(
         default=None,

@@ -39,6 +39,7 @@ class Ops:
     suffix_sum_: Op
     n_step_: Op
     gather_: Op
+    copy_rows_: Op
     native: ModuleType | None = None
 
     def on_host(self) -> Ops:

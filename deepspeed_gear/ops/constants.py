@@ -25,7 +25,8 @@ ONE_Q62 = 1 << 62
 # common/philox.h: what a random word is for.
 FOR_COORDINATE, FOR_ANCHOR, FOR_PERMUTATION, FOR_SPLIT, FOR_TRANSFORM, FOR_RELABELLING, FOR_GOAL = range(7)
 
-# common/window.h and cpu/ops.h: a field of a gather.
+# common/slot.h, common/window.h and cpu/ops.h: a field of a gather.
+MOST_STEPS = 1 << 40  # of trajectories, offsets and lengths
 ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT = 0, 1, 2
 PAD_VALUE, PAD_EDGE = 0, 1
 SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE, SOURCE_TRAJECTORY, SOURCE_TIMESTEP, SOURCE_POSITION = range(5)

@@ -23,9 +23,10 @@ OP_NAMES = (
     "suffix_sum_",
     "n_step_",
     "gather_",
+    "copy_rows_",
 )
 #: Ops of the host's store, which have no kernels.
-HOST_ONLY = ("top_k_", "report_", "prioritize_")
+HOST_ONLY = ("top_k_", "report_", "prioritize_", "copy_rows_")
 
 _lock = threading.Lock()
 _registered = False

@@ -47,6 +47,7 @@ from .priorities import (
 
 __all__ = [
     "Ops",
+    "copy_rows",
     "draw",
     "gather",
     "importance",
@@ -249,7 +250,8 @@ def n_step(
         termination; [B], float32) and the number of steps k (up to n, a termination, a truncation or the end
         of the trajectory; [B], int64).
     Raises:
-        ShapeError: Wrong shape, dtype or range, or a resolution lies outside the rows.
+        ShapeError: Wrong shape, dtype or range, or a step of [anchor, min(anchor + n, num_steps)) lies
+            outside the rows: step t is row first_row + t, and other steps need not be there.
     """
     check_tensor("reward", reward, None, (None,))
     for name, flags in (("terminated", terminated), ("truncated", truncated)):
@@ -259,7 +261,7 @@ def n_step(
     if not 0 <= gamma <= 1:
         raise ShapeError("gamma", "must be in [0, 1]", gamma)
     check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
-    reference.check_rows(resolutions, len(reward))
+    reference.check_rows(resolutions, [reference.n_step_reads(resolutions, n, len(reward))])
     returns, discount = torch.empty(2, len(resolutions), dtype=torch.float32).unbind()
     steps = torch.empty(len(resolutions), dtype=torch.int64)
     run = (ops or load_backend()).n_step_
@@ -299,7 +301,9 @@ def gather(
         The rows [first, first + count) of the window ([B, count, *shape], or [B, *shape] without a time axis)
         and where they are real ([B, count] or [B], bool).
     Raises:
-        ShapeError: Wrong shape, dtype or range, or a resolution lies outside the column.
+        ShapeError: Wrong shape, dtype or range, or a row that is read (a real one, or the nearest one as the
+            edge's padding) lies outside the column: step t is row first_row + t, and other steps need not be
+            there.
     """
     check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
     target = dtype or column.dtype
@@ -311,20 +315,42 @@ def gather(
     check_range("first", first, 0, steps)
     rows_wanted = steps - first if count is None else check_range("count", count, 1, steps - first + 1)
     elements = math.prod(column.shape[1:])
-    is_step = source != SOURCE_TRAJECTORY
-    final_row = int(source != SOURCE_STEPS and is_step)
-    rows, slots = (len(column), None) if is_step else (None, len(column))
-    reference.check_rows(resolutions, rows, slots, final_row)
-    out = torch.empty(len(resolutions), rows_wanted, *column.shape[1:], dtype=target)
-    mask = torch.empty(len(resolutions), rows_wanted, dtype=torch.bool)
     kind = PAD_EDGE if pad == "edge" else PAD_VALUE
     spec = [source, offset, steps, align, 0, kind, elements, 0, first, rows_wanted]
     assert len(spec) == FIELD_INTS
+    reference.check_windows([reference.FieldSpec(*spec)], [column], resolutions, None)
+    out = torch.empty(len(resolutions), rows_wanted, *column.shape[1:], dtype=target)
+    mask = torch.empty(len(resolutions), rows_wanted, dtype=torch.bool)
     none = torch.empty(0)
     counters, value = torch.zeros(3, dtype=torch.int64), 0.0 if isinstance(pad, str) else float(pad)
     run = (ops or load_backend()).gather_
     run([out], [mask], counters, [column], [none], [none], resolutions, None, spec, [value], 1)
     return (out[:, 0], mask[:, 0]) if length is None else (out, mask)
+
+
+def copy_rows(source: Tensor, first: Tensor, sizes: Tensor, *, ops: Ops | None = None) -> Tensor:
+    """Pack pieces of bytes one behind the other, as rows of a store into a message.
+
+    Args:
+        source: [m], uint8.
+        first: Where each piece begins, in bytes. [n], int64.
+        sizes: Of each piece, in bytes. [n], int64.
+        ops: The backend, not "cuda"; None for "auto".
+    Returns:
+        [sum of sizes], uint8.
+    Raises:
+        ShapeError: Wrong shape or dtype, or a piece lies outside the source.
+    """
+    check_tensor("source", source, torch.uint8, (None,))
+    check_tensor("first", first, torch.int64, (None,))
+    check_tensor("sizes", sizes, torch.int64, (len(first),))
+    ends = sizes.cumsum(dim=0)
+    pieces = torch.stack((ends - sizes, first, sizes), dim=1)
+    num_bytes = int(ends[-1]) if len(ends) else 0
+    reference.check_pieces(pieces, num_bytes, len(source))
+    packed = torch.empty(num_bytes, dtype=torch.uint8)
+    (ops or load_backend()).copy_rows_(packed, source, pieces)
+    return packed
 
 
 def scaling(shift: Tensor, gain: Tensor, source: torch.dtype, target: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.memory import remove_garbage
-from deepspeed_gear.store.spec import TableSpec, table_layout
+from deepspeed_gear.store.spec import Shard, TableSpec, table_layout
 from deepspeed_gear.store.table import Table
 
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config does not say how many
@@ -78,15 +78,17 @@ def compare_placement(exchange: Exchange, config: GearConfig) -> None:
 def open_data(exchange: Exchange, config: GearConfig) -> dict[str, Dataset]:
     """Open the data sets on every rank and compare them. Collective.
 
+    Ranks of several nodes may have different parts of one whole.
+
     Raises:
-        DataError: One is missing, broken, or not the same on all ranks.
+        DataError: One is missing, broken, or not of the same whole on all ranks.
     """
     tables = config.resolved_tables.items()
     data = exchange.agree(
         "opening the data sets",
         lambda: {name: Dataset.open(t.data.path) for name, t in tables if t.data is not None},
     )
-    prints = {name: dataset.fingerprint for name, dataset in data.items()}
+    prints = {name: dataset.whole_fingerprint for name, dataset in data.items()}
     for rank, other in enumerate(exchange.gather(prints)):
         for name, fingerprint in prints.items():
             if other[name] != fingerprint:
@@ -94,7 +96,7 @@ def open_data(exchange: Exchange, config: GearConfig) -> dict[str, Dataset]:
                     f"table {name}: {data[name].path}",
                     "must be the same data set on all ranks",
                     f"rank {exchange.rank}: {fingerprint[:12]}, rank {rank}: {other[name][:12]}",
-                    "copy it again",
+                    "copy it again; nodes may have parts of one whole, of one `gear split`",
                 )
     return data
 
@@ -115,20 +117,70 @@ def schemas_of(
 
 
 def table_spec(
-    name: str, table: TableConfig, schema: Schema, dataset: Dataset | None, return_to_go: bool, num_peers: int
+    name: str,
+    table: TableConfig,
+    schema: Schema,
+    dataset: Dataset | None,
+    return_to_go: bool,
+    num_peers: int,
+    shard: Shard | None = None,
+    arrivals: tuple[int, int] = (0, 0),
 ) -> TableSpec:
-    """Return the sizes of a table."""
+    """Return the sizes of this node's store of a table.
+
+    Args:
+        name: Of the table.
+        table: Its options.
+        schema: Of its trajectories.
+        dataset: Its contents, the whole or this node's part; None for a table with a capacity.
+        return_to_go: Whether the derived column is kept.
+        num_peers: Processes of the node that attach.
+        shard: What the store holds; None for everything.
+        arrivals: Rows and slots for trajectories of other nodes.
+    Raises:
+        DataError: The shard is not in what the node has of the data set.
+        ConfigError: The longest trajectory does not fit into one shard.
+    """
+    more = (shard, *arrivals)
     if dataset is not None:
         assert table.data is not None
         in_memory = table.data.load == "memory"
-        return TableSpec(
-            name, schema, len(dataset), dataset.num_rows, dataset, in_memory, return_to_go, num_peers
-        )
-    assert table.capacity_steps is not None
-    steps = table.capacity_steps
-    slots = table.capacity_trajectories or min(steps, max(LEAST_SLOTS, steps // STEPS_PER_SLOT))
+        slots, rows = _held_of(name, dataset, shard)
+        return TableSpec(name, schema, slots, rows, dataset, in_memory, return_to_go, num_peers, *more)
+    steps, slots = _capacity_of(name, table, 1 if shard is None else shard.count)
     rows = steps + (slots if schema.has_final_row else 0)
-    return TableSpec(name, schema, slots, rows, None, True, return_to_go, num_peers)
+    return TableSpec(name, schema, slots, rows, None, True, return_to_go, num_peers, *more)
+
+
+def _held_of(name: str, dataset: Dataset, shard: Shard | None) -> tuple[int, int]:
+    """Return trajectories and rows of a shard of a data set."""
+    mine = dataset.first_id, dataset.first_id + len(dataset)
+    first, end = (0, dataset.num_trajectories_of_whole) if shard is None else (shard.first, shard.end)
+    if not (mine[0] <= first <= end <= mine[1]):
+        raise DataError(
+            f"table {name}: {dataset.path}",
+            f"must hold the trajectories {first} to {end - 1}",
+            str(dataset.part or f"{len(dataset)} trajectories"),
+            "give this node the whole data set, or its own part and every other node another one",
+        )
+    rows = dataset.row_of(end - mine[0]) - dataset.row_of(first - mine[0])
+    return end - first, rows
+
+
+def _capacity_of(name: str, table: TableConfig, count: int) -> tuple[int, int]:
+    """Return steps and trajectories of one of `count` equal shards of a table with a capacity."""
+    assert table.capacity_steps is not None
+    whole = table.capacity_steps
+    slots = table.capacity_trajectories or min(whole, max(LEAST_SLOTS, whole // STEPS_PER_SLOT))
+    steps = -(-whole // count)
+    if table.max_length is not None and table.max_length > steps:
+        raise ConfigError(
+            f"gear.tables.{name}.max_length",
+            f"must be at most {steps}, what each of {count} nodes holds of capacity_steps ({whole})",
+            table.max_length,
+            "raise capacity_steps, or use fewer nodes",
+        )
+    return steps, -(-slots // count)
 
 
 def table_specs(
@@ -137,12 +189,36 @@ def table_specs(
     datasets: Mapping[str, Dataset],
     fields: list[ResolvedField],
     num_peers: int,
+    shards: Mapping[str, Shard] | None = None,
+    arrivals: Mapping[str, tuple[int, int]] | None = None,
 ) -> list[TableSpec]:
-    """Return the sizes of all tables."""
+    """Return the sizes of this node's stores of all tables.
+
+    Args:
+        config: The config.
+        schemas: Of every table.
+        datasets: Of the tables that hold one, as this node has it.
+        fields: Of a batch.
+        num_peers: Processes of the node that attach.
+        shards: What the stores hold, by table; those that are missing hold everything.
+        arrivals: Rows and slots for trajectories of other nodes, by table; missing: none.
+    Raises:
+        DataError: A shard is not in what the node has of a data set.
+        ConfigError: The longest trajectory does not fit into one shard.
+    """
     needed = any(field.derived == "return_to_go" for field in fields)
     returns = set(config.sampled_tables) if needed else set()
     return [
-        table_spec(name, table, schemas[name], datasets.get(name), name in returns, num_peers)
+        table_spec(
+            name,
+            table,
+            schemas[name],
+            datasets.get(name),
+            name in returns,
+            num_peers,
+            (shards or {}).get(name),
+            (arrivals or {}).get(name, (0, 0)),
+        )
         for name, table in config.resolved_tables.items()
     ]
 

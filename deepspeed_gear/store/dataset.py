@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.errors import DataError, SchemaError
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.dataset_files import (
     EXTENTS_FILE,
     FORMAT,
@@ -26,6 +26,7 @@ from deepspeed_gear.store.dataset_files import (
     read_npy_header,
 )
 from deepspeed_gear.store.dataset_writer import DatasetWriter
+from deepspeed_gear.store.part import Part
 from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
 
 __all__ = ["ColumnStatistics", "Dataset", "DatasetWriter", "statistics_of"]
@@ -41,14 +42,15 @@ class Dataset:
     Attributes:
         path: The folder.
         schema: The columns.
-        fingerprint: Identity of schema, extents and column bytes, SHA-256 in hex.
+        fingerprint: Identity of schema, extents and column bytes (and of a part's place), SHA-256 in hex.
+        part: Which part of a whole it is; None for a whole.
         split: Share of each held-out part that the statistics leave out.
         source: Where the data come from, as the ingest described it.
         first_rows: First row of each trajectory. [n], int64.
         lengths: Steps of each trajectory. [n], int64.
         num_rows: Rows of every step column.
         columns: The stored columns by name; bfloat16 as uint16. [num_rows or n, *shape].
-        statistics: By column, over the training split only.
+        statistics: By column, over the training split only, of the whole.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any], records: Mapping[str, FileRecord]) -> None:
@@ -61,6 +63,10 @@ class Dataset:
         self.num_rows: int = manifest["num_rows"]
         self.schema = _schema_of(path, manifest)
         num_trajectories: int = manifest["num_trajectories"]
+        self.part: Part | None = None
+        if "part" in manifest:
+            name = f"{path / SCHEMA_FILE}: part"
+            self.part = Part.from_json(name, manifest["part"], num_trajectories)
         extents = self._map(EXTENTS_FILE, np.dtype(np.int64), (num_trajectories, 2))
         self.first_rows = np.ascontiguousarray(extents[:, 0])
         self.lengths = np.ascontiguousarray(extents[:, 1])
@@ -72,7 +78,7 @@ class Dataset:
                 column_file(column), column.numpy_dtype, (rows, *column.shape)
             )
         self.statistics = self._read_statistics()
-        expected = fingerprint_of(self.schema, num_trajectories, self.num_rows, self._records)
+        expected = fingerprint_of(self.schema, num_trajectories, self.num_rows, self._records, self.part)
         if expected != self.fingerprint:
             raise DataError(
                 str(path / SCHEMA_FILE), "must match its own fingerprint", self.fingerprint, _REMAKE
@@ -150,6 +156,34 @@ class Dataset:
                 raise DataError(str(path), "must hold the bytes that were written", None, _REMAKE)
 
     @property
+    def first_id(self) -> int:
+        """Id of its first trajectory: 0 for a whole."""
+        return 0 if self.part is None else self.part.first
+
+    @property
+    def num_trajectories_of_whole(self) -> int:
+        """Trajectories of the whole that it is, or is a part of."""
+        return len(self) if self.part is None else self.part.trajectories
+
+    @property
+    def whole_fingerprint(self) -> str:
+        """Fingerprint of the whole that it is, or is a part of."""
+        return self.fingerprint if self.part is None else self.part.whole
+
+    @property
+    def longest(self) -> int:
+        """Steps of the longest trajectory of the whole."""
+        return int(self.lengths.max()) if self.part is None else self.part.longest
+
+    def row_of(self, i: int) -> int:
+        """Return the first row of the i-th trajectory here; for i = len, the number of rows."""
+        return self.num_rows if i == len(self) else int(self.first_rows[i])
+
+    def digest_of(self, column: Column) -> str:
+        """Return the SHA-256 of a column's bytes as they were written, in hex. Cost: none, it is recorded."""
+        return self._records[column_file(column)].sha256
+
+    @property
     def num_steps(self) -> int:
         """Transitions of all trajectories."""
         return int(self.lengths.sum())
@@ -163,12 +197,12 @@ class Dataset:
         """Return one trajectory's columns, as `DatasetWriter.add` takes them.
 
         Args:
-            i: The trajectory's id, its ordinal in the data set.
+            i: Its ordinal in the folder: the trajectory's id, less `first_id`.
         Returns:
             By column [T, *shape], [T+1, *shape] or, with one value per trajectory, [*shape]; views of the
             maps.
         Raises:
-            DataError: There is no such id.
+            DataError: There is no such trajectory.
         """
         if not 0 <= i < len(self):
             raise DataError("trajectory id", f"must be in [0, {len(self)})", i)

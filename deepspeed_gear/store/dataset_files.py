@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.part import Part
 
 FORMAT = 1
 SCHEMA_FILE = "schema.json"
@@ -237,18 +238,24 @@ def check_file(path: Path, record: FileRecord, expected: int | None = None) -> N
 
 
 def fingerprint_of(
-    schema: Schema, num_trajectories: int, num_rows: int, records: Mapping[str, FileRecord]
+    schema: Schema,
+    num_trajectories: int,
+    num_rows: int,
+    records: Mapping[str, FileRecord],
+    part: Part | None = None,
 ) -> str:
-    """Return the identity of schema, extents and column bytes, SHA-256 in hex.
+    """Return the identity of schema, extents and column bytes, and of a part's place, SHA-256 in hex.
 
     Statistics, split and the description of the source do not belong to it: they may differ for the same
     data.
     """
-    identity = {
+    identity: dict[str, Any] = {
         "format": FORMAT,
         "schema": schema.to_json(),
         "num_trajectories": num_trajectories,
         "num_rows": num_rows,
         "files": {name: record.sha256 for name, record in records.items() if name != STATS_FILE},
     }
+    if part is not None:
+        identity["part"] = part.to_json()
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

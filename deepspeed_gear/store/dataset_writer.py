@@ -87,7 +87,7 @@ class DatasetWriter:
         except OSError as error:
             if hasattr(self, "_lock"):
                 self.discard()
-            raise _unwritable(self.dest, error) from error
+            raise unwritable(self.dest, error) from error
 
     def add(self, trajectory: Mapping[str, NDArray[Any]], name: str = "") -> int:
         """Append a trajectory and return its id.
@@ -115,7 +115,7 @@ class DatasetWriter:
                     self._files[column.name].append_zeros(1)
         except OSError as error:
             self.discard()
-            raise _unwritable(self.dest, error) from error
+            raise unwritable(self.dest, error) from error
         self._lengths.append(length)
         self._num_rows += length + int(self.schema.has_final_row)
         return len(self._lengths) - 1
@@ -138,12 +138,12 @@ class DatasetWriter:
                 raise DataError(
                     str(self.dest), "must get at least one trajectory", 0, "an empty data set is not written"
                 )
-            training_trajectories(len(self._lengths), self._split)
+            self._check()
             self._complete()
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError):
-                raise _unwritable(self.dest, error) from error
+                raise unwritable(self.dest, error) from error
             raise
         return Dataset.open(self.dest)
 
@@ -160,6 +160,10 @@ class DatasetWriter:
         records[STATS_FILE] = self._write_statistics(extents)
         write_json(self._partial / SCHEMA_FILE, self._manifest(records))
         self._publish()
+
+    def _check(self) -> None:
+        """Refuse what must not be completed, before any more is written."""
+        training_trajectories(len(self._lengths), self._split)
 
     def _write_statistics(self, extents: NDArray[np.int64]) -> FileRecord:
         columns = {c.name: np.load(self._partial / column_file(c), mmap_mode="r") for c in self.schema}
@@ -257,7 +261,8 @@ def _claim(partial: Path) -> int:
     return lock
 
 
-def _unwritable(dest: Path, error: OSError) -> DataError:
+def unwritable(dest: Path, error: OSError) -> DataError:
+    """Return the error of a destination that the system does not let us write."""
     remedy = "free some space" if error.errno == errno.ENOSPC else "check the path and its permissions"
     return DataError(str(dest), "must be writable", error.strerror or str(error), remedy)
 

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region
 
 CONTROL_WORDS, PEER_WORDS = 16, 8
-RETURN_TO_GO = "return_to_go"  # region of the derived column
+RETURN_TO_GO = "derived/return_to_go"  # region of the derived column; no column can have this name
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a table a store holds.
+
+    Args:
+        index, count: Which of how many shards, in stored order.
+        first, end: Ids of the data set's trajectories that it holds: [first, end). 0, 0 for a table with a
+            capacity.
+    """
+
+    index: int = 0
+    count: int = 1
+    first: int = 0
+    end: int = 0
 
 
 @dataclass(frozen=True)
@@ -20,12 +36,15 @@ class TableSpec:
     Args:
         name: Of the table.
         schema: Of its trajectories.
-        num_slots: Trajectories it can hold.
-        num_rows: Rows per step column, all trajectories together.
+        num_slots: Trajectories that this store can hold.
+        num_rows: Rows per step column of this store, all its trajectories together.
         dataset: Its contents, if it is a data set.
         in_memory: Whether the columns lie in shared memory rather than in the data set's mapped files.
         return_to_go: Whether to keep the derived column of returns-to-go.
         num_peers: Processes of the node that attach.
+        shard: The part of the table that this store holds; None for everything.
+        arrival_rows: Extra rows of every step column, for rows of trajectories that other nodes hold.
+        arrival_slots: Extra rows of every column of one row per trajectory, likewise.
     """
 
     name: str
@@ -36,6 +55,27 @@ class TableSpec:
     in_memory: bool
     return_to_go: bool
     num_peers: int
+    shard: Shard | None = None
+    arrival_rows: int = 0
+    arrival_slots: int = 0
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether rows of other nodes are received."""
+        return self.arrival_rows > 0 or self.arrival_slots > 0
+
+    @property
+    def first_id(self) -> int:
+        """Id of the first of the data set's trajectories that the store holds."""
+        assert self.dataset is not None
+        return self.dataset.first_id if self.shard is None else self.shard.first
+
+    @property
+    def held(self) -> slice:
+        """Where the store's trajectories stand in the extents of the data set."""
+        assert self.dataset is not None
+        first = self.first_id - self.dataset.first_id
+        return slice(first, first + self.num_slots)
 
     def regions(self) -> list[Region]:
         """Return what lies in shared memory."""
@@ -45,17 +85,29 @@ class TableSpec:
             Region("slots", "int64", (self.num_slots, SLOT_WORDS)),
         ]
         if self.in_memory:
-            for column in self.schema:
-                rows = self.num_slots if column.rows == "1" else self.num_rows
-                regions.append(
-                    Region(f"column/{column.name}", str(column.numpy_dtype), (rows, *column.shape))
-                )
+            regions += [
+                self._region("column", column, self.num_slots, self.num_rows) for column in self.schema
+            ]
+        elif self.has_arrivals:
+            regions += [self._region("arrival", column, 0, 0) for column in self.schema]
         if self.return_to_go:
-            regions.append(Region(RETURN_TO_GO, "float32", (self.num_rows,)))
+            together = self.arrival_rows if self.in_memory else 0
+            regions.append(Region(RETURN_TO_GO, "float32", (self.num_rows + together,)))
+            if self.has_arrivals and not self.in_memory:
+                regions.append(Region(f"arrival/{RETURN_TO_GO}", "float32", (self.arrival_rows,)))
         return regions
+
+    def _region(self, kind: str, column: Column, num_slots: int, num_rows: int) -> Region:
+        """Return a column's region: so many rows, and behind them those for arrivals."""
+        rows = num_rows + self.arrival_rows
+        if column.rows == "1":
+            rows = num_slots + self.arrival_slots
+        return Region(f"{kind}/{column.name}", str(column.numpy_dtype), (rows, *column.shape))
 
 
 def table_layout(spec: TableSpec, extra: list[Region], meaning: dict[str, Any]) -> Layout:
     """Return where everything of a table lies, and what its processes must agree on."""
     agreed = {"table": spec.name, "schema": spec.schema.to_json(), **meaning}
+    if spec.shard is not None:
+        agreed["shard"] = asdict(spec.shard)
     return Layout.of([*spec.regions(), *extra], agreed)

@@ -315,7 +315,15 @@ def statistics_of(dataset: Dataset, split: Mapping[str, float]) -> dict[str, Col
         dataset: The data; its own split is not looked at.
         split: Share of each held-out part by name, as in `gear.data.split`.
     Raises:
-        DataError: No trajectory is left for training.
+        DataError: No trajectory is left for training, or the data set is a part: its statistics are those of
+            the whole, which is not there.
     Cost: one pass over the data.
     """
+    if dataset.part is not None:
+        remedy = (
+            f"use the split {dataset.split} that it was ingested with, or ingest with the other one and run"
+            " gear split again"
+        )
+        rule = "must be a whole data set to compute the statistics of another split"
+        raise DataError(str(dataset.path), rule, str(dataset.part), remedy)
     return compute_statistics(dataset.schema, dataset.columns, dataset.first_rows, dataset.lengths, split)

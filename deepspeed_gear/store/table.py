@@ -7,7 +7,6 @@ slot is written before it. The slot table is the truth; free slots and free rows
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,12 +16,13 @@ import torch
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.schema import Column
+from deepspeed_gear.store.columns import Columns, as_tensor, part_of
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.free_rows import FreeRows
 from deepspeed_gear.store.layout import Layout, Region, read_header, write_header
 from deepspeed_gear.store.lock import StoreLock
 from deepspeed_gear.store.memory import SharedMemory
-from deepspeed_gear.store.spec import RETURN_TO_GO, TableSpec, table_layout
+from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec, table_layout
 from deepspeed_gear.store.trajectory import as_numbers, check_trajectory
 
 FREE, RESERVED, COMMITTED, RETIRED = range(4)
@@ -49,13 +49,8 @@ class Table:
         self.control: np.ndarray = views["control"]
         self.peers: np.ndarray = views["peers"]
         self.slots: np.ndarray = views["slots"]
-        self.columns: dict[str, np.ndarray] = {}
-        for column in spec.schema:
-            if spec.in_memory:
-                self.columns[column.name] = views[f"column/{column.name}"]
-            else:
-                assert spec.dataset is not None
-                self.columns[column.name] = spec.dataset.columns[column.name]
+        self._columns = Columns(spec, views)
+        self.columns: dict[str, np.ndarray] = self._columns.by_name
         self._recoveries: list[Callable[[], None]] = [self._recover]
         self.lock = StoreLock(memory, ops.native, timeout_s, self._run_recoveries)
         self._free_rows: FreeRows | None = None
@@ -140,9 +135,48 @@ class Table:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a column as a tensor over the store itself. [rows, *shape]; never write to it."""
-        column = self.spec.schema[name]
-        tensor = as_tensor(self.columns[name])
-        return tensor.view(torch.bfloat16) if column.dtype == "bfloat16" else tensor
+        return as_tensor(self.columns[name], self.spec.schema[name].dtype)
+
+    def held(self, name: str) -> np.ndarray:
+        """Return this store's own rows of a column, or of RETURN_TO_GO. [num_rows or num_slots, *shape].
+
+        Raises:
+            KeyError: There is no such column, or the derived one is not kept.
+        """
+        return self._columns.held(name)
+
+    def arrivals(self, name: str) -> np.ndarray:
+        """Return the writable rows for what arrives from other nodes, of a column or of RETURN_TO_GO.
+
+        Returns:
+            [arrival_rows or arrival_slots, *shape], of the stored dtype (bfloat16 as uint16); beginning at
+            `first_arrival` of what `collected` returns.
+        Raises:
+            KeyError: There is no such column, or the derived one is not kept.
+        """
+        return self._columns.arrivals(name)
+
+    def collected(self, name: str) -> torch.Tensor:
+        """Return what batches are collected from, of a column or of RETURN_TO_GO; never write to it.
+
+        Returns:
+            In memory the store's own rows and behind them the arrivals; of a mapped data set its own rows or,
+            where the table has arrivals, these only. [rows, *shape].
+        Raises:
+            KeyError: There is no such column, or the derived one is not kept.
+        """
+        dtype = "float32" if name == RETURN_TO_GO else self.spec.schema[name].dtype
+        return as_tensor(self._columns.collected(name), dtype)
+
+    @property
+    def first_arrival(self) -> tuple[int, int]:
+        """Row and slot of the first arrival in what `collected` returns."""
+        return (self.spec.num_rows, self.spec.num_slots) if self.spec.in_memory else (0, 0)
+
+    @property
+    def collects_own_rows(self) -> bool:
+        """Whether the store's own rows are in what `collected` returns; if not, they must be copied too."""
+        return self.spec.in_memory or not self.spec.has_arrivals
 
     def values(self, name: str, slots: np.ndarray) -> np.ndarray:
         """Return a per-trajectory column's values as numbers, bfloat16 as float32. [n, *shape]."""
@@ -159,8 +193,10 @@ class Table:
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each id, -1 where it is not stored. Wants the lock; one pass over the slots."""
         if self.spec.dataset is not None:
-            committed = self.slots[np.clip(ids, 0, len(self.slots) - 1), STATE] == COMMITTED
-            return np.where((ids >= 0) & (ids < len(self.slots)) & committed, ids, -1)
+            at = np.asarray(ids, np.int64) - self.spec.first_id
+            held = (at >= 0) & (at < len(self.slots))
+            held[held] = self.slots[at[held], STATE] == COMMITTED
+            return np.where(held, at, -1)
         committed_slots = np.nonzero(self.slots[:, STATE] == COMMITTED)[0]
         stored = self.slots[committed_slots, ID]
         order = np.argsort(stored)
@@ -241,7 +277,8 @@ class Table:
         record = self.slots[slot]
         assert record[STATE] == RESERVED, record
         record[BORN] = born
-        record[ID] = self.control[NEXT_ID]
+        shard = self.spec.shard or Shard()
+        record[ID] = self.control[NEXT_ID] * shard.count + shard.index  # unique over the nodes
         self.control[NEXT_ID] += 1
         record[STATE] = COMMITTED  # the commit point
         self.control[NUM_COMMITTED] += 1
@@ -282,7 +319,11 @@ class Table:
         self._recoveries.append(recover)
 
     def restored(self, next_id: int) -> None:
-        """Derive everything anew after slots and rows were replaced. Wants the lock."""
+        """Derive everything anew after slots and rows were replaced. Wants the lock.
+
+        Args:
+            next_id: The counter that ids are made from: of this shard, as `control[NEXT_ID]` holds it.
+        """
         self.control[NEXT_ID] = next_id
         self._count()
         self.control[VERSION] += 1
@@ -295,8 +336,11 @@ class Table:
 
     def _recover(self) -> None:
         self.free(self.abandoned())
-        used = self.slots[self.slots[:, STATE] == COMMITTED, ID]
-        self.control[NEXT_ID] = max(int(self.control[NEXT_ID]), int(used.max(initial=-1)) + 1)
+        if self.spec.dataset is None:
+            used = self.slots[self.slots[:, STATE] == COMMITTED, ID]
+            count = (self.spec.shard or Shard()).count
+            behind = int(used.max(initial=-1)) // count + 1
+            self.control[NEXT_ID] = max(int(self.control[NEXT_ID]), behind)
         self._count()
         self._changed()
 
@@ -321,37 +365,31 @@ class Table:
         self._known_version = int(self.control[VERSION])
 
     def _load(self, dataset: Dataset) -> None:
-        """Fill the slots from a data set and, for an in-memory table, its columns."""
-        n = len(dataset)
-        final = 1 if dataset.schema.has_final_row else 0
-        self.slots[:, GENERATION], self.slots[:, ID] = 1, np.arange(n)
-        self.slots[:, FIRST_ROW], self.slots[:, NUM_STEPS] = dataset.first_rows, dataset.lengths
-        self.slots[:, NUM_ROWS] = dataset.lengths + final
+        """Fill the slots from the shard's part of a data set and, for an in-memory table, its columns."""
+        held, final = self.spec.held, 1 if dataset.schema.has_final_row else 0
+        first_rows = dataset.first_rows[held] - dataset.row_of(held.start)
+        lengths = dataset.lengths[held]
+        self.slots[:, GENERATION] = 1
+        self.slots[:, ID] = np.arange(held.start, held.stop) + dataset.first_id
+        self.slots[:, FIRST_ROW], self.slots[:, NUM_STEPS] = first_rows, lengths
+        self.slots[:, NUM_ROWS] = lengths + final
         if self.spec.in_memory:
-            for name, column in dataset.columns.items():
-                np.copyto(self.columns[name], column)
+            for column in dataset.schema:
+                np.copyto(self.columns[column.name], part_of(self.spec, column))
         self.slots[:, STATE] = COMMITTED
-        self.control[NEXT_ID] = n
+        self.control[NEXT_ID] = dataset.num_trajectories_of_whole
         self._count()
-        self._derive(np.stack([dataset.first_rows, dataset.lengths], axis=1))
+        self._derive(np.stack([first_rows, lengths], axis=1))
 
     def _derive(self, extents: np.ndarray) -> None:
         """Compute the returns-to-go of extents. [n, 2]: first row, steps. Cost: one pass over rewards."""
         reward = self.spec.schema.role("reward")
         if not self.spec.return_to_go or reward is None:
             return
-        self.ops.suffix_sum_(
-            torch.from_numpy(self.views[RETURN_TO_GO]), self.tensor(reward.name), torch.from_numpy(extents)
-        )
+        returns = torch.from_numpy(self.held(RETURN_TO_GO))
+        self.ops.suffix_sum_(returns, self.tensor(reward.name), torch.from_numpy(extents))
 
     def close(self) -> None:
         """Detach; the last process removes the store."""
         self._free_rows = None
         self.memory.close()
-
-
-def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """View an array as a tensor, also a read-only one: the caller promises not to write."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(np.asarray(array))

@@ -57,6 +57,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         "suffix_sum_": (rows[:, 0] * 0, rows[:, 0].contiguous(), extents),
         "n_step_": (*torch.zeros(2, COUNT), out, rows[:, 0].contiguous(), ends, ends, powers, resolutions, 2),
         "gather_": (windows, [mask], counters, [rows] * 2, two, two, resolutions, out + 1, fields, pads, 1),
+        "copy_rows_": (out.byte(), torch.arange(9).byte(), torch.tensor([[4, 1, 3], [0, 8, 1], [2, 9, 0]])),
     }[name]
 
 

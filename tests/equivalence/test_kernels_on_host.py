@@ -12,7 +12,7 @@ OUTSIDE = pytest.raises(RuntimeError, match="index that leads outside")
 
 
 @pytest.mark.parametrize(
-    ("word", "value"), [(3, -1), (3, 9), (3, 1 << 62), (4, 0), (4, 11), (4, (1 << 63) - 1), (5, -1), (5, 2)]
+    ("word", "value"), [(3, -1), (3, 10), (3, 1 << 62), (4, 0), (4, (1 << 63) - 1), (5, -1), (5, 2)]
 )
 def test_resolution_outside_the_column(kernels_on_host: Ops, word: int, value: int) -> None:
     resolutions = torch.tensor([[0, 0, 0, 0, 2, 0, 0, 0]]).repeat(3, 1)
@@ -67,3 +67,26 @@ def test_item_coordinate_and_extent(kernels_on_host: Ops) -> None:
     for extent in ((-1, 2), (0, -1), (5, 6), (1, (1 << 63) - 1)):
         with OUTSIDE:
             kernels_on_host.suffix_sum_(torch.zeros(10), torch.zeros(10), torch.tensor([extent]))
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "pad", "steps"), [(-1, 2, 0, (2, 4)), (9, 1, 1, (5, 6)), (-9, 7, 1, (0, 1))]
+)
+def test_window_of_one_row_too_few(
+    kernels_on_host: Ops, offset: int, length: int, pad: int, steps: tuple[int, int]
+) -> None:
+    """A column that holds the steps that are read, and a record that is off by one."""
+    none, counters = torch.empty(0), torch.zeros(3, dtype=torch.int64)
+    column, spec = torch.zeros(steps[1] - steps[0], 2), [0, offset, length, 0, 0, pad, 2, -1, 0, length]
+
+    def gather(first_row: int) -> None:
+        resolutions = torch.tensor([[0, 0, 0, first_row, 6, 3, 0, 0]])
+        out = torch.ones(1, length, 2)
+        kernels_on_host.gather_(
+            [out], [], counters, [column], [none], [none], resolutions, None, spec, [0.0], 1
+        )
+
+    gather(-steps[0])
+    for first_row in (-steps[0] - 1, -steps[0] + 1):
+        with OUTSIDE:
+            gather(first_row)

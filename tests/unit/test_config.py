@@ -235,6 +235,7 @@ def test_digest_is_of_what_ranks_share() -> None:
     for section in (
         _with("seed", 1),
         _with("data", "split", {"eval": 0.1}),
+        _with("data", "replicate", True),
         _with("sampler", "unit", "trajectory"),
         _with("fields", "action", "offset", -18),
         _with("prefetch", 1),
@@ -247,7 +248,12 @@ def test_digest_is_of_what_ranks_share() -> None:
 
 def test_resume_digest_is_of_what_the_samples_are() -> None:
     base = parse(OFFLINE)
-    for section in (_with("prefetch", 1), _with("batch_size", 64), _with("gradient_accumulation_steps", 4)):
+    for section in (
+        _with("prefetch", 1),
+        _with("batch_size", 64),
+        _with("gradient_accumulation_steps", 4),
+        _with("data", "replicate", True),
+    ):
         assert parse(section).resume_digest == base.resume_digest
     for section in (_with("seed", 1), _with("sampler", "unit", "trajectory"), _with("fields", "reward", {})):
         assert parse(section).resume_digest != base.resume_digest

@@ -195,8 +195,24 @@ REFUSED: dict[str, tuple[Callable[[Ops], object], str]] = {
         r"gamma must be in \[0, 1\], got 1.1",
     ),
     "resolution": (
-        lambda o: functional.gather(COLUMN[:6], RESOLUTIONS, ops=o),
-        "resolution 0 must lie in the columns' 6 rows",
+        lambda o: functional.gather(COLUMN[:3], RESOLUTIONS, ops=o),
+        "resolution 0 must lie in the columns' 3 rows",
+    ),
+    "resolution of a return": (
+        lambda o: functional.n_step(COLUMN[:4, 0] + 0, torch.zeros(4) > 1, None, RESOLUTIONS, 2, 0.9, ops=o),
+        "resolution 0 must lie in the columns' 4 rows",
+    ),
+    "dtype of a source": (
+        lambda o: functional.copy_rows(MASSES, MASSES, MASSES, ops=o),
+        "source must be torch.uint8",
+    ),
+    "piece": (
+        lambda o: functional.copy_rows(MASSES.byte(), MASSES, torch.ones(3).long(), ops=o),
+        "piece 0 must lie in 3 bytes and 3 of the source",
+    ),
+    "sizes of pieces": (
+        lambda o: functional.copy_rows(MASSES.byte(), MASSES, MASSES[:2], ops=o),
+        r"sizes must have shape \[3\], got \[2\]",
     ),
     "conversion": (
         lambda o: functional.gather(COLUMN, RESOLUTIONS, dtype=torch.int32, ops=o),
@@ -271,6 +287,9 @@ def test_results() -> None:
     log = torch.zeros(2, 6).long()
     functional.report(log, found, torch.tensor([2.0, 0.5]), 5, 9)
     assert log.tolist() == [[0, 1, 2, 0x3F000000, 9, 7], [0, 1, 0, 0x40000000, 9, 6]]
+    packed = functional.copy_rows(torch.arange(9).byte(), torch.tensor([7, 1, 9]), torch.tensor([2, 3, 0]))
+    assert packed.tolist() == [7, 8, 1, 2, 3]
+    assert functional.copy_rows(torch.arange(9).byte(), MASSES[:0], MASSES[:0]).tolist() == []
     assert functional.powers_of(0.5, 2).tolist() == [1.0, 0.5, 0.25]
 
 

@@ -388,6 +388,8 @@ def test_python_repeats_the_headers_numbers() -> None:
         "kMostMassBits": constants.MOST_MASS_BITS,
     }
     assert {name: named.get(name) for name in expected} == expected
+    assert "kMostSteps = int64_t{1} << 40;" in text
+    assert constants.MOST_STEPS == 1 << 40
     codes = re.search(r"enum Dtype : int64_t \{([^}]*)\}", text)
     assert codes is not None
     names = [name.split("=")[0].strip()[1:].lower() for name in codes[1].split(",")]

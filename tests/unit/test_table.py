@@ -31,7 +31,7 @@ from deepspeed_gear.replay import content
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import HEADER, Layout
-from deepspeed_gear.store.spec import TableSpec
+from deepspeed_gear.store.spec import RETURN_TO_GO, TableSpec
 from deepspeed_gear.store.table import (
     COMMITTED,
     FREE,
@@ -163,7 +163,7 @@ def test_returns_to_go(scene: StoreScene) -> None:
     scene.add(3)
     for number, wanted in ((0, [15, 14, 12, 9, 5]), (1, [6, 5, 3])):
         first = int(scene.table.slots[scene.table.slots_of(np.array([number]))[0], 3])
-        assert scene.table.views["return_to_go"][first : first + len(wanted)].tolist() == wanted
+        assert scene.table.held(RETURN_TO_GO)[first : first + len(wanted)].tolist() == wanted
 
 
 # ---- what may be added ---------------------------------------------------------------------------

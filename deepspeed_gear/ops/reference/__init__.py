@@ -2,14 +2,15 @@
 
 Read it in this order: `select` (draws, permutation, tree, resolutions), `priorities` (masses, weights, the
 least mass, updates; their powers in `power`), `collect` (windows and padding), `convert` (dtypes), `returns`
-(sums of rewards). Tensors live on the CPU.
+(sums of rewards), `pieces` (packed rows). Tensors live on the CPU.
 """
 
 from __future__ import annotations
 
 from .checks import check_extents, check_rows
-from .collect import FieldSpec, Span, bounds, gather_, window_rows
+from .collect import FieldSpec, Span, bounds, check_windows, gather_, window_rows
 from .convert import arithmetic_dtype, convert, is_allowed
+from .pieces import check_pieces, copy_rows_
 from .priorities import (
     importance_,
     mass_,
@@ -22,7 +23,7 @@ from .priorities import (
     resolve_rows_,
     top_k_,
 )
-from .returns import n_step_, suffix_sum_
+from .returns import n_step_, n_step_reads, suffix_sum_
 from .select import (
     anchor_at,
     check_coordinates,
@@ -47,9 +48,12 @@ __all__ = [
     "check_coordinates",
     "check_extents",
     "check_items",
+    "check_pieces",
     "check_rows",
+    "check_windows",
     "convert",
     "coordinate",
+    "copy_rows_",
     "descend",
     "draw_",
     "gather_",
@@ -60,6 +64,7 @@ __all__ = [
     "minima_build_",
     "minima_update_",
     "n_step_",
+    "n_step_reads",
     "num_anchors",
     "order_of",
     "permute_",

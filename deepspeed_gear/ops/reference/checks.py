@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..constants import R_ANCHOR, R_FIRST_ROW, R_NUM_STEPS, R_SLOT
+from ..constants import MOST_STEPS, R_ANCHOR, R_FIRST_ROW, R_NUM_STEPS, R_SLOT
 
 
-def check_rows(
-    resolutions: Tensor, num_rows: int | None, num_slots: int | None = None, final_row: int = 0
-) -> None:
-    """Check that every resolution lies in the columns.
+class Reads(NamedTuple):
+    """Which steps an op reads of each trajectory, and how many rows the column has that holds them."""
+
+    step: Tensor  # [B, n], int64
+    is_read: Tensor  # [B, n], bool
+    num_rows: int
+
+
+def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | None = None) -> None:
+    """Check that every resolution has an anchor and that the rows that are read lie in the columns.
+
+    Step t of a trajectory is row first_row + t. A trajectory of which only some steps are there may begin
+    before its column, at a negative row, and end behind it.
 
     Args:
         resolutions: [B, 8], int64.
-        num_rows: Of the shortest step column; None if there is none.
+        reads: Those of every step column.
         num_slots: Of the shortest per-trajectory column; None if there is none.
-        final_row: 1 if a column of T+1 rows is read.
     Raises:
-        ShapeError: One does not.
+        ShapeError: One has none, or one does not.
     """
-    first, steps, anchor = (resolutions[:, i] for i in (R_FIRST_ROW, R_NUM_STEPS, R_ANCHOR))
-    good = (first >= 0) & (steps >= 1) & (anchor >= 0) & (anchor < steps) & (resolutions[:, R_SLOT] >= 0)
-    if num_rows is not None:
-        room = num_rows - final_row
-        good &= (steps <= room) & (first <= room - steps)
+    first, steps, anchor, slot = (resolutions[:, i] for i in (R_FIRST_ROW, R_NUM_STEPS, R_ANCHOR, R_SLOT))
+    good = (steps >= 1) & (steps <= MOST_STEPS) & (anchor >= 0) & (anchor < steps) & (slot >= 0)
     if num_slots is not None:
-        good &= resolutions[:, R_SLOT] < num_slots
+        good &= slot < num_slots
+    columns = list(reads)
+    for step, is_read, num_rows in columns:
+        is_inside = (first[:, None] >= -step) & (first[:, None] < num_rows - step)
+        good &= (is_inside | ~is_read).all(dim=1)
     if not good.all():
         i = int(torch.nonzero(~good)[0])
-        rule = f"must lie in the columns' {num_rows} rows and {num_slots} slots"
+        rows = min((column.num_rows for column in columns), default=None)
+        rule = f"must lie in the columns' {rows} rows and {num_slots} slots"
         raise ShapeError(f"resolution {i}", rule, resolutions[i].tolist(), "resolve against the same table")
 
 

@@ -13,6 +13,7 @@ from ..constants import (
     ALIGN_IN_PLACE,
     ALIGN_LEFT,
     FIELD_INTS,
+    MOST_STEPS,
     PAD_EDGE,
     R_ANCHOR,
     R_FIRST_ROW,
@@ -24,10 +25,8 @@ from ..constants import (
     SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
 )
-from .checks import check_rows
+from .checks import Reads, check_rows
 from .convert import convert, narrow
-
-_MOST_STEPS = 1 << 40  # of offsets and lengths
 
 
 class FieldSpec(NamedTuple):
@@ -127,18 +126,18 @@ def gather_(
         pad_values: Every field's padding, in units of its output.
         threads: Not used here.
     Raises:
-        ShapeError: A resolution lies outside the columns, a part outside its window, or there is no
+        ShapeError: A row that is read lies outside its column, a part outside its window, or there is no
             conversion between two dtypes.
     """
     fields = [FieldSpec(*spec[i : i + FIELD_INTS]) for i in range(0, len(spec), FIELD_INTS)]
     for field in fields:
         _check_field(field, n_steps)
-    check_rows(resolutions, *_smallest(fields, columns))
+    check_windows(fields, columns, resolutions, n_steps)
     written = {-1}
     for each in zip(fields, outs, columns, shifts, gains, pad_values, strict=True):
         field, out, column, shift, gain, pad = each
         row, real = _rows_of(field, resolutions, n_steps)
-        values = _values(field, out.dtype, column, shift, gain, resolutions, row)
+        values = _values(field, out.dtype, column, shift, gain, resolutions, row, real)
         if field.pad != PAD_EDGE and field.source != SOURCE_POSITION:
             values[~real] = _pad(pad, out.dtype)
         out.copy_(values.view(out.shape))
@@ -151,27 +150,42 @@ def gather_(
 
 
 def _check_field(field: FieldSpec, n_steps: Tensor | None) -> None:
-    if not 1 <= field.length <= _MOST_STEPS:
-        raise ShapeError("length", f"must be in [1, {_MOST_STEPS}]", field.length)
+    if not 1 <= field.length <= MOST_STEPS:
+        raise ShapeError("length", f"must be in [1, {MOST_STEPS}]", field.length)
     end = field.part_first + field.part_count
     if not 0 <= field.part_first < end <= field.length:
         rule = f"must be a part of the window, [0, {field.length})"
         raise ShapeError("first and count", rule, f"[{field.part_first}, {end})")
-    if abs(field.offset) > _MOST_STEPS:
-        raise ShapeError("offset", f"must be in [-{_MOST_STEPS}, {_MOST_STEPS}]", field.offset)
+    if abs(field.offset) > MOST_STEPS:
+        raise ShapeError("offset", f"must be in [-{MOST_STEPS}, {MOST_STEPS}]", field.offset)
     if field.source == SOURCE_TRAJECTORY and field.length != 1:
         raise ShapeError("length", "must be 1 for a column of one row per trajectory", field.length)
     if field.after_n_step and n_steps is None:
         raise ShapeError("n_steps", "must be given for a field that follows it")
 
 
-def _smallest(fields: Sequence[FieldSpec], columns: Sequence[Tensor]) -> tuple[int | None, int | None, int]:
-    """Return the rows of the shortest step column and per-trajectory column, and the final row."""
-    held = [(f.source, column.numel() // f.elements) for f, column in zip(fields, columns, strict=True)]
-    rows = [n for source, n in held if source in (SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE)]
-    slots = [n for source, n in held if source == SOURCE_TRAJECTORY]
-    final_row = int(any(source == SOURCE_STEPS_PLUS_ONE for source, _ in held))
-    return min(rows, default=None), min(slots, default=None), final_row
+def check_windows(
+    fields: Sequence[FieldSpec], columns: Sequence[Tensor], resolutions: Tensor, n_steps: Tensor | None
+) -> None:
+    """Check that the rows that fill every part lie in the columns: the real ones, and the edges that pad.
+
+    Args:
+        fields: As `gather_`, like the others.
+        columns: [rows, elements] in any shape.
+        resolutions: [B, 8], int64.
+        n_steps: [B], int64.
+    Raises:
+        ShapeError: One does not, or a resolution has no anchor.
+    """
+    reads, slots = [], []
+    for field, column in zip(fields, columns, strict=True):
+        held = column.numel() // field.elements
+        if field.source == SOURCE_TRAJECTORY:
+            slots.append(held)
+        elif field.source in (SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE):
+            step, real = _rows_of(field, resolutions, n_steps)
+            reads.append(Reads(step, real | (field.pad == PAD_EDGE), held))
+    check_rows(resolutions, reads, min(slots, default=None))
 
 
 def _rows_of(field: FieldSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -196,16 +210,22 @@ def _values(
     gain: Tensor,
     resolutions: Tensor,
     row: Tensor,
+    real: Tensor,
 ) -> Tensor:
-    """Read and convert the rows of every part. [B, count, elements], of `dtype`."""
+    """Read and convert the rows of every part. [B, count, elements], of `dtype`.
+
+    A place that is not real is read only where the edge pads it; elsewhere it holds anything.
+    """
     if field.source == SOURCE_POSITION:
         places = torch.arange(field.part_first, field.part_first + field.part_count)
         return places.repeat(len(row), 1)[:, :, None]
     if field.source == SOURCE_TIMESTEP:
         return row[:, :, None].clone()
+    is_read = real | (field.pad == PAD_EDGE)
     if field.source != SOURCE_TRAJECTORY:
         row = row + resolutions[:, R_FIRST_ROW, None]
-    values = column.reshape(-1, field.elements)[row]
+    values = column.new_zeros(*row.shape, field.elements)
+    values[is_read] = column.reshape(-1, field.elements)[row[is_read]]
     if not len(gain):
         return convert(values, dtype)
     return convert(values, dtype, shift[: field.elements], gain[: field.elements])

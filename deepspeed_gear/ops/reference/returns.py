@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..constants import R_ANCHOR, R_FIRST_ROW, R_NUM_STEPS
-from .checks import check_extents, check_rows
+from .checks import Reads, check_extents, check_rows
 from .convert import narrow, widen
 
 
@@ -59,8 +59,11 @@ def n_step_(
         powers: gamma^0 .. gamma^n. [n + 1], float64.
         resolutions: [B, 8], int64.
         n: At least 1.
+    Raises:
+        ShapeError: A step of [anchor, min(anchor + n, num_steps)) lies outside the rows.
     """
-    check_rows(resolutions, min(len(x) for x in (reward, terminated, truncated) if x is not None))
+    num_rows = min(len(x) for x in (reward, terminated, truncated) if x is not None)
+    check_rows(resolutions, [n_step_reads(resolutions, n, num_rows)])
     rewards = widen(reward, torch.float64)
     first = resolutions[:, R_FIRST_ROW] + resolutions[:, R_ANCHOR]
     left = resolutions[:, R_NUM_STEPS] - resolutions[:, R_ANCHOR]
@@ -80,3 +83,11 @@ def n_step_(
     returns.copy_(narrow(total, torch.float32))
     discount.copy_(torch.where(ended, 0.0, powers[taken]).to(torch.float32))
     steps.copy_(taken)
+
+
+def n_step_reads(resolutions: Tensor, n: int, num_rows: int) -> Reads:
+    """Return the first and the last step that an n-step return may read."""
+    anchor = resolutions[:, R_ANCHOR]
+    last = anchor + (resolutions[:, R_NUM_STEPS] - anchor).clamp(max=n) - 1
+    step = torch.stack((anchor, last), dim=1)
+    return Reads(step, torch.ones_like(step, dtype=torch.bool), num_rows)

@@ -15,6 +15,7 @@ namespace gear {
 
 inline constexpr int64_t kSlotWords = sizeof(Slot) / sizeof(int64_t);
 inline constexpr int64_t kResolutionWords = sizeof(Resolution) / sizeof(int64_t);
+inline constexpr int64_t kPieceWords = sizeof(cpu::Piece) / sizeof(int64_t);
 inline constexpr int64_t kFieldInts =
     10;  // source, offset, length, align, after_n_step, pad, elements, index of the mask, first and
          // count of the part
@@ -83,9 +84,6 @@ inline const Resolution* Resolutions(const at::Tensor& tensor) {
   CheckRecords(tensor, "resolutions", kResolutionWords);
   return reinterpret_cast<const Resolution*>(tensor.const_data_ptr<int64_t>());
 }
-
-inline constexpr int64_t kMostSteps =
-    int64_t{1} << 40;  // of offsets and lengths, so that no sum of them overflows
 
 // Whether an integer dtype holds `value` exactly.
 inline bool IsInteger(double value, int64_t dtype) {

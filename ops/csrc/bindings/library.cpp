@@ -183,17 +183,16 @@ void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& exte
                  out.mutable_data_ptr<float>());
 }
 
-// One pass over the resolutions protects every column: the shortest one bounds the rows.
+// One pass over the resolutions protects every column. `is_inside(i)`: whether the rows that are
+// read of resolution i, which has an anchor, lie in them.
+template <typename IsInsideAt>
 static void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64_t slots,
-                      int64_t final_row) {
+                      const IsInsideAt& is_inside) {
   for (int64_t i = 0; i < count; ++i) {
     const Resolution& r = resolutions[i];
-    TORCH_CHECK(r.first_row >= 0 && r.num_steps >= 1 && r.num_steps <= rows - final_row &&
-                    r.first_row <= rows - final_row - r.num_steps && r.slot >= 0 &&
-                    r.slot < slots && r.anchor >= 0 && r.anchor < r.num_steps,
-                "gear: resolution ", i, " must lie in the columns: rows [", r.first_row, ", +",
-                r.num_steps, ") anchor ", r.anchor, " slot ", r.slot, " of ", rows, " rows and ",
-                slots, " slots");
+    TORCH_CHECK(IsAnchored(r) && r.slot >= 0 && r.slot < slots && is_inside(i), "gear: resolution ",
+                i, " must lie in the columns: rows [", r.first_row, ", +", r.num_steps, ") anchor ",
+                r.anchor, " slot ", r.slot, " of ", rows, " rows and ", slots, " slots");
   }
 }
 
@@ -205,8 +204,12 @@ void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& steps,
   const int64_t count = resolutions.size(0);
   const cpu::NStep n_step =
       NStepOf(returns, discount, steps, reward, terminated, truncated, powers, resolutions, n);
-  CheckRows(records, count, NumRows(reward, terminated, truncated),
-            std::numeric_limits<int64_t>::max(), 0);
+  const int64_t rows = NumRows(reward, terminated, truncated);
+  CheckRows(records, count, rows, std::numeric_limits<int64_t>::max(), [&](int64_t i) {
+    const Resolution& r = records[i];
+    const int64_t most = Min(n, r.num_steps - r.anchor);
+    return IsInside(r.first_row, r.anchor, r.anchor + most, rows);
+  });
   cpu::NStepReturn(n_step, records, count, returns.mutable_data_ptr<float>(),
                    discount.mutable_data_ptr<float>(), steps.mutable_data_ptr<int64_t>());
 }
@@ -223,6 +226,42 @@ static void InThreads(int64_t count, int64_t threads, const Work& work) {
   for (std::thread& other : others) other.join();
 }
 
+// Whether the rows that a window of steps reads lie in its column. An offset that a caller makes up
+// is refused before its sum overflows.
+static bool ReadsInside(const cpu::Field& field, int64_t rows, const Resolution& r,
+                        const int64_t* n_step) {
+  Window window = field.window;
+  if (field.after_n_step) {
+    if (*n_step < -kMostSteps || *n_step > kMostSteps) return false;
+    window.offset += *n_step;
+  }
+  const int64_t held = r.num_steps + (field.source == cpu::kStepRowsPlusOne ? 1 : 0);
+  const Span span = Cut(Bounds(window, r.anchor, held), field.part);
+  return IsInside(r.first_row, span, field.part.count, field.pad, rows);
+}
+
+// A trajectory that lies in the shortest column as a whole needs no look at the windows.
+static void CheckWindows(const FieldList& fields, at::TensorList columns, const Resolution* records,
+                         int64_t count, const int64_t* n_steps) {
+  const auto rows_of = [&](size_t f) { return columns[f].numel() / fields[f].elements; };
+  int64_t rows = std::numeric_limits<int64_t>::max(), slots = rows, final_row = 0;
+  for (size_t f = 0; f < fields.size(); ++f) {
+    if (cpu::IsComputed(fields[f].source)) continue;
+    int64_t& least = fields[f].source == cpu::kTrajectoryRow ? slots : rows;
+    least = std::min(least, rows_of(f));
+    if (fields[f].source == cpu::kStepRowsPlusOne) final_row = 1;
+  }
+  CheckRows(records, count, rows, slots, [&](int64_t i) {
+    const Resolution& r = records[i];
+    if (r.first_row >= 0 && r.first_row <= rows - final_row - r.num_steps) return true;
+    for (size_t f = 0; f < fields.size(); ++f)
+      if (cpu::IsStepRow(fields[f].source) &&
+          !ReadsInside(fields[f], rows_of(f), r, n_steps ? n_steps + i : nullptr))
+        return false;
+    return true;
+  });
+}
+
 void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
@@ -232,19 +271,7 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at:
   const FieldList fields = FieldsOf(outs, masks, counters, columns, shifts, gains, resolutions,
                                     n_steps, spec, pad_values);
   const int64_t* offsets = n_steps ? n_steps->const_data_ptr<int64_t>() : nullptr;
-  int64_t rows = std::numeric_limits<int64_t>::max(), slots = rows, final_row = 0;
-  for (size_t f = 0; f < fields.size(); ++f) {
-    const cpu::Field& field = fields[f];
-    if (cpu::IsComputed(field.source)) continue;
-    const int64_t held = columns[f].numel() / field.elements;
-    if (field.source == cpu::kTrajectoryRow)
-      slots = std::min(slots, held);
-    else
-      rows = std::min(rows, held);
-    if (field.source == cpu::kStepRowsPlusOne) final_row = 1;
-  }
-  CheckRows(records, count, rows, slots,
-            rows == std::numeric_limits<int64_t>::max() ? 0 : final_row);
+  CheckWindows(fields, columns, records, count, offsets);
   int64_t real = 0, all = 0, bytes = 0;
   if (count > 0) {
     std::atomic<int64_t> real_rows{0};
@@ -267,6 +294,30 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at:
   counter[0] += real;
   counter[1] += all;
   counter[2] += bytes;
+}
+
+// Bytes of a tensor that is nothing but bytes.
+static int64_t BytesOf(const at::Tensor& tensor, const char* name) {
+  CheckTensor(tensor, name, at::kByte);
+  TORCH_CHECK(tensor.dim() == 1, "gear: ", name, " must be [n], got ", tensor.sizes());
+  return tensor.numel();
+}
+
+void CopyPieces(at::Tensor& to, const at::Tensor& source, const at::Tensor& pieces) {
+  const int64_t to_bytes = BytesOf(to, "to"), source_bytes = BytesOf(source, "source");
+  CheckRecords(pieces, "pieces", kPieceWords);
+  const cpu::Piece* records = Records<cpu::Piece>(pieces);
+  const int64_t count = pieces.size(0);
+  for (int64_t i = 0; i < count; ++i) {
+    const cpu::Piece& p = records[i];
+    TORCH_CHECK(p.to >= 0 && p.source >= 0 && p.bytes >= 0 && p.bytes <= to_bytes - p.to &&
+                    p.bytes <= source_bytes - p.source,
+                "gear: piece ", i, " must lie in ", to_bytes, " bytes and ", source_bytes,
+                " of the source: ", p.bytes, " bytes to ", p.to, " from ", p.source);
+  }
+  if (count == 0) return;
+  cpu::CopyPieces(records, count, static_cast<const char*>(source.const_data_ptr()),
+                  static_cast<char*>(to.mutable_data_ptr()));
 }
 
 }  // namespace gear
@@ -307,6 +358,7 @@ TORCH_LIBRARY(gear, m) {
       "Tensor[] shifts, "
       "Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, float[] pad_values, int "
       "threads) -> ()");
+  m.def("copy_rows_(Tensor(a!) to, Tensor source, Tensor pieces) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(gear, CPU, m) {
@@ -326,4 +378,5 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("suffix_sum_", gear::SuffixSum);
   m.impl("n_step_", gear::NStepReturn);
   m.impl("gather_", gear::Gather);
+  m.impl("copy_rows_", gear::CopyPieces);
 }

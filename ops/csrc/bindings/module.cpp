@@ -92,6 +92,7 @@ PyMethodDef kMethods[] = {
         "gather_",
         "gather_(outs, masks, counters, columns, shifts, gains, resolutions, n_steps, spec, "
         "pad_values, threads) -> None"),
+    Method<gear::CopyPieces>("copy_rows_", "copy_rows_(to, source, pieces) -> None"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -54,4 +54,6 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at:
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
             at::ArrayRef<double> pad_values, int64_t threads);
 
+void CopyPieces(at::Tensor& to, const at::Tensor& source, const at::Tensor& pieces);
+
 }  // namespace gear

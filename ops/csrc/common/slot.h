@@ -22,6 +22,13 @@ struct Resolution {
 };
 static_assert(sizeof(Resolution) == 64, "a resolution is a row of 8 int64");
 
+// Of trajectories, offsets and lengths, so that no sum of them overflows.
+inline constexpr int64_t kMostSteps = int64_t{1} << 40;
+
+GEAR_HOST_DEVICE bool IsAnchored(const Resolution& r) {
+  return r.num_steps >= 1 && r.num_steps <= kMostSteps && r.anchor >= 0 && r.anchor < r.num_steps;
+}
+
 // The new priority of a trajectory, or of one of its steps.
 struct PriorityUpdate {
   int64_t slot, generation, anchor;

@@ -51,4 +51,21 @@ GEAR_HOST_DEVICE Span Cut(const Span& span, const Part& part) {
   return {from + ahead, to + ahead, from - part.first, span.before, span.after};
 }
 
+// Whether the steps [begin, end) of a trajectory lie in a column's rows. Step t is row
+// first_row + t; first_row itself need not be a row, and may be negative.
+GEAR_HOST_DEVICE bool IsInside(int64_t first_row, int64_t begin, int64_t end, int64_t rows) {
+  return begin >= end || (first_row >= -begin && first_row <= rows - end);
+}
+
+// Whether the rows that fill `length` places lie in a column: the real ones, and for kPadEdge those
+// whose values pad.
+GEAR_HOST_DEVICE bool IsInside(int64_t first_row, const Span& span, int64_t length, int64_t pad,
+                               int64_t rows) {
+  const bool in_front = pad == kPadEdge && span.place > 0;
+  const bool behind = pad == kPadEdge && span.place + span.end - span.begin < length;
+  return IsInside(first_row, span.begin, span.end, rows) &&
+         (!in_front || IsInside(first_row, span.before, span.before + 1, rows)) &&
+         (!behind || IsInside(first_row, span.after, span.after + 1, rows));
+}
+
 }  // namespace gear

@@ -10,9 +10,6 @@ namespace gear::cpu {
 namespace {
 
 constexpr int64_t kLookAhead = 4;  // samples whose rows are requested before their turn
-constexpr int64_t kLineBytes = 64;
-constexpr int64_t kMostPrefetch =
-    1024;  // bytes; beyond it the hardware's own prefetcher has started
 
 // (x - shift) * gain over whole rows; shift and gain repeat every `period` elements.
 template <typename From, typename To>
@@ -55,11 +52,6 @@ struct ConvertRows {
   }
 };
 
-void PrefetchWindow(const char* data, int64_t bytes) {
-  bytes = Min(bytes, kMostPrefetch);
-  for (int64_t i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(data + i, 0, 0);
-}
-
 // Fills `count` rows at `to` with padding.
 template <typename To, typename Rows>
 void PadRows(const Field& field, const char* edge, char* to, int64_t count) {
@@ -88,10 +80,11 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
   for (int64_t i = begin; i < end; ++i) {
     if (i + kLookAhead < end) {
       const Resolution& next = resolutions[i + kLookAhead];
-      const int64_t row = field.source == kTrajectoryRow
-                              ? next.slot
-                              : next.first_row + Max(least, next.anchor + ahead);
-      PrefetchWindow(column + row * from_row, length * from_row);
+      const char* window =
+          field.source == kTrajectoryRow
+              ? RowAt(column, next.slot, 0, from_row)
+              : RowAt(column, next.first_row, Max(least, next.anchor + ahead), from_row);
+      PrefetchBytes(window, length * from_row);
     }
     const Resolution& r = resolutions[i];
     char* out = static_cast<char*>(field.out) + i * length * to_row;
@@ -107,12 +100,11 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
     Span span = Bounds(window, r.anchor, held);
     if (!is_whole) span = Cut(span, field.part);
     const int64_t rows = span.end - span.begin, behind = length - span.place - rows;
-    const char* first = column + r.first_row * from_row;
-    if (span.place > 0) PadRows<To, Rows>(field, first + span.before * from_row, out, span.place);
-    if (rows > 0) Rows::Run(first + span.begin * from_row, out + span.place * to_row, rows, field);
+    const auto at = [&](int64_t step) { return RowAt(column, r.first_row, step, from_row); };
+    if (span.place > 0) PadRows<To, Rows>(field, at(span.before), out, span.place);
+    if (rows > 0) Rows::Run(at(span.begin), out + span.place * to_row, rows, field);
     if (behind > 0)
-      PadRows<To, Rows>(field, first + span.after * from_row, out + (length - behind) * to_row,
-                        behind);
+      PadRows<To, Rows>(field, at(span.after), out + (length - behind) * to_row, behind);
     if (field.mask != nullptr) {
       bool* mask = field.mask + i * length;
       if (rows < length) std::memset(mask, 0, static_cast<size_t>(length));
@@ -147,9 +139,10 @@ void PrefetchSteps(const Field& field, const Resolution* resolutions, int64_t be
   const int64_t row_bytes = field.elements * field.to_bytes;
   const char* column = static_cast<const char*>(field.column);
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = resolutions[i].first_row + resolutions[i].anchor + field.window.offset;
-    Prefetch(column, row * row_bytes);
-    Prefetch(column, row * row_bytes + row_bytes - 1);
+    const Resolution& r = resolutions[i];
+    const char* row = RowAt(column, r.first_row, r.anchor + field.window.offset, row_bytes);
+    Prefetch(row, 0);
+    Prefetch(row, row_bytes - 1);
   }
 }
 
@@ -167,7 +160,7 @@ int64_t GatherSteps(const Field& field, const Resolution* resolutions, const int
     const int64_t nearest = Clamp<int64_t>(step, 0, r.num_steps + more - 1);
     const bool is_real = step == nearest;
     char* out = static_cast<char*>(field.out) + i * row_bytes;
-    const char* from = column + (r.first_row + nearest) * row_bytes;
+    const char* from = RowAt(column, r.first_row, nearest, row_bytes);
     if (is_real)
       CopyFew(from, out, row_bytes);
     else

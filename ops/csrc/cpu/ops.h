@@ -116,6 +116,15 @@ struct NStep {
 void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t count, float* returns,
                  float* discount, int64_t* steps);
 
+// Bytes that lie together in `to` and in `source`.
+struct Piece {
+  int64_t to, source, bytes;
+};
+static_assert(sizeof(Piece) == 24, "a piece is a row of 3 int64");
+
+// Copies pieces in order; `to` and `source` share no memory.
+void CopyPieces(const Piece* pieces, int64_t count, const char* source, char* to);
+
 // How one field is collected from one column.
 enum Source : int64_t {
   kStepRows = 0,
@@ -127,6 +136,8 @@ enum Source : int64_t {
 
 // Whether a source is computed: it has no column, and its field is int64.
 constexpr bool IsComputed(int64_t source) { return source >= kTimestep; }
+
+constexpr bool IsStepRow(int64_t source) { return source <= kStepRowsPlusOne; }
 
 struct Field {
   int64_t source;  // enum Source

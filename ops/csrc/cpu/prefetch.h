@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/host_device.h"
 #include "common/tree.h"
 
 namespace gear::cpu {
@@ -15,13 +16,28 @@ inline void PrefetchNode(const uint64_t* children) {
   for (int i = 0; i < kFanOut; i += kLineWords) __builtin_prefetch(children + i);
 }
 
-// Starts the load of records[index]. The index may be wrong: nothing is read, and the address is
-// computed without a pointer that leaves its array.
+// The address of a row, computed without a pointer that leaves its array: the row may lie outside
+// as long as nobody reads it.
+inline const char* RowAt(const void* rows, int64_t first_row, int64_t step, int64_t row_bytes) {
+  const uint64_t row = static_cast<uint64_t>(first_row) + static_cast<uint64_t>(step);
+  return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(rows) +
+                                       row * static_cast<uint64_t>(row_bytes));
+}
+
+// Starts the load of records[index]. The index may be wrong: nothing is read.
 template <typename Record>
 void Prefetch(const Record* records, int64_t index) {
-  const auto at =
-      reinterpret_cast<uintptr_t>(records) + static_cast<uintptr_t>(index) * sizeof(Record);
-  __builtin_prefetch(reinterpret_cast<const void*>(at));
+  __builtin_prefetch(RowAt(records, index, 0, sizeof(Record)));
+}
+
+// Starts the load of the first bytes at an address, which may be wrong: the hardware's own
+// prefetcher fetches what follows.
+inline void PrefetchBytes(const char* data, int64_t bytes) {
+  constexpr int64_t kLineBytes = 64, kMostPrefetch = 1024;
+  const auto at = reinterpret_cast<uintptr_t>(data);
+  const auto end = static_cast<uintptr_t>(Min(bytes, kMostPrefetch));
+  for (uintptr_t i = 0; i < end; i += kLineBytes)
+    __builtin_prefetch(reinterpret_cast<const void*>(at + i), 0, 0);
 }
 
 }  // namespace gear::cpu

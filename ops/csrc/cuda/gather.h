@@ -72,26 +72,25 @@ __global__ void GatherKernel(const Field field, int64_t held,
   uint64_t real = 0;
   for (int64_t i = GlobalThread() / team; i < count; i += GlobalThreads() / team) {
     const Resolution r = resolutions[i];
-    const auto* first = static_cast<const typename Rows::From*>(field.column);
+    const auto* column = static_cast<const typename Rows::From*>(field.column);
+    int64_t first_row = r.slot;
     Span span{0, 1, 0, 0, 0};
-    if (field.source == cpu::kTrajectoryRow) {
-      Require(r.slot >= 0 && r.slot < held);
-      first += r.slot * field.elements;
-    } else {
+    if (field.source != cpu::kTrajectoryRow) {
+      Require(IsAnchored(r));
       const int64_t final_row = field.source == cpu::kStepRowsPlusOne ? 1 : 0;
-      Require(IsInside(r, held, final_row));
       Window window = field.window;
       if (field.after_n_step) window.offset += n_steps[i];
       span = Cut(Bounds(window, r.anchor, r.num_steps + final_row), field.part);
-      first += r.first_row * field.elements;
+      first_row = r.first_row;
     }
+    Require(IsInside(first_row, span, length, field.pad, held));
+    const auto at = [&](int64_t step) { return column + (first_row + step) * field.elements; };
     const int64_t rows = span.end - span.begin, behind = span.place + rows;
     auto* out = static_cast<typename Rows::To*>(field.out) + i * length * field.elements;
-    Pad<Rows>(field, first + span.before * field.elements, pad, out, span.place * field.elements,
-              lane);
-    Rows::Rows(field, first + span.begin * field.elements, out + span.place * field.elements,
-               rows * field.elements, lane);
-    Pad<Rows>(field, first + span.after * field.elements, pad, out + behind * field.elements,
+    Pad<Rows>(field, at(span.before), pad, out, span.place * field.elements, lane);
+    Rows::Rows(field, at(span.begin), out + span.place * field.elements, rows * field.elements,
+               lane);
+    Pad<Rows>(field, at(span.after), pad, out + behind * field.elements,
               (length - behind) * field.elements, lane);
     if (field.mask != nullptr)
       for (int64_t t = lane.index; t < length; t += lane.team)

@@ -39,12 +39,4 @@ __device__ inline void AtomicAdd(uint64_t* to, uint64_t amount) {
   atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(amount));
 }
 
-// Whether a resolution lies in the rows of a column.
-template <typename R>
-__device__ bool IsInside(const R& r, int64_t num_rows, int64_t final_row) {
-  return r.first_row >= 0 && r.num_steps >= 1 && r.num_steps <= num_rows - final_row &&
-         r.first_row <= num_rows - final_row - r.num_steps && r.anchor >= 0 &&
-         r.anchor < r.num_steps;
-}
-
 }  // namespace gear::cuda

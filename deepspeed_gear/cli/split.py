@@ -1,0 +1,43 @@
+"""`gear split DATASET OUT --nodes N`: cut a data set into the parts that nodes keep on their own disks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deepspeed_gear.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `gear split`."""
+    parser.description = (
+        "Cut a data set into contiguous parts of about equal bytes, OUT/part-0 and so on, one per node that "
+        "consumes. Each is read like any data set; copy part i to node i."
+    )
+    parser.add_argument("dataset", metavar="DATASET", help="folder of a whole data set")
+    parser.add_argument("out", metavar="OUT", help="folder to make")
+    parser.add_argument("--nodes", metavar="N", type=int, required=True, help="parts to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace the parts in OUT")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Split and print one line for each part.
+
+    Raises:
+        ConfigError: There are not that many parts.
+        DataError: The data set is broken or a part itself, or OUT exists.
+    """
+    from deepspeed_gear.parallel.plan import shards_of
+    from deepspeed_gear.store.dataset import Dataset
+    from deepspeed_gear.store.part_writer import write_parts
+    from deepspeed_gear.store.sharding import non_empty
+
+    dataset = Dataset.open(args.dataset)
+    if not 1 <= args.nodes <= len(dataset):
+        raise ConfigError("--nodes", f"must be in [1, {len(dataset)}], the trajectories", args.nodes)
+    bounds = non_empty(shards_of(dataset.lengths * dataset.schema.row_bytes, args.nodes))
+    for part in write_parts(dataset, Path(args.out), bounds, args.overwrite):
+        size = part.num_bytes / 1e6
+        ids = f"ids {part.first_id} to {part.first_id + len(part) - 1}"
+        print(f"{part.path}: {len(part)} trajectories ({ids}), {part.num_steps} steps, {size:.1f} MB")
+    return 0

@@ -1,0 +1,176 @@
+"""Writing the parts of a data set: contiguous slices, each a data set of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.dataset_files import STATS_FILE, FileRecord, fingerprint_of, read_json, write_json
+from deepspeed_gear.store.dataset_writer import DatasetWriter, unwritable
+from deepspeed_gear.store.part import Part
+
+_BLOCK_BYTES = 4 * 1024 * 1024
+_PARTIAL = ".partial"
+
+
+def write_parts(
+    dataset: Dataset, folder: str | Path, bounds: NDArray[np.int64], overwrite: bool = False
+) -> list[Dataset]:
+    """Write every part of a data set to FOLDER/part-0, FOLDER/part-1 ...
+
+    Each is complete before it gets its name; the last gets it only if all bytes that were read are those that
+    were written when the data set was made.
+
+    Args:
+        dataset: A whole.
+        folder: What to make.
+        bounds: First trajectory of each part, and their number. [count + 1], int64, strictly growing.
+        overwrite: Replace the parts that are there; anything else is never replaced.
+    Returns:
+        The parts, opened, in order.
+    Raises:
+        DataError: The data set is a part or has changed, a part would be empty, or `folder` exists or cannot
+            be written.
+    Cost: reads and writes all bytes once, a few MiB at a time.
+    """
+    folder = Path(folder)
+    _check_bounds(dataset, bounds)
+    made = _make_folder(folder, overwrite)
+    try:
+        parts = _write_all(dataset, folder, bounds, overwrite)
+    except BaseException:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    for left in _entries(folder):
+        if not left.name.endswith(_PARTIAL) and int(left.name.removeprefix("part-")) >= len(parts):
+            shutil.rmtree(left)
+    return parts
+
+
+def _write_all(dataset: Dataset, folder: Path, bounds: NDArray[np.int64], overwrite: bool) -> list[Dataset]:
+    digests = {column.name: hashlib.sha256() for column in dataset.schema}
+    count, parts = len(bounds) - 1, []
+    for index in range(count):
+        with _PartWriter(dataset, folder, index, bounds, overwrite) as writer:
+            writer.copy(digests)
+            if index == count - 1:
+                _check_digests(dataset, digests)
+            parts.append(writer.close())
+    return parts
+
+
+def _make_folder(folder: Path, overwrite: bool) -> bool:
+    """Make the folder, and return whether it was not there.
+
+    Raises:
+        DataError: It cannot be made, exists, or holds anything but parts where it may be replaced.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        return True
+    except FileExistsError:
+        _check_folder(folder, overwrite)
+        return False
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def _check_folder(folder: Path, overwrite: bool) -> None:
+    if not overwrite:
+        remedy = "choose another OUT or overwrite it (--overwrite)"
+        raise DataError(str(folder), "must not exist yet", None, remedy)
+    if folder.is_symlink() or not folder.is_dir() or len(_entries(folder)) < len(list(folder.iterdir())):
+        raise DataError(str(folder), "must hold parts only to be overwritten", None, "choose another OUT")
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return the parts in a folder, and what an interrupted split left of them."""
+    found = []
+    for path in folder.glob("part-*"):
+        number = path.name.removeprefix("part-").removesuffix(_PARTIAL)
+        if path.is_dir() and not path.is_symlink() and number.isdecimal():
+            found.append(path)
+    return found
+
+
+def _check_bounds(dataset: Dataset, bounds: NDArray[np.int64]) -> None:
+    if dataset.part is not None:
+        raise DataError(str(dataset.path), "must be a whole data set", str(dataset.part), "split the whole")
+    ends = bounds[0] == 0 and bounds[-1] == len(dataset) if len(bounds) > 1 else False
+    if not ends or (np.diff(bounds) < 1).any():
+        rule = f"must divide its {len(dataset)} trajectories into parts of at least one"
+        raise DataError(str(dataset.path), rule, np.asarray(bounds).tolist(), "ask for fewer parts")
+
+
+def _check_digests(dataset: Dataset, digests: Mapping[str, Any]) -> None:
+    for column in dataset.schema:
+        if digests[column.name].hexdigest() != dataset.digest_of(column):
+            rule = "must hold the bytes that were written"
+            remedy = "the file is not the one that was written; make the data set again with gear ingest"
+            raise DataError(f"{dataset.path}: column {column.name}", rule, None, remedy)
+
+
+class _PartWriter(DatasetWriter):
+    """Write one part by copying rows; statistics, split and source are those of the whole."""
+
+    def __init__(
+        self, whole: Dataset, folder: Path, index: int, bounds: NDArray[np.int64], overwrite: bool
+    ) -> None:
+        super().__init__(
+            folder / f"part-{index}",
+            whole.schema,
+            split=whole.split,
+            overwrite=overwrite,
+            source=whole.source,
+            allow_nan=True,
+        )
+        self._whole = whole
+        self._part = Part(
+            index=index,
+            count=len(bounds) - 1,
+            first=int(bounds[index]),
+            end=int(bounds[index + 1]),
+            trajectories=len(whole),
+            rows=whole.num_rows,
+            steps=whole.num_steps,
+            longest=whole.longest,
+            whole=whole.fingerprint,
+        )
+
+    def __enter__(self) -> _PartWriter:
+        return self
+
+    def copy(self, digests: Mapping[str, Any]) -> None:
+        """Copy the part's rows, and add them to a running digest of each column."""
+        whole, part = self._whole, self._part
+        first, end = whole.row_of(part.first), whole.row_of(part.end)
+        for column in whole.schema:
+            low, high = (part.first, part.end) if column.rows == "1" else (first, end)
+            rows = max(1, _BLOCK_BYTES // max(1, column.row_bytes))
+            for at in range(low, high, rows):
+                block = whole.columns[column.name][at : min(at + rows, high)]
+                self._files[column.name].append(block)
+                digests[column.name].update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+        self._lengths.extend(whole.lengths[part.first : part.end].tolist())
+        self._num_rows = end - first
+
+    def _check(self) -> None:
+        """Allow everything: whether trajectories are left for training is a matter of the whole."""
+
+    def _write_statistics(self, extents: NDArray[np.int64]) -> FileRecord:
+        return write_json(self._partial / STATS_FILE, read_json(self._whole.path / STATS_FILE))
+
+    def _manifest(self, records: Mapping[str, FileRecord]) -> dict[str, Any]:
+        fingerprint = fingerprint_of(self.schema, len(self._lengths), self._num_rows, records, self._part)
+        manifest = super()._manifest(records)
+        return {**manifest, "fingerprint": fingerprint, "part": self._part.to_json()}

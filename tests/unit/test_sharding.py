@@ -1,0 +1,210 @@
+"""Which shard each node holds, and the sizes of its store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gear_support import SCHEMA, config_of, write_dataset
+
+from deepspeed_gear.config import parse
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.replay import setup
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.part import Part
+from deepspeed_gear.store.part_writer import write_parts
+from deepspeed_gear.store.sharding import non_empty, shard_of_node
+from deepspeed_gear.store.spec import Shard
+
+BOUNDS = np.array([0, 2, 3, 9])
+WHOLE, OTHER = "a" * 64, "b" * 64
+LENGTHS = [3, 1, 7, 2, 5, 4]
+
+
+def part(index: int, bounds: np.ndarray = BOUNDS, whole: str = WHOLE) -> Part:
+    first, end = int(bounds[index]), int(bounds[index + 1])
+    return Part(index, len(bounds) - 1, first, end, int(bounds[-1]), 40, 31, 7, whole)
+
+
+# ---- shards of nodes -----------------------------------------------------------------------------
+
+
+def test_wholes_are_divided_in_node_order() -> None:
+    assert shard_of_node([None] * 3, BOUNDS) == [Shard(0, 3, 0, 2), Shard(1, 3, 2, 3), Shard(2, 3, 3, 9)]
+    assert shard_of_node([None], np.array([0, 9])) == [Shard(0, 1, 0, 9)]
+
+
+def test_a_shard_may_be_empty() -> None:
+    assert shard_of_node([None, None], np.array([0, 0, 9])) == [Shard(0, 2, 0, 0), Shard(1, 2, 0, 9)]
+
+
+def test_parts_are_held_by_whoever_has_them() -> None:
+    found = shard_of_node([part(2), part(0), part(1)], np.array([0, 5, 6, 9]))
+    assert found == [Shard(2, 3, 3, 9), Shard(0, 3, 0, 2), Shard(1, 3, 2, 3)]
+
+
+def test_replicas_are_one_shard() -> None:
+    assert shard_of_node([None] * 3, BOUNDS, replicate=True) == [Shard(0, 1, 0, 9)] * 3
+
+
+REFUSALS: dict[str, tuple[list[Part | None], str]] = {
+    "a mixture": ([None, part(1), part(2)], "must be the whole on every node, or a part on every node"),
+    "two wholes": ([part(0), part(1, whole=OTHER), part(2)], "must be of one whole on all nodes"),
+    "too few nodes": ([part(0), part(1)], "must have as many parts as nodes that consume, 2"),
+    "too many nodes": (
+        [part(0), part(1), part(2), part(2)],
+        "must have as many parts as nodes that consume, 4",
+    ),
+    "two splits": ([part(0), part(0, np.array([0, 9])), part(2)], "must have as many parts as nodes"),
+    "one twice": ([part(0), part(2), part(2)], "must be another part on every node"),
+    "a gap": (
+        [part(0), part(1), part(2, np.array([0, 2, 5, 9]))],
+        "must be parts of one split, without gaps",
+    ),
+    "an overlap": (
+        [part(0, np.array([0, 3, 5, 9])), part(1), part(2)],
+        "must be parts of one split, without",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_would_lose_or_double_trajectories_is_refused(case: str) -> None:
+    parts, rule = REFUSALS[case]
+    nodes = [f"worker-{i}" for i in range(len(parts))]
+    with pytest.raises(DataError) as refusal:
+        shard_of_node(parts, BOUNDS, name="table main", nodes=nodes)
+    text = str(refusal.value)
+    assert text.startswith(f"table main {rule}")
+    assert f"`gear split DATASET OUT --nodes {len(parts)}` and copy OUT/part-i to node i" in text
+    for node, found in zip(nodes, parts, strict=True):
+        assert f"  {node}: {'the whole' if found is None else str(found)}" in text.splitlines()
+
+
+def test_replicas_must_be_whole() -> None:
+    with pytest.raises(
+        DataError, match=r"must be whole on every node .*; give every node the whole"
+    ) as refusal:
+        shard_of_node([None, part(0)], BOUNDS[:2], replicate=True)
+    assert str(refusal.value).splitlines()[1:] == ["  node 0: the whole", f"  node 1: {part(0)}"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "wanted"),
+    [
+        ([0, 2, 3, 9], [0, 2, 3, 9]),
+        ([0, 0, 0, 9], [0, 1, 2, 9]),
+        ([0, 9, 9, 9], [0, 7, 8, 9]),
+        ([0, 4, 4, 9], [0, 4, 5, 9]),
+        ([0, 0, 3, 3], [0, 1, 2, 3]),
+        ([0, 9], [0, 9]),
+    ],
+)
+def test_no_part_is_empty(bounds: list[int], wanted: list[int]) -> None:
+    assert non_empty(np.array(bounds)).tolist() == wanted
+
+
+# ---- sizes of stores -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path / "whole", LENGTHS)
+
+
+@pytest.mark.parametrize("load", ["map", "memory"])
+def test_a_shard_has_the_sizes_of_its_trajectories(data: Path, tmp_path: Path, load: str) -> None:
+    config = parse(config_of(data, data={"path": str(data), "load": load}))
+    whole = Dataset.open(data)
+    parts = write_parts(whole, tmp_path / "out", np.array([0, 1, 4, 6]))
+    for dataset in (whole, parts[1]):
+        shards, arrivals = {"main": Shard(1, 3, 1, 4)}, {"main": (20, 3)}
+        [spec] = setup.table_specs(config, {"main": SCHEMA}, {"main": dataset}, [], 2, shards, arrivals)
+        assert (spec.num_slots, spec.num_rows) == (3, 10 + 3)
+        assert (spec.shard, spec.arrival_rows, spec.arrival_slots) == (shards["main"], 20, 3)
+        assert (spec.in_memory, spec.dataset, spec.first_id) == (load == "memory", dataset, 1)
+    [spec] = setup.table_specs(config, {"main": SCHEMA}, {"main": whole}, [], 2)
+    assert (spec.num_slots, spec.num_rows, spec.shard, spec.has_arrivals) == (6, 28, None, False)
+
+
+@pytest.mark.parametrize("shard", [None, Shard(0, 3, 0, 1), Shard(1, 3, 1, 5), Shard(0, 1, 0, 6)])
+def test_a_part_holds_no_other_shard(data: Path, tmp_path: Path, shard: Shard | None) -> None:
+    """Above all not "everything": a run on one node with a part must not take it for the whole."""
+    config = parse(config_of(data))
+    mine = write_parts(Dataset.open(data), tmp_path / "out", np.array([0, 1, 4, 6]))[1]
+    shards = {} if shard is None else {"main": shard}
+    with pytest.raises(
+        DataError, match=r"table main: .*part-1 must hold the trajectories .*, got 'part 1 of 3"
+    ):
+        setup.table_specs(config, {"main": SCHEMA}, {"main": mine}, [], 2, shards)
+
+
+def test_one_part_of_one_is_everything(data: Path, tmp_path: Path) -> None:
+    [mine] = write_parts(Dataset.open(data), tmp_path / "out", np.array([0, 6]))
+    [spec] = setup.table_specs(parse(config_of(data)), {"main": SCHEMA}, {"main": mine}, [], 2)
+    assert (spec.num_slots, spec.num_rows, spec.first_id) == (6, 28, 0)
+
+
+def without_final_row(schema: Schema) -> Schema:
+    return Schema([replace(column, rows="T") if column.rows == "T+1" else column for column in schema])
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "steps", "slots"),
+    [
+        ({"capacity_steps": 100, "capacity_trajectories": 10}, 1, 100, 10),
+        ({"capacity_steps": 100, "capacity_trajectories": 10}, 3, 34, 4),
+        ({"capacity_steps": 100, "capacity_trajectories": 2}, 3, 34, 1),
+        ({"capacity_steps": 3}, 2, 2, 2),
+        ({"capacity_steps": 64000}, 4, 16000, 1000),
+        ({"capacity_steps": 100, "max_length": 34}, 3, 34, 34),
+    ],
+)
+@pytest.mark.parametrize("form", [lambda schema: schema, without_final_row])
+def test_a_capacity_is_that_of_all_nodes(
+    options: dict[str, int], count: int, steps: int, slots: int, form: Callable[[Schema], Schema]
+) -> None:
+    config, schema = parse(config_of(tables={"main": options})), form(SCHEMA)
+    for index in range(count):
+        shards = {"main": Shard(index, count)}
+        [spec] = setup.table_specs(config, {"main": schema}, {}, [], 2, shards)
+        assert (spec.num_slots, spec.shard) == (slots, shards["main"])
+        assert spec.num_rows == steps + (slots if schema.has_final_row else 0)
+
+
+def test_the_longest_trajectory_must_fit_into_a_shard() -> None:
+    config = parse(config_of(tables={"main": {"capacity_steps": 100, "max_length": 35}}))
+    text = r"gear.tables.main.max_length must be at most 34, what each of 3 nodes holds .* \(100\), got 35"
+    with pytest.raises(ConfigError, match=text):
+        setup.table_specs(config, {"main": SCHEMA}, {}, [], 2, {"main": Shard(1, 3)})
+
+
+# ---- comparing what ranks have -------------------------------------------------------------------
+
+
+class Others(Exchange):
+    """An exchange in which another rank answers."""
+
+    def __init__(self, other: Dataset) -> None:
+        super().__init__()
+        self._other = other
+
+    def gather(self, value: object) -> list[object]:
+        return [value, {"main": self._other.whole_fingerprint}] if isinstance(value, dict) else [value]
+
+
+def test_ranks_may_have_parts_of_one_whole(data: Path, tmp_path: Path) -> None:
+    whole = Dataset.open(data)
+    parts = write_parts(whole, tmp_path / "out", np.array([0, 1, 4, 6]))
+    for mine in (whole, parts[0]):
+        for other in (whole, parts[0], parts[2]):
+            found = setup.open_data(Others(other), parse(config_of(mine.path)))
+            assert found["main"].fingerprint == mine.fingerprint
+    other = Dataset.open(write_dataset(tmp_path / "other", [1, 2]))
+    with pytest.raises(DataError, match="must be the same data set on all ranks"):
+        setup.open_data(Others(other), parse(config_of(parts[0].path)))

@@ -1,0 +1,231 @@
+"""A table that holds a shard: a slice of the whole, rows that arrive from other nodes, ids of all nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gear_support import SCHEMA, prefix, shared_files, trajectory, write_dataset
+
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.dataset import Dataset, DatasetWriter
+from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec, table_layout
+from deepspeed_gear.store.table import FIRST_ROW, ID, NEXT_ID, NUM_STEPS, Table
+
+LENGTHS = [3, 1, 7, 2, 5, 4]
+NAMES = [*SCHEMA.names, RETURN_TO_GO]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    return Dataset.open(write_dataset(tmp_path / "set", LENGTHS))
+
+
+@contextmanager
+def table_of(spec: TableSpec) -> Iterator[Table]:
+    table = Table.create(spec, [], {}, "0" * 32, load_backend("cpu"), 10.0)
+    try:
+        yield table
+    finally:
+        table.close()
+
+
+def spec_of(
+    dataset: Dataset, first: int, end: int, in_memory: bool, arrivals: tuple[int, int] = (0, 0)
+) -> TableSpec:
+    lo, hi = first - dataset.first_id, end - dataset.first_id
+    rows = dataset.row_of(hi) - dataset.row_of(lo)
+    shard = Shard(0, 2, first, end)
+    return TableSpec("main", dataset.schema, end - first, rows, dataset, in_memory, True, 1, shard, *arrivals)
+
+
+def whole_spec(dataset: Dataset, in_memory: bool) -> TableSpec:
+    return TableSpec("main", dataset.schema, len(dataset), dataset.num_rows, dataset, in_memory, True, 1)
+
+
+# ---- a shard of a data set -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("arrivals", [(0, 0), (4, 3)])
+@pytest.mark.parametrize(("first", "end"), [(0, 6), (0, 2), (2, 5), (5, 6), (3, 3), (6, 6), (0, 0)])
+def test_a_shard_is_a_slice_of_the_whole(
+    dataset: Dataset, in_memory: bool, arrivals: tuple[int, int], first: int, end: int
+) -> None:
+    ids = np.arange(-1, len(dataset) + 1)
+    with (
+        table_of(whole_spec(dataset, in_memory)) as whole,
+        table_of(spec_of(dataset, first, end, in_memory, arrivals)) as shard,
+    ):
+        row = dataset.row_of(first)
+        assert shard.slots[:, ID].tolist() == list(range(first, end))
+        assert (shard.slots[:, FIRST_ROW] + row).tolist() == whole.slots[first:end, FIRST_ROW].tolist()
+        assert shard.num_trajectories == end - first
+        assert shard.num_steps == sum(LENGTHS[first:end])
+        assert shard.control[NEXT_ID] == len(dataset)
+        slots = shard.slots_of(ids)
+        assert slots.tolist() == [i - first if first <= i < end else -1 for i in ids]
+        for name in NAMES:
+            part = slice(first, end) if name == "task" else slice(row, row + shard.spec.num_rows)
+            np.testing.assert_array_equal(shard.held(name), whole.held(name)[part])
+        for number in range(first, end):
+            rows = shard.rows(number - first)
+            wanted = trajectory(number, LENGTHS[number], number % 2 == 0, number % 2 == 1)
+            assert all(np.array_equal(rows[name], wanted[name]) for name in wanted)
+        assert shard.values("task", np.arange(end - first)).tolist() == list(range(first, end))
+        assert shard.tensor("code").tolist() == shard.held("code").tolist()
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_without_a_shard_nothing_changes(dataset: Dataset, in_memory: bool) -> None:
+    """One shard of everything has the regions and slots of no shard; only what is agreed on says more."""
+    one = spec_of(dataset, 0, len(dataset), in_memory)
+    assert one.regions() == whole_spec(dataset, in_memory).regions()
+    assert {region.name for region in one.regions()} == {
+        "control",
+        "peers",
+        "slots",
+        RETURN_TO_GO,
+        *(f"column/{name}" for name in SCHEMA.names if in_memory),
+    }
+    with table_of(one) as shard, table_of(whole_spec(dataset, in_memory)) as whole:
+        assert np.array_equal(shard.slots, whole.slots)
+        assert whole.collects_own_rows
+        for name in NAMES:
+            np.testing.assert_array_equal(whole.collected(name).numpy(), whole.held(name))
+            assert len(whole.arrivals(name)) == 0
+
+
+def test_processes_must_agree_on_the_shard(dataset: Dataset) -> None:
+    everything = whole_spec(dataset, False)
+    shards = [None, Shard(0, 1, 0, 6), Shard(0, 2, 0, 6), Shard(1, 2, 0, 6), Shard(0, 1, 1, 7)]
+    specs = [replace(everything, shard=shard) for shard in shards]
+    assert len({table_layout(spec, [], {}).digest for spec in specs}) == len(shards)
+
+
+# ---- arrivals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_arrivals_are_collected_at_the_first_arrival(dataset: Dataset, in_memory: bool) -> None:
+    with table_of(spec_of(dataset, 2, 4, in_memory, (5, 3))) as table:
+        row, slot = table.first_arrival
+        assert (row, slot) == ((table.spec.num_rows, 2) if in_memory else (0, 0))
+        assert table.collects_own_rows == in_memory
+        for name in NAMES:
+            own, before = table.held(name), table.held(name).copy()
+            arrivals, at = table.arrivals(name), slot if name == "task" else row
+            assert len(arrivals) == (3 if name == "task" else 5)
+            assert arrivals.dtype == own.dtype
+            assert arrivals.shape[1:] == own.shape[1:]
+            arrivals[...] = 1
+            collected = table.collected(name)
+            assert len(collected) == at + len(arrivals)
+            assert (collected[at:] == 1).all()
+            np.testing.assert_array_equal(collected[:at].numpy(), own[:at])
+            np.testing.assert_array_equal(own, before)
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(5, 0), (0, 3)])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_arrivals_of_one_kind(dataset: Dataset, in_memory: bool, rows: int, slots: int) -> None:
+    with table_of(spec_of(dataset, 2, 4, in_memory, (rows, slots))) as table:
+        assert {len(table.arrivals(name)) for name in NAMES if name != "task"} == {rows}
+        assert len(table.arrivals("task")) == slots
+
+
+def test_the_derived_column_and_a_column_of_its_name_are_two(tmp_path: Path) -> None:
+    schema = Schema([Column("reward", "float32", (), "reward"), Column("return_to_go", "bfloat16")])
+    with DatasetWriter(tmp_path / "set", schema) as writer:
+        writer.add({"reward": np.ones(3, np.float32), "return_to_go": np.full(3, 0x4040, np.uint16)})
+    dataset = Dataset.open(tmp_path / "set")
+    for in_memory in (True, False):
+        with table_of(spec_of(dataset, 0, 1, in_memory, (2, 1))) as table:
+            assert table.held(RETURN_TO_GO).tolist() == [3, 2, 1]
+            table.arrivals("return_to_go")[...] = 0x4000
+            found = table.collected("return_to_go")
+            assert found.dtype == torch.bfloat16
+            assert found.tolist() == ([3, 3, 3, 2, 2] if in_memory else [2, 2])
+            assert table.collected(RETURN_TO_GO).tolist() == ([3, 2, 1, 0, 0] if in_memory else [0, 0])
+
+
+def test_a_table_without_returns_has_no_derived_column(dataset: Dataset) -> None:
+    spec = TableSpec("main", SCHEMA, 6, dataset.num_rows, dataset, False, False, 1, None, 3, 1)
+    assert f"arrival/{RETURN_TO_GO}" not in {region.name for region in spec.regions()}
+    with table_of(spec) as table, pytest.raises(KeyError):
+        table.held(RETURN_TO_GO)
+
+
+# ---- shards of a table with a capacity -----------------------------------------------------------
+
+
+def capacity(index: int = 0, count: int = 1, arrivals: tuple[int, int] = (0, 0)) -> TableSpec:
+    return TableSpec("main", SCHEMA, 5, 30, None, True, True, 2, Shard(index, count), *arrivals)
+
+
+def add(table: Table, number: int, steps: int = 2) -> int:
+    with table.lock:
+        slot = table.reserve(steps)
+        table.write(slot, trajectory(number, steps))
+        return table.commit(slot)
+
+
+def test_ids_are_unique_over_shards_and_grow() -> None:
+    with table_of(capacity(0, 3)) as a, table_of(capacity(1, 3)) as b, table_of(capacity(2, 3)) as c:
+        ids = [[add(table, i) for i in range(3)] for table in (a, b, c)]
+        assert ids == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+        assert b.control[NEXT_ID] == 3
+        assert b.slots_of(np.arange(9)).tolist() == [-1, 0, -1, -1, 1, -1, -1, 2, -1]
+
+
+def test_one_shard_of_one_counts_as_a_table_without_shards() -> None:
+    with table_of(capacity()) as table:
+        assert [add(table, i) for i in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("index", "count"), [(0, 1), (0, 3), (2, 3)])
+def test_ids_go_on_after_a_recovery_and_a_restore(index: int, count: int) -> None:
+    with table_of(capacity(index, count)) as table:
+        last = [add(table, i) for i in range(2)][-1]
+        table.control[NEXT_ID] = 0  # as if the commit had died before it counted
+        table._recover()
+        assert table.control[NEXT_ID] == 2
+        assert add(table, 2) == last + count
+        with table.lock:
+            table.restored(7)
+        assert add(table, 3) == 7 * count + index
+
+
+def test_added_rows_leave_arrivals_alone() -> None:
+    with table_of(capacity(1, 2, (4, 2))) as table:
+        for name in NAMES:
+            table.arrivals(name)[...] = 1
+        for number in range(5):
+            add(table, number, 5)
+        assert all((table.arrivals(name) == 1).all() for name in NAMES)
+        first = table.slots[0, FIRST_ROW]
+        steps = int(table.slots[0, NUM_STEPS])
+        assert table.held(RETURN_TO_GO)[first : first + steps].tolist() == [15, 14, 12, 9, 5]
+        with table.lock:
+            table.restored(5)
+        assert all((table.arrivals(name) == 1).all() for name in NAMES)
+
+
+def test_arrivals_are_shared_between_processes(dataset: Dataset) -> None:
+    spec = replace(spec_of(dataset, 1, 3, False, (4, 2)), num_peers=2)
+    name = f"{prefix()}-{os.urandom(4).hex()}"
+    with table_of(spec) as table:
+        table.memory.link(name)
+        other = Table.attach(spec, name, table_layout(spec, [], {}), "0" * 32, 1, load_backend("cpu"), 10.0)
+        table.memory.unlink()
+        table.arrivals("code")[:] = [1, 2, 3, 4]
+        assert other.collected("code").tolist() == [1, 2, 3, 4]
+        other.close()
+    assert shared_files(prefix()) == []
