@@ -28,14 +28,17 @@ class Link:
 
     Args:
         topology: Where the ranks sit.
+        order: Nodes that take part.
         purpose: Exchanges of different purposes have groups of their own and never wait for each other.
         timeout_s: Longest wait for another node, in seconds.
         group: Whose ranks the topology counts; None for all.
     """
 
-    def __init__(self, topology: Topology, purpose: str, timeout_s: float, group: Any = None) -> None:
+    def __init__(
+        self, topology: Topology, order: Sequence[int], purpose: str, timeout_s: float, group: Any = None
+    ) -> None:
         self._topology, self._timeout_s = topology, timeout_s
-        self.nodes = topology.holders
+        self.nodes = list(order)
         self.count, self.index = len(self.nodes), self.nodes.index(topology.node)
         members = [topology.ranks_of(node)[0] for node in self.nodes]
         self._ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
@@ -49,7 +52,11 @@ class Link:
 
     def open(self) -> None:
         """Make the group. Collective over the ranks that exchange."""
-        self._group = lane(tuple(self._ranks), self._purpose, self._timeout_s + GRACE_S)
+        self._group = lane(tuple(sorted(self._ranks)), self._purpose, self._timeout_s + GRACE_S)
+
+    def name(self, index: int) -> str:
+        """Return one of the nodes as errors name it."""
+        return self._topology.describe(self.nodes[index])
 
     def gather(self, words: np.ndarray) -> np.ndarray:
         """Return the same number of words of every node. [n], int64 -> [S, n], int64."""
@@ -125,7 +132,8 @@ class Link:
             for node in order:
                 if len(to[node]):
                     works.append((node, dist.isend(to[node], self._ranks[node], group=self._group)))
-            for node, work in works:
+            for peer, work in works:
+                node = peer
                 work.wait(timeout)
         except RuntimeError as error:
             self._fail(node, error)
@@ -144,7 +152,7 @@ class Link:
     def _fail(self, node: int | None, error: RuntimeError) -> None:
         """Raise what the watch knows, else what the transport says."""
         text = str(error).splitlines()[0]
-        name = "another node" if node is None else self._topology.describe(self.nodes[node])
+        name = "another node" if node is None else self.name(node)
         rule = f"must answer in gear.timeout_s = {self._timeout_s} s"
         remedy = "look for the first error in the logs of its ranks, and at the network"
         self._broken = PeerError(name, rule, text, remedy)
@@ -154,4 +162,4 @@ class Link:
 
 
 def _pieces(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    return list(buffer.split(list(sizes)))
+    return list(torch.split(buffer, list(sizes)))

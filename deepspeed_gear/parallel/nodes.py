@@ -7,6 +7,7 @@ read. What a node says first in a cut (`Hello`) carries its status, so that all 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -80,13 +81,13 @@ class _Found(NamedTuple):
     """Samples of a cut with what they resolved to.
 
     Args:
-        index: In the cut. [n], int64.
+        sample: Index in the cut. [n], int64.
         holder: Node that holds their rows. [n], int64.
         records: Resolutions, with the slots of the holder. [n, 8], int64.
         steps: Steps of their n-step returns, where windows follow them. [n], int64.
     """
 
-    index: np.ndarray
+    sample: np.ndarray
     holder: np.ndarray
     records: np.ndarray
     steps: np.ndarray | None
@@ -94,15 +95,15 @@ class _Found(NamedTuple):
     def part(self, which: np.ndarray | slice) -> _Found:
         """Return some of them."""
         steps = None if self.steps is None else self.steps[which]
-        return _Found(self.index[which], self.holder[which], self.records[which], steps)
+        return _Found(self.sample[which], self.holder[which], self.records[which], steps)
 
     def with_(self, other: _Found) -> _Found:
         """Return these and others."""
         steps = None
         if self.steps is not None and other.steps is not None:
             steps = np.concatenate([self.steps, other.steps])
-        index, holder = (np.concatenate(pair) for pair in zip(self[:2], other[:2], strict=True))
-        return _Found(index, holder, np.concatenate([self.records, other.records]), steps)
+        sample, holder = (np.concatenate(pair) for pair in zip(self[:2], other[:2], strict=True))
+        return _Found(sample, holder, np.concatenate([self.records, other.records]), steps)
 
 
 class NodeSelector(Selector):
@@ -116,7 +117,6 @@ class NodeSelector(Selector):
         routes: Who needs what.
         carrier: Moves rows.
         goals: Draws the achieved goals of samples, or None.
-        names: Of the nodes, in the order of shards, for errors.
         verify_every: As the config's.
     """
 
@@ -129,12 +129,11 @@ class NodeSelector(Selector):
         routes: Routes,
         carrier: Carrier,
         goals: Goals,
-        names: list[str],
         verify_every: int,
     ) -> None:
         super().__init__(stream.spec, stream.masses)
         self.stream, self.link, self._routes, self._carrier = stream, link, routes, carrier
-        self._table, self._goals, self._names, self._verify_every = stream.table, goals, names, verify_every
+        self._table, self._goals, self._verify_every = stream.table, goals, verify_every
         self._index, self._num_nodes = routes.index, routes.num_nodes
         self._totals = np.zeros(self._num_nodes, np.int64)
         self._records = np.zeros((self._num_nodes, HELLO_WORDS), np.int64)
@@ -196,7 +195,7 @@ class NodeSelector(Selector):
             self._raise_stop(heard)
         self._raise_failure(heard, error)
         if (heard[:, KEY] != words[0, KEY]).any():
-            asked = {name: int(key) for name, key in zip(self._names, heard[:, KEY], strict=True)}
+            asked = {self.link.name(i): key for i, key in enumerate(heard[:, KEY].tolist())}
             raise PeerError(
                 f"stream {self.spec.name}: the nodes",
                 "must ask for the same global batch",
@@ -210,10 +209,8 @@ class NodeSelector(Selector):
         """Tell the other nodes that this one makes no further cut, unless one of them has said so."""
         if not self.link.left:
             self._cut = None
-            try:
+            with contextlib.suppress(PeerError, StoreError):
                 self._hello(None, True, np.zeros(self._num_nodes, np.int64))
-            except (PeerError, StoreError):
-                pass
         self.link.left = False
 
     def _record(self) -> np.ndarray:
@@ -241,7 +238,7 @@ class NodeSelector(Selector):
             raise StoreError(name, "must be open", None, "it was closed while it waited")
         node = int(np.nonzero(heard[:, STOP])[0][0])
         had = f"it ended before global batch {self._cut.key}"
-        raise PeerError(self._names[node], "must take as many batches as this rank", None, had)
+        raise PeerError(self.link.name(node), "must take as many batches as this rank", None, had)
 
     def _raise_failure(self, heard: np.ndarray, error: Exception | None) -> None:
         """Raise if a node says that it has failed: its own error there, its text elsewhere."""
@@ -252,7 +249,7 @@ class NodeSelector(Selector):
         if error is not None:
             raise error
         node = int(np.nonzero(heard[:, STATUS])[0][0])
-        raise PeerError(self._names[node], "must succeed on every node", None, wire.unpack_text(texts[node]))
+        raise PeerError(self.link.name(node), "must succeed on every node", None, wire.unpack_text(texts[node]))
 
     # ---- masses ----------------------------------------------------------------------------------
 
@@ -283,7 +280,8 @@ class NodeSelector(Selector):
 
     def _apply_window(self, key: int) -> None:
         masses = self.masses
-        assert isinstance(masses, AgeMasses) and self.spec.rule.window is not None
+        assert isinstance(masses, AgeMasses)
+        assert self.spec.rule.window is not None
         with self._table.lock:
             contents = masses.contents()
         edge = edge_over_nodes(self.link, self.spec.rule.window, *contents)
@@ -400,18 +398,18 @@ class NodeSelector(Selector):
         ring = self.stream.ring[cut.entry].numpy()
         ring[: cut.count] = 0
         ring[: cut.count, R_ID] = wire.UNKNOWN
-        ring[theirs.index] = theirs.records
-        ring[mine.index] = mine.records
+        ring[theirs.sample] = theirs.records
+        ring[mine.sample] = mine.records
         assert self.stream.origins is not None
         origins = self.stream.origins[cut.entry].numpy()
         for found in (mine, theirs):
-            origins[found.index] = found.holder << wire.SHARD_BITS | found.records[:, R_SLOT]
+            origins[found.sample] = found.holder << wire.SHARD_BITS | found.records[:, R_SLOT]
         self._swap_rows(cut, mine, theirs, ring)
 
     def _swap_resolutions(self, cut: _Cut, mine: _Found) -> _Found:
         """Tell each node what it needs of this node's resolutions; return what the others say."""
         packed = wire.pack_resolutions(mine.records, mine.steps)
-        node, which = self._routes.destinations(mine.index, cut.offset)
+        node, which = self._routes.destinations(mine.sample, cut.offset)
         parts = np.split(which, np.searchsorted(node, np.arange(1, self._num_nodes)))
         if cut.needs_all:
             parts = [np.arange(len(packed))] * self._num_nodes
@@ -432,22 +430,22 @@ class NodeSelector(Selector):
 
     def _swap_rows(self, cut: _Cut, mine: _Found, theirs: _Found, ring: np.ndarray) -> None:
         """Send the rows that other nodes lack, and say where those lie that this one has got."""
-        node, which = self._routes.destinations(mine.index, cut.offset)
+        node, which = self._routes.destinations(mine.sample, cut.offset)
         outgoing = self._samples(cut, mine.part(which), node, node)
-        needed = np.nonzero(np.isin(theirs.index, cut.wanted))[0] if cut.needs_all else slice(None)
+        needed = np.nonzero(np.isin(theirs.sample, cut.wanted))[0] if cut.needs_all else slice(None)
         got = theirs.part(needed)
         if self._carrier.takes_own:
-            here = mine.part(np.nonzero(np.isin(mine.index, cut.wanted))[0])
+            here = mine.part(np.nonzero(np.isin(mine.sample, cut.wanted))[0])
             own = self._samples(cut, here, here.holder, here.holder)
             outgoing, got = _together(outgoing, own), got.with_(here)
         incoming = self._samples(cut, got, got.holder, np.full_like(got.holder, self._index))
         first_row, slot = self._carrier.carry(cut.entry, outgoing, incoming)
-        ring[got.index, R_FIRST_ROW], ring[got.index, R_SLOT] = first_row, slot
+        ring[got.sample, R_FIRST_ROW], ring[got.sample, R_SLOT] = first_row, slot
 
     def _samples(self, cut: _Cut, found: _Found, peer: np.ndarray, reader: np.ndarray) -> Samples:
         """Return samples whose rows travel between this node and `peer`, to be read by `reader`."""
-        replica = self._routes.replica_of(found.index, cut.offset)
-        records, none = found.records, np.zeros_like(found.index)
+        replica = self._routes.replica_of(found.sample, cut.offset)
+        records, none = found.records, np.zeros_like(found.sample)
         goal = self._goals(self.stream, torch.from_numpy(records))
         return Samples(
             peer,

@@ -12,8 +12,8 @@ from deepspeed_gear.parallel.plan import Needs, needs_of
 from deepspeed_gear.parallel.rows import Read, RowNeeds
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.spec import RETURN_TO_GO
 
-RETURN_TO_GO = "return_to_go"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Routes:
             return np.arange(count)
         firsts = (self.replicas_here - offset) % self.data_world
         grid = np.arange(0, count, self.data_world)[:, None] + np.sort(firsts)[None, :]
-        samples = grid.reshape(-1)
+        samples = np.asarray(grid.reshape(-1))
         return samples[samples < count]
 
     def most_wanted(self, batch: int) -> int:

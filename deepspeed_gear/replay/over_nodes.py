@@ -1,0 +1,163 @@
+"""Streams whose table lies on several nodes: what this rank does for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.parallel.carrier import Carrier, arrivals_of, most_rows
+from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.parallel.nodes import NodeSelector
+from deepspeed_gear.parallel.routes import Routes, routes_of
+from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.replay.placement import Placement
+from deepspeed_gear.replay.relabelling import Relabelling
+from deepspeed_gear.replay.sizes import TRAIN
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.dataset import Dataset
+
+
+@dataclass
+class Links:
+    """What this rank exchanges with other nodes; empty where nothing is, and on ranks that do not.
+
+    Args:
+        train: For the cuts of training streams, on the thread that prepares them.
+        passes: For those of evaluation passes, on the main thread.
+        selectors: Those of the training streams.
+    """
+
+    train: Link | None = None
+    passes: Link | None = None
+    selectors: list[NodeSelector] = field(default_factory=list)
+
+    def leave(self) -> None:
+        """Say that this node prepares no further batch; its thread has stopped."""
+        if self.selectors:
+            self.selectors[0].leave()
+
+
+def routes_by_table(
+    topology: Topology,
+    placement: Placement,
+    config: GearConfig,
+    fields: Sequence[ResolvedField],
+    schemas: Mapping[str, Schema],
+) -> dict[str, Routes]:
+    """Return who needs what of each sampled table that is spread over nodes."""
+    return {
+        name: routes_of(topology, placement.order, config, fields, schemas[name])
+        for name in config.sampled_tables
+        if name in placement.spread
+    }
+
+
+def arrivals_by_table(
+    config: GearConfig,
+    routes: Mapping[str, Routes],
+    specs: Mapping[str, Sequence[StreamSpec]],
+    datasets: Mapping[str, Dataset],
+) -> dict[str, tuple[int, int]]:
+    """Return rows and slots for what other nodes send, by table.
+
+    Raises:
+        ConfigError: Trajectories may have any length, and goals are drawn from all of their steps.
+    """
+    found = {}
+    for name, route in routes.items():
+        if route.index < 0:
+            continue
+        rows = slots = 0
+        for spec in specs[name]:
+            more = arrivals_of(route.most_wanted(spec.batch), spec.depth, _most(config, route, name, datasets))
+            rows, slots = rows + more[0], slots + more[1]
+        room = _most(config, route, name, datasets) + 2
+        found[name] = rows + 2 * room, slots
+    return found
+
+
+def _most(config: GearConfig, route: Routes, name: str, datasets: Mapping[str, Dataset]) -> int:
+    n = 0 if config.n_step is None else config.n_step.n
+    table = config.resolved_tables[name]
+    longest = datasets[name].longest if name in datasets else table.max_length
+    if longest is None:
+        if any(need.goals for need in route.needs):
+            rule = "must be given where goals are relabelled on several nodes"
+            raise ConfigError(f"gear.tables.{name}.max_length", rule, None)
+        longest = table.capacity_steps or 0
+    return most_rows(route.needs, longest, n)
+
+
+def connect(
+    topology: Topology,
+    exchange: Exchange,
+    placement: Placement,
+    config: GearConfig,
+    routes: Mapping[str, Routes],
+    streams: Mapping[str, Mapping[str, Stream]],
+    datasets: Mapping[str, Dataset],
+    relabelling: Relabelling,
+    group: Any,
+) -> Links:
+    """Let the streams of spread tables be cut by all nodes together. Collective."""
+    links = Links()
+    leads = topology.leads_node and topology.node in placement.order and bool(routes)
+    if leads:
+        links.train = Link(topology, placement.order, "train", config.timeout_s, group)
+        links.passes = Link(topology, placement.order, "passes", config.timeout_s, group)
+        links.train.open()
+        links.passes.open()
+    exchange.barrier()
+    for name, route in routes.items():
+        if route.index < 0:
+            continue
+        most = _most(config, route, name, datasets)
+        row, slot = most + 2, 0
+        for stream in streams[name].values():
+            spec, wanted = stream.spec, route.most_wanted(stream.spec.batch)
+            stream.follows = not leads
+            if leads:
+                link = links.train if spec.name == TRAIN else links.passes
+                assert link is not None
+                carrier = Carrier(
+                    stream.table,
+                    link,
+                    route.needs,
+                    config.n_step,
+                    (row, wanted * most),
+                    (slot, wanted),
+                )
+                selector = NodeSelector(
+                    stream, link, route, carrier, relabelling.draw, config.verify_every
+                )
+                stream.selector = selector
+                if spec.name == TRAIN:
+                    links.selectors.append(selector)
+            row, slot = row + spec.depth * wanted * most, slot + spec.depth * wanted
+    _know_totals(exchange, topology, placement, streams)
+    return links
+
+
+def _know_totals(
+    exchange: Exchange,
+    topology: Topology,
+    placement: Placement,
+    streams: Mapping[str, Mapping[str, Stream]],
+) -> None:
+    """Tell every rank how many items the passes over splits have, all nodes together. Collective."""
+    mine = {
+        (name, stream.spec.name): stream.masses.total
+        for name in placement.spread & set(streams)
+        for stream in streams[name].values()
+    }
+    leads = topology.leads_node and topology.node in placement.order
+    found = exchange.gather(mine if leads else None)
+    for name, stream_name in mine:
+        totals = [known[name, stream_name] for known in found if known is not None]
+        streams[name][stream_name].num_items_of_all = sum(totals)

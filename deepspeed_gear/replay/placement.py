@@ -1,0 +1,112 @@
+"""Which part of each table every node holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deepspeed_gear.config import GearConfig
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.parallel.plan import shards_of
+from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.sharding import non_empty, shard_of_node
+from deepspeed_gear.store.spec import Shard
+
+NOTHING = Shard(0, 1, 0, 0)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tables lie.
+
+    Args:
+        order: Nodes that hold shards, in the order of these.
+        shards: This node's part of each table that is not held as a whole.
+        spread: Tables whose batches are cut by all nodes together.
+    """
+
+    order: tuple[int, ...]
+    shards: dict[str, Shard]
+    spread: frozenset[str]
+
+
+def place_tables(
+    exchange: Exchange, topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset]
+) -> Placement:
+    """Find out which node holds what. Collective.
+
+    Raises:
+        ConfigError, DataError: On every rank, with the table of all nodes.
+    """
+    leader = topology.ranks_of(topology.node)[0] == topology.rank
+    parts = exchange.gather({name: data.part for name, data in datasets.items()} if leader else None)
+    by_node = {topology.nodes[rank]: found for rank, found in enumerate(parts) if found is not None}
+
+    def place() -> Placement:
+        return _place(topology, config, datasets, by_node)
+
+    return exchange.agree("the parts of the tables", place)
+
+
+def _place(
+    topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset], parts: Mapping[int, Mapping]
+) -> Placement:
+    holders = topology.holders
+    names = [topology.describe(node) for node in holders]
+    found: dict[str, dict[int, Shard]] = {}
+    for name, table in config.resolved_tables.items():
+        if name not in datasets:
+            continue
+        replicate = table.data is not None and table.data.replicate
+        of_nodes = [parts[node][name] for node in holders]
+        bounds = _bounds(name, datasets[name], len(holders), replicate)
+        shards = shard_of_node(of_nodes, bounds, name=f"table {name}", nodes=names, replicate=replicate)
+        found[name] = dict(zip(holders, shards, strict=True))
+    order = _order(holders, found)
+    spread = {
+        name
+        for name, table in config.resolved_tables.items()
+        if len(holders) > 1 and not (table.data is not None and table.data.replicate)
+    }
+    if not spread and topology.node in holders:
+        return Placement(order, {}, frozenset())
+    mine: dict[str, Shard] = {}
+    for name in config.resolved_tables:
+        if topology.node not in holders:
+            mine[name] = NOTHING
+        elif name in found and name in spread:
+            mine[name] = found[name][topology.node]
+        elif name in spread:
+            mine[name] = Shard(order.index(topology.node), len(order), 0, 0)
+    return Placement(order, mine, frozenset(spread))
+
+
+def _bounds(name: str, dataset: Dataset, num_nodes: int, replicate: bool):
+    if replicate:
+        return shards_of(dataset.lengths, 1)
+    if dataset.num_trajectories_of_whole < num_nodes:
+        raise ConfigError(
+            f"table {name}",
+            f"must have a trajectory for each of {num_nodes} nodes",
+            dataset.num_trajectories_of_whole,
+            "use fewer nodes, or replicate it",
+        )
+    return non_empty(shards_of(dataset.lengths * dataset.schema.row_bytes, num_nodes))
+
+
+def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]]) -> tuple[int, ...]:
+    """Return the nodes in the order of their shards, which is the same for all tables."""
+    known: dict[tuple[int, ...], str] = {}
+    for name, shards in found.items():
+        if len({shard.index for shard in shards.values()}) == len(holders):
+            known.setdefault(tuple(sorted(holders, key=lambda node, of=shards: of[node].index)), name)
+    if len(known) > 1:
+        raise DataError(
+            "the parts of the tables",
+            "must lie on the nodes in one order",
+            {name: list(order) for order, name in known.items()},
+            "copy part i of every data set to the same node",
+        )
+    return next(iter(known), tuple(holders))
