@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ def write_parts(
     """Write every part of a data set to FOLDER/part-0, FOLDER/part-1 ...
 
     Each is complete before it gets its name; the last gets it only if all bytes that were read are those that
-    were written when the data set was made.
+    were written when the data set was made. Where it fails, what it wrote is removed.
 
     Args:
         dataset: A whole.
@@ -43,12 +44,15 @@ def write_parts(
     """
     folder = Path(folder)
     _check_bounds(dataset, bounds)
-    made = _make_folder(folder, overwrite)
+    _make_folder(folder, overwrite)
+    parts: list[Dataset] = []
     try:
-        parts = _write_all(dataset, folder, bounds, overwrite)
+        _write_all(dataset, folder, bounds, overwrite, parts)
     except BaseException:
-        if made:
-            shutil.rmtree(folder, ignore_errors=True)
+        for part in parts:  # together with older parts they could pass for a complete set
+            shutil.rmtree(part.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
         raise
     for left in _entries(folder):
         if not left.name.endswith(_PARTIAL) and int(left.name.removeprefix("part-")) >= len(parts):
@@ -56,20 +60,22 @@ def write_parts(
     return parts
 
 
-def _write_all(dataset: Dataset, folder: Path, bounds: NDArray[np.int64], overwrite: bool) -> list[Dataset]:
+def _write_all(
+    dataset: Dataset, folder: Path, bounds: NDArray[np.int64], overwrite: bool, parts: list[Dataset]
+) -> None:
+    """Write the parts one after the other, and append each to `parts` as soon as it has its name."""
     digests = {column.name: hashlib.sha256() for column in dataset.schema}
-    count, parts = len(bounds) - 1, []
+    count = len(bounds) - 1
     for index in range(count):
         with _PartWriter(dataset, folder, index, bounds, overwrite) as writer:
             writer.copy(digests)
             if index == count - 1:
                 _check_digests(dataset, digests)
             parts.append(writer.close())
-    return parts
 
 
-def _make_folder(folder: Path, overwrite: bool) -> bool:
-    """Make the folder, and return whether it was not there.
+def _make_folder(folder: Path, overwrite: bool) -> None:
+    """Make the folder, or check the one that is there.
 
     Raises:
         DataError: It cannot be made, exists, or holds anything but parts where it may be replaced.
@@ -77,10 +83,8 @@ def _make_folder(folder: Path, overwrite: bool) -> bool:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
-        return True
     except FileExistsError:
         _check_folder(folder, overwrite)
-        return False
     except OSError as error:
         raise unwritable(folder, error) from error
 
