@@ -37,6 +37,8 @@ class Batch(Mapping[str, torch.Tensor]):
         goal_step: Row of the achieved goals that each sample's goal is from, -1 for its own goal; None: all
             have their own. [B], int64.
         burn_in: Which steps only warm up; None: all learn.
+        origin: Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's
+            store. [B], int64.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class Batch(Mapping[str, torch.Tensor]):
         probability: torch.Tensor | None = None,
         goal_step: torch.Tensor | None = None,
         burn_in: BurnIn | None = None,
+        origin: torch.Tensor | None = None,
     ) -> None:
         self._tensors, self.mask, self._records = tensors, mask, records
         self.valid = valid
         self._step_items, self._total, self.epoch, self._weight = step_items, total, epoch, weight
         self._source, self._probability, self._goal_step = source, probability, goal_step
         self._burn_in = burn_in
+        self._origin = origin
         self.host_records = records  # stay in host memory when the batch moves
 
     # ---- fields ----------------------------------------------------------------------------------
@@ -128,6 +132,15 @@ class Batch(Mapping[str, torch.Tensor]):
     def device(self) -> torch.device:
         return next(iter(self._tensors.values())).device if self._tensors else self._records.device
 
+    @property
+    def reported(self) -> torch.Tensor:
+        """What reports of priorities are made of: resolutions, with node and slot as their slots. [B, 8]."""
+        if self._origin is None:
+            return self.host_records
+        records = self.host_records.clone()
+        records[:, _SLOT] = self._origin.to(records.device)
+        return records
+
     # ---- samples ---------------------------------------------------------------------------------
 
     @property
@@ -137,8 +150,9 @@ class Batch(Mapping[str, torch.Tensor]):
 
     @property
     def handle(self) -> torch.Tensor:
-        """Slot and generation of each sample. [B, 2], int64."""
-        return self._records[:, _SLOT : _GENERATION + 1]
+        """Shard, slot and generation of each sample: where its trajectory lies now. [B, 3], int64."""
+        slot = self._records[:, _SLOT] if self._origin is None else self._origin
+        return torch.stack([slot >> 32, slot & 0xFFFFFFFF, self._records[:, _GENERATION]], dim=1)
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -200,10 +214,10 @@ class Batch(Mapping[str, torch.Tensor]):
         tensors = {name: once(tensor) for name, tensor in self._tensors.items()}
         mask = {name: once(tensor) for name, tensor in self.mask.items()}
         records, valid, epoch = once(self._records), once(self.valid), once(self.epoch)
-        optional = self._weight, self._source, self._probability, self._goal_step
-        weight, source, probability, goal_step = (None if t is None else once(t) for t in optional)
+        optional = self._weight, self._source, self._probability, self._goal_step, self._origin
+        weight, source, probability, goal_step, origin = (None if t is None else once(t) for t in optional)
         known, facts = (tensors, mask, records, valid), (self._step_items, self._total, epoch)
-        batch = Batch(*known, *facts, weight, source, probability, goal_step, self._burn_in)
+        batch = Batch(*known, *facts, weight, source, probability, goal_step, self._burn_in, origin)
         batch.host_records = self.host_records
         return batch
 
@@ -246,7 +260,7 @@ class Batch(Mapping[str, torch.Tensor]):
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:
     names, masks = list(batch._tensors), list(batch.mask)
     values = [*batch._tensors.values(), *batch.mask.values(), batch._records, batch.valid, batch.epoch]
-    optional = batch._weight, batch._source, batch._probability, batch._goal_step
+    optional = batch._weight, batch._source, batch._probability, batch._goal_step, batch._origin
     present = tuple(tensor is not None for tensor in optional)
     values += [tensor for tensor in optional if tensor is not None]
     return values, (names, masks, present, batch._step_items, batch._total, batch._burn_in)
@@ -258,9 +272,9 @@ def _unflatten(values: Any, context: Any) -> Batch:
     tensors = dict(zip(names, values[: len(names)], strict=True))
     mask = dict(zip(masks, values[len(names) : len(names) + len(masks)], strict=True))
     records, valid, epoch, *given = values[len(names) + len(masks) :]
-    weight, source, probability, goal_step = (given.pop(0) if there else None for there in present)
+    weight, source, probability, goal_step, origin = (given.pop(0) if there else None for there in present)
     known, facts = (tensors, mask, records, valid), (step_items, total, epoch)
-    return Batch(*known, *facts, weight, source, probability, goal_step, burn_in)
+    return Batch(*known, *facts, weight, source, probability, goal_step, burn_in, origin)
 
 
 pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")

@@ -106,10 +106,10 @@ class Collector:
         if field.derived in COMPUTED:
             source, column = COMPUTED[field.derived], torch.empty(0, dtype=torch.int64)
         elif field.derived == "return_to_go":
-            source, column = SOURCES["T"], torch.from_numpy(self._table.views[RETURN_TO_GO])
+            source, column = SOURCES["T"], self._table.collected(RETURN_TO_GO)
         else:
             assert field.column is not None
-            source, column = SOURCES[field.column.rows], self._table.tensor(field.column.name)
+            source, column = SOURCES[field.column.rows], self._table.collected(field.column.name)
             shape = field.column.shape
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
         if field.mask_only and field.derived not in COMPUTED:
@@ -146,7 +146,7 @@ class Collector:
         time = () if part is None else (part,)
         self._shapes.append(((*time, *shape), dtype))
         if field.hindsight is not None:
-            achieved = self._table.tensor(field.hindsight.name)
+            achieved = self._table.collected(field.hindsight.name)
             if field.mask_only:
                 achieved = achieved.reshape(len(achieved), -1)[:, :0]
             rows, out = SOURCES[field.hindsight.rows], len(self._shapes) - 1
@@ -156,7 +156,7 @@ class Collector:
         schema = self._table.spec.schema
         columns = {role: schema.role(role) for role in ("reward", "terminated", "truncated")}
         self._reward, self._terminated, self._truncated = (
-            None if column is None else self._table.tensor(column.name) for column in columns.values()
+            None if column is None else self._table.collected(column.name) for column in columns.values()
         )
         powers = [1.0]
         for _ in range(n_step.n):

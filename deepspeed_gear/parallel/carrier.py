@@ -12,8 +12,9 @@ from deepspeed_gear.errors import StoreError
 from deepspeed_gear.parallel.link import Link
 from deepspeed_gear.parallel.rows import RowNeeds, RowPlan, Samples, messages, plan_rows
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.columns import as_tensor
 from deepspeed_gear.store.spec import RETURN_TO_GO
-from deepspeed_gear.store.table import FIRST_ROW, Table, as_tensor
+from deepspeed_gear.store.table import FIRST_ROW, Table
 
 
 def most_rows(needs: Sequence[RowNeeds], longest: int, n: int) -> int:
@@ -70,9 +71,8 @@ class Carrier:
         self._follows = any(read.follows for need in needs for read in need.reads)
         self._n_step = n_step if self._follows else None
         names = {read.column for need in needs for read in need.reads}
-        names |= {
-            name for need in needs for name in (*need.per_trajectory, *(goal for goal, _ in need.goals))
-        }
+        names.update(name for need in needs for name in need.per_trajectory)
+        names.update(goal for need in needs for goal, _ in need.goals)
         self._held = {name: _flat(table.held(name)) for name in names}
         self._arrivals = {name: _flat(table.arrivals(name)) for name in names}
         self._row_bytes = {name: table.held(name)[:1].nbytes or _row_bytes(table, name) for name in names}

@@ -1,4 +1,4 @@
-"""The control plane between ranks: agreement, errors on all ranks, barriers. Only this module makes groups."""
+"""The control plane between ranks: agreement, errors on all ranks, barriers. Only this makes groups."""
 
 from __future__ import annotations
 

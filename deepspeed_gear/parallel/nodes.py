@@ -249,7 +249,9 @@ class NodeSelector(Selector):
         if error is not None:
             raise error
         node = int(np.nonzero(heard[:, STATUS])[0][0])
-        raise PeerError(self.link.name(node), "must succeed on every node", None, wire.unpack_text(texts[node]))
+        raise PeerError(
+            self.link.name(node), "must succeed on every node", None, wire.unpack_text(texts[node])
+        )
 
     # ---- masses ----------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.spec import RETURN_TO_GO
 
 
-
 @dataclass(frozen=True)
 class Routes:
     """Where samples go.

@@ -114,7 +114,8 @@ def plan_rows(samples: Samples, needs: Sequence[RowNeeds]) -> RowPlan:
     low, high = np.full(count, apart, np.int64), np.zeros(count, np.int64)  # of each sample's rows
     for reads in dict.fromkeys(windows.values()):
         parts = [_rows_read(samples, trajectory, which, read, low, high) for which, read in reads]
-        found[reads] = _merge(*(np.concatenate(of) for of in zip(*parts, strict=True)), apart)
+        owner, first, end = (np.concatenate(of) for of in zip(*parts, strict=True))
+        found[reads] = _merge(owner, first, end, apart)
     nothing = low >= high
     low[nothing] = high[nothing] = 0
     block, first, end = _merge(trajectory[~nothing], low[~nothing], high[~nothing], apart)

@@ -146,6 +146,7 @@ class Topology:
 
     @property
     def leads_node(self) -> bool:
+        """Whether this rank makes the node's stores and, where several nodes make them, its cuts."""
         return self.peer == 0
 
     @classmethod

@@ -1,7 +1,7 @@
 """What travels between nodes, in words of 8 bytes. Pure.
 
-A resolution takes 32 bytes, and 8 more where windows follow n-step steps; a report 24. Slots, generations, step
-numbers and lengths have 32 bits there.
+A resolution takes 32 bytes, and 8 more where windows follow n-step steps; a report 24. Slots, generations,
+step numbers and lengths have 32 bits there.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def by_shard(reports: np.ndarray, num_shards: int) -> list[np.ndarray]:
     """Return the reports of each shard, whose number is in the upper half of their slots. [n, 6] each."""
     shard = reports[:, U_SLOT] >> SHARD_BITS
     order = np.argsort(shard, kind="stable")
-    return np.split(reports[order], np.searchsorted(shard[order], np.arange(1, num_shards)))
+    bounds = np.searchsorted(shard[order], np.arange(1, num_shards))
+    return list(np.split(reports[order], bounds))
 
 
 def local_reports(reports: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ def report(
     if values.dim() != 1 or values.numel() != batch.num_samples:
         rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
         raise ShapeError("priorities", rule, list(priorities.shape))
-    records, rounded = batch.host_records, as_float32(values)
+    records, rounded = batch.reported, as_float32(values)
     if not records.is_cpu:
         records = records.cpu()
     if len(tables) == 1:

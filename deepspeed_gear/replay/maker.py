@@ -11,7 +11,7 @@ from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.ops.constants import R_MASS, R_NUMBER
+from deepspeed_gear.ops.constants import R_MASS, R_NUMBER, R_SLOT
 from deepspeed_gear.parallel.plan import Needs
 from deepspeed_gear.replay import position
 from deepspeed_gear.replay.relabelling import Relabelling
@@ -59,6 +59,11 @@ class BatchMaker:
         self._collectors = {stream: self._collector(stream) for stream in train}
 
     @property
+    def relabelling(self) -> Relabelling:
+        """Goals by hindsight, which depend on samples alone."""
+        return self._relabelling
+
+    @property
     def counters(self) -> torch.Tensor:
         """Real rows, all rows and bytes that the training stream has collected. [3], int64."""
         return torch.stack([self._collectors[stream].counters for stream in self._train]).sum(0)
@@ -78,9 +83,12 @@ class BatchMaker:
             shares: Part of each table in the global batch.
             last: Whether this rank needs nothing more of the cuts.
         """
-        parts, weights, probabilities, keys = [], [], [], []
+        parts, weights, probabilities, keys, origins = [], [], [], [], []
         for (stream, cut), which, share in zip(cuts, chosen, shares, strict=True):
             records = cut.resolutions[torch.from_numpy(which)]
+            origins.append(
+                records[:, R_SLOT] if cut.origins is None else cut.origins[torch.from_numpy(which)]
+            )
             words = cut.head
             parts.append((self._collectors[stream], records, self._relabelling.draw(stream, records)))
             weights.append(self._weigh(stream, words, records))
@@ -96,7 +104,8 @@ class BatchMaker:
         goals = self._relabelling.together([goal_step for _, _, goal_step in parts])
         probability = torch.cat(probabilities)
         rest = (weight, source, probability, goals, self._burn_in)
-        batch = Batch(tensors, mask, records, self._valid, False, 0, epoch, *rest)
+        origin = None if all(cut.origins is None for _, cut in cuts) else torch.cat(origins)
+        batch = Batch(tensors, mask, records, self._valid, False, 0, epoch, *rest, origin)
         return self._finish(batch, torch.cat(keys))
 
     def make(
@@ -119,6 +128,7 @@ class BatchMaker:
             records = cut.resolutions.clone()
         else:
             records = cut.resolutions[part::num_parts].clone(memory_format=torch.contiguous_format)
+        origin = None if cut.origins is None else cut.origins[part::num_parts].clone()
         epoch = self._no_epoch
         if stream.spec.kind != "random":
             epoch = cut.epochs.view(micro, num_parts)[:, part].clone()
@@ -131,7 +141,8 @@ class BatchMaker:
         valid = self._valid if pass_size is None else records[:, R_NUMBER] < pass_size
         weight = None if stream.spec.priorities is None else self._weigh(stream, words, records)
         rest = (weight, None, None, goals, self._burn_in)
-        batch = Batch(tensors, mask, records, valid, stream.has_unit_masses, total, epoch, *rest)
+        unit = stream.has_unit_masses
+        batch = Batch(tensors, mask, records, valid, unit, total, epoch, *rest, origin)
         if self.transform is None:
             return self._finish(batch, None)
         return self._finish(

@@ -11,11 +11,10 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.carrier import Carrier, arrivals_of, most_rows
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.link import Link
-from deepspeed_gear.parallel.nodes import NodeSelector
+from deepspeed_gear.parallel.nodes import Goals, NodeSelector
 from deepspeed_gear.parallel.routes import Routes, routes_of
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.replay.placement import Placement
-from deepspeed_gear.replay.relabelling import Relabelling
 from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
@@ -75,7 +74,9 @@ def arrivals_by_table(
             continue
         rows = slots = 0
         for spec in specs[name]:
-            more = arrivals_of(route.most_wanted(spec.batch), spec.depth, _most(config, route, name, datasets))
+            more = arrivals_of(
+                route.most_wanted(spec.batch), spec.depth, _most(config, route, name, datasets)
+            )
             rows, slots = rows + more[0], slots + more[1]
         room = _most(config, route, name, datasets) + 2
         found[name] = rows + 2 * room, slots
@@ -102,10 +103,22 @@ def connect(
     routes: Mapping[str, Routes],
     streams: Mapping[str, Mapping[str, Stream]],
     datasets: Mapping[str, Dataset],
-    relabelling: Relabelling,
+    goals: Goals,
     group: Any,
 ) -> Links:
-    """Let the streams of spread tables be cut by all nodes together. Collective."""
+    """Let the streams of spread tables be cut by all nodes together. Collective.
+
+    Args:
+        topology: Where the ranks sit.
+        exchange: Between all ranks.
+        placement: Which node holds what.
+        config: The config.
+        routes: Who needs what, by table.
+        streams: By table and name.
+        datasets: As this node has them.
+        goals: Draws the achieved goals of samples.
+        group: Whose ranks the topology counts; None for all.
+    """
     links = Links()
     leads = topology.leads_node and topology.node in placement.order and bool(routes)
     if leads:
@@ -122,20 +135,11 @@ def connect(
         for stream in streams[name].values():
             spec, wanted = stream.spec, route.most_wanted(stream.spec.batch)
             stream.follows = not leads
-            if leads:
-                link = links.train if spec.name == TRAIN else links.passes
-                assert link is not None
-                carrier = Carrier(
-                    stream.table,
-                    link,
-                    route.needs,
-                    config.n_step,
-                    (row, wanted * most),
-                    (slot, wanted),
-                )
-                selector = NodeSelector(
-                    stream, link, route, carrier, relabelling.draw, config.verify_every
-                )
+            link = links.train if spec.name == TRAIN else links.passes
+            if link is not None:
+                room = (row, wanted * most), (slot, wanted)
+                carrier = Carrier(stream.table, link, route.needs, config.n_step, *room)
+                selector = NodeSelector(stream, link, route, carrier, goals, config.verify_every)
                 stream.selector = selector
                 if spec.name == TRAIN:
                     links.selectors.append(selector)

@@ -18,8 +18,10 @@ from deepspeed_gear.parallel.plan import Needs, needs_of
 from deepspeed_gear.parallel.topology import Place, Topology
 from deepspeed_gear.replay import setup
 from deepspeed_gear.replay.maker import BatchMaker
+from deepspeed_gear.replay.over_nodes import Links, arrivals_by_table, connect, routes_by_table
+from deepspeed_gear.replay.placement import Placement, place_tables
 from deepspeed_gear.replay.relabelling import Relabelling
-from deepspeed_gear.replay.samplers import mixture_of, stream_specs
+from deepspeed_gear.replay.samplers import mixture_of, stream_specs, total_weight
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.replay.status import Status
 from deepspeed_gear.schema import Schema
@@ -27,6 +29,7 @@ from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.spec import TableSpec
 from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
 from deepspeed_gear.store.table import Table
 
@@ -46,6 +49,8 @@ class Plan:
     schemas: dict[str, Schema]
     fields: list[ResolvedField]
     needs: Needs
+    placement: Placement
+    group: Any = None
 
     @property
     def splits(self) -> dict[str, dict[str, float]]:
@@ -64,6 +69,7 @@ class Parts:
         mixture: How many samples come from each table; None for one.
         status: Turns of ranks that train together; None where nobody waits for another.
         maker: What collects.
+        links: To other nodes.
     """
 
     plan: Plan
@@ -72,6 +78,7 @@ class Parts:
     mixture: Mixture | None
     status: Status | None
     maker: BatchMaker
+    links: Links
 
     @property
     def train(self) -> list[Stream]:
@@ -110,12 +117,15 @@ def agree_on(
     sizes = info or agree("the batch sizes", lambda: setup.batch_info(checked, here.data_world))
     if info is not None:
         agree("the batch sizes", lambda: refuse_batch_sizes(checked))
-    setup.compare_placement(exchange, checked)
+    setup.compare_placement(exchange, topology, checked)
     datasets = setup.open_data(exchange, checked)
     known = agree("the schemas", lambda: setup.schemas_of(checked, datasets, schemas))
     fields = agree("the fields", lambda: setup.fields_of(checked, known, datasets))
     needs = agree("the fields", lambda: needs_of(here, checked, fields))
-    return Plan(exchange, checked, ops, topology, sizes, datasets, known, fields, needs)
+    placement = place_tables(exchange, topology, checked, datasets)
+    return Plan(
+        exchange, checked, ops, topology, sizes, datasets, known, fields, needs, placement, process_group
+    )
 
 
 def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device) -> Parts:
@@ -130,32 +140,75 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         ConfigError, StoreError: On every rank, before anything is left behind.
     """
     config, topology, exchange = plan.config, plan.topology, plan.exchange
-    specs = setup.table_specs(config, plan.schemas, plan.datasets, plan.fields, topology.num_peers)
+    placement, datasets = plan.placement, plan.datasets
     mixture, splits = mixture_of(config, plan.info, plan.ops), plan.splits
 
     def streams_of(table: str) -> list[StreamSpec]:
-        dataset, split = plan.datasets.get(table), splits[table]
-        return stream_specs(config, table, plan.fields, split, plan.info, dataset, mixture)
+        dataset, split = datasets.get(table), splits[table]
+        num_shards = len(placement.order) if table in placement.spread else 1
+        weight = weights.get(table)
+        return stream_specs(
+            config, table, plan.fields, split, plan.info, dataset, mixture, num_shards, weight
+        )
 
     sampled = config.sampled_tables
+    weights = _weights_of_parts(plan)
     wanted = exchange.agree("the sampler", lambda: {table: streams_of(table) for table in sampled})
+    routes = exchange.agree(
+        "the fields", lambda: routes_by_table(topology, placement, config, plan.fields, plan.schemas)
+    )
+
+    def sizes() -> list[TableSpec]:
+        arrivals = arrivals_by_table(config, routes, wanted, datasets)
+        num_peers, shards = topology.num_peers, placement.shards
+        return setup.table_specs(config, plan.schemas, datasets, plan.fields, num_peers, shards, arrivals)
+
+    specs = exchange.agree("the sizes of the tables", sizes)
     tables, streams = setup.attach_tables(exchange, topology, config, plan.ops, specs, wanted)
     status = None
     if turns is not None:
         table = tables[sampled[0]]
         status = Status(table, topology, turns != "schedule", config.timeout_s)
+    links = Links()
     try:
         train = _train(config, streams)
         maker = exchange.agree("the fields", lambda: _maker(plan, train, engine_dtype, device))
+        links = connect(
+            topology,
+            exchange,
+            placement,
+            config,
+            routes,
+            streams,
+            datasets,
+            maker.relabelling.draw,
+            plan.group,
+        )
     except BaseException:
-        release([], [s for each in streams.values() for s in each.values()], tables, exchange, status)
+        release([], [s for each in streams.values() for s in each.values()], tables, exchange, status, links)
         raise
-    parts = Parts(plan, tables, streams, mixture, status, maker)
+    parts = Parts(plan, tables, streams, mixture, status, maker, links)
     if status is not None:
         for stream in train:
             stream.check = status.check
     parts.leave_inner_stage()
     return parts
+
+
+def _weights_of_parts(plan: Plan) -> dict[str, float]:
+    """Return the sum of the weights of each table of which nodes have parts only. Collective."""
+    config, topology = plan.config, plan.topology
+    splits = plan.splits
+
+    def mine() -> dict[str, float]:
+        parts = {name: data for name, data in plan.datasets.items() if data.part is not None}
+        sampled = {name: data for name, data in parts.items() if name in splits}
+        return {name: total_weight(config, plan.fields, splits[name], sampled[name]) for name in sampled}
+
+    found = plan.exchange.agree("the weights", mine)
+    leads = topology.leads_node and topology.node in plan.placement.order
+    of_nodes = [known for known in plan.exchange.gather(found if leads else None) if known is not None]
+    return {name: sum(known[name] for known in of_nodes) for name in found}
 
 
 def _train(config: GearConfig, streams: Mapping[str, Mapping[str, Stream]]) -> list[Stream]:
@@ -189,6 +242,7 @@ def release(
     tables: dict[str, Table],
     exchange: Exchange,
     status: Status | None,
+    links: Links,
 ) -> None:
     """Stop what runs and detach from the stores."""
     if status is not None:
@@ -197,6 +251,7 @@ def release(
         stream.stopped = True
     for prefetcher in prefetch:
         prefetcher.stop()
+    links.leave()
     for table in tables.values():
         table.close()
     exchange.close()

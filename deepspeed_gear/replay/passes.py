@@ -39,7 +39,7 @@ class Passes:
         Raises:
             ConfigError: There is no such split.
         """
-        return sum(-(-stream.masses.total // stream.spec.batch) for stream in self._streams(split))
+        return sum(-(-stream.num_items // stream.spec.batch) for stream in self._streams(split))
 
     def _streams(self, split: str) -> list[Stream]:
         by_table = self._parts.streams.values()

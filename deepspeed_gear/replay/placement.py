@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.plan import shards_of
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.part import Part
 from deepspeed_gear.store.sharding import non_empty, shard_of_node
 from deepspeed_gear.store.spec import Shard
 
 NOTHING = Shard(0, 1, 0, 0)
+Parts = Mapping[int, Mapping[str, Part | None]]  # what each node has on disk of each table
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def place_tables(
 
 
 def _place(
-    topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset], parts: Mapping[int, Mapping]
+    topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset], parts: Parts
 ) -> Placement:
     holders = topology.holders
     names = [topology.describe(node) for node in holders]
@@ -83,7 +87,7 @@ def _place(
     return Placement(order, mine, frozenset(spread))
 
 
-def _bounds(name: str, dataset: Dataset, num_nodes: int, replicate: bool):
+def _bounds(name: str, dataset: Dataset, num_nodes: int, replicate: bool) -> np.ndarray:
     if replicate:
         return shards_of(dataset.lengths, 1)
     if dataset.num_trajectories_of_whole < num_nodes:
@@ -101,7 +105,8 @@ def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]]) -> tupl
     known: dict[tuple[int, ...], str] = {}
     for name, shards in found.items():
         if len({shard.index for shard in shards.values()}) == len(holders):
-            known.setdefault(tuple(sorted(holders, key=lambda node, of=shards: of[node].index)), name)
+            index = {node: shard.index for node, shard in shards.items()}
+            known.setdefault(tuple(sorted(holders, key=index.__getitem__)), name)
     if len(known) > 1:
         raise DataError(
             "the parts of the tables",

@@ -94,6 +94,7 @@ class Replay:
             parts.tables,
             plan.exchange,
             parts.status,
+            parts.links,
         )
 
     @property

@@ -30,7 +30,6 @@ from deepspeed_gear.selection.anchors import AnchorRule, Reach
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.rules import (
-    WEIGHT_BITS,
     Condition,
     CustomMasses,
     MassRule,
@@ -66,8 +65,21 @@ def stream_specs(
     info: BatchInfo,
     dataset: Dataset | None,
     mixture: Mixture | None,
+    num_shards: int = 1,
+    weight_total: float | None = None,
 ) -> list[StreamSpec]:
     """Return the training stream and one evaluation stream per split of a sampled table.
+
+    Args:
+        config: The config.
+        table: Which table.
+        fields: Of a whole batch.
+        split: Fractions of the splits.
+        info: Sizes of a batch.
+        dataset: What this node has of the table's data set; None: the table has a capacity.
+        mixture: How many samples come from each table; None for one.
+        num_shards: Nodes over which the table is spread.
+        weight_total: Sum of the weights of all items where this node has a part only; None: it has all.
 
     Raises:
         DataError: The data set's weights are none.
@@ -77,7 +89,7 @@ def stream_specs(
     train = StreamSpec(
         name=TRAIN,
         kind=_kind(sampler),
-        rule=_train_rule(sampler, base, dataset),
+        rule=_train_rule(sampler, base, dataset, weight_total),
         seed=config.seed,
         key=key_of(table, TRAIN),
         batch=info.global_batch,
@@ -86,12 +98,16 @@ def stream_specs(
         drop=getattr(sampler, "tail", "wrap") == "drop",
         count=None if mixture is None else partial(mixture.count, config.sampled_tables.index(table)),
         count_draws=config.count_draws,
+        num_shards=num_shards,
+        offset=None if mixture is None else partial(mixture.offset, config.sampled_tables.index(table)),
     )
     specs = [train]
     for index, name in enumerate(sorted(split)):  # a pass visits each item once, whatever the sampler
         rule = replace(base, split_index=index + 1)
         batch = info.micro * info.data_world
-        specs.append(StreamSpec(name, "pass", rule, config.seed, key_of(table, name), batch, SPARE_CUTS))
+        key = key_of(table, name)
+        pass_ = StreamSpec(name, "pass", rule, config.seed, key, batch, SPARE_CUTS, num_shards=num_shards)
+        specs.append(pass_)
     return specs
 
 
@@ -100,9 +116,13 @@ def _kind(sampler: Sampler) -> str:
     return KINDS.get(kind, "stratified" if getattr(sampler, "stratified", False) else "random")
 
 
-def _train_rule(sampler: Sampler, base: MassRule, dataset: Dataset | None) -> MassRule:
+def _train_rule(
+    sampler: Sampler, base: MassRule, dataset: Dataset | None, weight_total: float | None
+) -> MassRule:
     if isinstance(sampler, WeightedSampler):
-        return replace(base, weight=(sampler.weight, _weight_bits(sampler.weight, base, dataset)))
+        if weight_total is None:
+            weight_total = _total_weight(sampler.weight, base, dataset)
+        return replace(base, weight=(sampler.weight, weight_bits(weight_total)))
     if isinstance(sampler, CustomSampler):
         return replace(base, custom=_custom(sampler))
     if isinstance(sampler, RecentSampler):
@@ -128,14 +148,30 @@ def _custom(sampler: CustomSampler) -> CustomMasses:
     return instance
 
 
-def _weight_bits(name: str, base: MassRule, dataset: Dataset | None) -> int:
-    """Return the scale of the weights, the same on every rank: of the whole data set, or a fixed one."""
+def total_weight(
+    config: GearConfig, fields: list[ResolvedField], split: Mapping[str, float], dataset: Dataset
+) -> float:
+    """Return the sum of the weights of the items that a data set, or a part of one, holds; 0 without weights.
+
+    Raises:
+        DataError: The weights are none.
+    """
+    sampler = config.item_sampler
+    if not isinstance(sampler, WeightedSampler):
+        return 0.0
+    base = MassRule(sampler.unit, False, anchor_rule(config, fields), _conditions(sampler), dict(split))
+    return _total_weight(sampler.weight, base, dataset)
+
+
+def _total_weight(name: str, base: MassRule, dataset: Dataset | None) -> float:
+    """Return the sum of all weights; 0 where they are not known yet."""
     if dataset is None:
-        return WEIGHT_BITS
+        return 0.0
     weights = as_numbers(dataset.columns[name], dataset.schema[name])
     check_weights(f"table {dataset.path}: column {name}", weights)
     anchors = base.anchors.num_anchors(dataset.lengths)
-    return weight_bits(weights, anchors if base.unit == "step" else (anchors > 0).astype(np.int64))
+    counts = anchors if base.unit == "step" else (anchors > 0).astype(np.int64)
+    return float(weights.astype(np.float64) @ counts)
 
 
 def _priority_rule(sampler: Sampler, prefetch: int, info: BatchInfo) -> PriorityRule | None:

@@ -56,7 +56,7 @@ def read_config(exchange: Exchange, section: Any) -> GearConfig:
     return config
 
 
-def compare_placement(exchange: Exchange, config: GearConfig) -> None:
+def compare_placement(exchange: Exchange, topology: Topology, config: GearConfig) -> None:
     """Check that the ranks of the node use their common store in one way. Collective.
 
     Raises:
@@ -67,7 +67,7 @@ def compare_placement(exchange: Exchange, config: GearConfig) -> None:
     mine |= {f"gear.tables.{name}.data.load": t.data.load for name, t in tables if t.data is not None}
     for rank, other in enumerate(exchange.gather(mine)):
         for option, value in mine.items():
-            if other.get(option) != value:
+            if topology.nodes[rank] == topology.node and other.get(option) != value:
                 raise ConfigError(
                     option,
                     "must be the same on all ranks of a node",

@@ -54,6 +54,10 @@ class Mixture:
         """Return the number of samples of one table in a global batch."""
         return int(self.counts(number)[table])
 
+    def offset(self, table: int, number: int) -> int:
+        """Return the number of samples of the tables before one in a global batch."""
+        return int(self.counts(number)[:table].sum())
+
     def parts(self, number: int) -> list[float]:
         """Return which part of a global batch is each table's: its share where tables are drawn."""
         return [n / self.batch for n in self.counts(number).tolist()] if self.exact else self._shares(number)

@@ -168,7 +168,7 @@ class PriorityMasses(Masses):
         found[by_id, : U_ANCHOR + 1] = updates
         keep = ~by_id
         keep[by_id] = known
-        return found[keep]
+        return np.asarray(found[keep])
 
     def handles_of(self, ids: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return slot, generation and anchor of items, and which of them the sampler can draw.

@@ -248,14 +248,12 @@ def masses_of_weights(weights: np.ndarray, bits: int) -> np.ndarray:
     return np.where(weights > 0, np.maximum(masses, 1), 0)
 
 
-def weight_bits(weights: np.ndarray, counts: np.ndarray) -> int:
-    """Return the scale at which the masses of all items sum to less than 2^MOST_BITS.
+def weight_bits(total: float) -> int:
+    """Return the scale at which weights of this sum make masses that sum to less than 2^MOST_BITS.
 
     Args:
-        weights: Finite, at least 0. [n].
-        counts: Items that have each. [n], int64.
+        total: Of all items; 0: not known, a fixed scale.
     """
-    total = float(weights.astype(np.float64) @ counts)
     if total <= 0:
         return WEIGHT_BITS
     return int(np.clip(MOST_BITS - np.frexp(total)[1], -_MOST_SHIFT, _MOST_SHIFT))

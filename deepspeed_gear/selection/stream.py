@@ -73,6 +73,7 @@ class Stream:
         self.masses = masses_of(spec)(spec, table)
         self.selector = Selector(spec, self.masses)  # where several nodes hold the table: theirs
         self.notice = Notice(spec, table) if spec.num_shards > 1 else None
+        self.num_items_of_all: int | None = None  # where several nodes hold a data set
         self.follows = False  # another process of the node makes the cuts
         self.draws = Draws(spec, table) if spec.count_draws else None
         self.position: np.ndarray = views[spec.at + "position"]
@@ -97,6 +98,11 @@ class Stream:
         self._timeout_s = table.lock.timeout_s
         self.peers = Peers(spec, table, self.consumed, self._timeout_s)
         table.on_recover(self._recover)
+
+    @property
+    def num_items(self) -> int:
+        """Sum of all masses, all nodes together: of a pass, its items."""
+        return self.masses.total if self.num_items_of_all is None else self.num_items_of_all
 
     # ---- changes ---------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def test_is_a_mapping() -> None:
 def test_samples() -> None:
     batch = make()
     assert batch.id.tolist() == [0, 8, 16]
-    assert batch.handle.tolist() == [[1, 2], [9, 10], [17, 18]]
+    assert batch.handle.tolist() == [[0, 1, 2], [0, 9, 10], [0, 17, 18]]
     assert batch.num_steps.tolist() == [4, 12, 20]
     assert batch.anchor.tolist() == [5, 13, 21]
     assert batch.number.tolist() == [7, 15, 23]
