@@ -91,10 +91,9 @@ def test_one_row_too_few_is_refused(
 def test_only_the_part_is_read(
     native: Ops, reference: Ops, same_bits: SameBits, request: pytest.FixtureRequest
 ) -> None:
-    for first, steps in ((0, (0, 0)), (1, (0, 2)), (4, (3, 5)), (6, (5, 5))):
-        low, high = steps
-        count = 2 if first in (0, 6) else 3
-        parts = {"offset": -3, "length": 8, "pad": "edge", "mask": 0, "first": first, "count": count}
+    """The window begins 3 steps before the trajectory and ends 3 behind it; its outer parts only pad."""
+    for first, count, low, high in ((0, 2, 0, 0), (2, 3, 0, 1), (5, 3, 2, 4), (8, 2, 5, 5), (10, 2, 5, 5)):
+        parts = {"offset": -5, "length": 12, "pad": "edge", "mask": 0, "first": first, "count": count}
         want = gather(reference, [Field(COLUMN, **parts)], record(2, 0))  # type: ignore[arg-type]
         some = Field(COLUMN[low : high + 1].clone(), **parts)  # type: ignore[arg-type]
         for ops in (native, reference):
