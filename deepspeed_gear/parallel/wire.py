@@ -93,14 +93,12 @@ def unpack_resolutions(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray | Non
 def by_shard(reports: np.ndarray, num_shards: int) -> list[np.ndarray]:
     """Return the reports of each shard, whose number is in the upper half of their slots. [n, 6] each."""
     shard = reports[:, U_SLOT] >> SHARD_BITS
-    order = np.argsort(shard, kind="stable")
-    bounds = np.searchsorted(shard[order], np.arange(1, num_shards))
-    return list(np.split(reports[order], bounds))
+    return [reports[shard == index] for index in range(num_shards)]
 
 
 def local_reports(reports: np.ndarray) -> np.ndarray:
     """Return reports with the slots of the store that they are of. [n, 6]."""
-    local = reports.copy()
+    local: np.ndarray = reports.copy()
     local[:, U_SLOT] &= _LOW
     return local
 

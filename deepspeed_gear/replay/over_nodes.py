@@ -22,6 +22,9 @@ from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.dataset import Dataset
 
 
+EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is nobody's
+
+
 @dataclass
 class Links:
     """What this rank exchanges with other nodes; empty where nothing is, and on ranks that do not.
@@ -72,14 +75,11 @@ def arrivals_by_table(
     for name, route in routes.items():
         if route.index < 0:
             continue
-        rows = slots = 0
+        most, rows, slots = _most(config, route, name, datasets), 0, 0
         for spec in specs[name]:
-            more = arrivals_of(
-                route.most_wanted(spec.batch), spec.depth, _most(config, route, name, datasets)
-            )
+            more = arrivals_of(route.most_wanted(spec.batch), spec.depth, most)
             rows, slots = rows + more[0], slots + more[1]
-        room = _most(config, route, name, datasets) + 2
-        found[name] = rows + 2 * room, slots
+        found[name] = rows + 2 * (most + EDGE), slots
     return found
 
 
@@ -131,7 +131,7 @@ def connect(
         if route.index < 0:
             continue
         most = _most(config, route, name, datasets)
-        row, slot = most + 2, 0
+        row, slot = most + EDGE, 0
         for stream in streams[name].values():
             spec, wanted = stream.spec, route.most_wanted(stream.spec.batch)
             stream.follows = not leads
