@@ -60,5 +60,9 @@ class PeerError(GearError, RuntimeError):
     """Another rank failed, differs, or does not answer in time."""
 
 
+class LostNodeError(PeerError):
+    """A rank or a node died, stands still or cannot be reached: nothing can be exchanged any more."""
+
+
 class CheckpointError(GearError, RuntimeError):
     """A checkpoint does not fit the replay that loads it."""

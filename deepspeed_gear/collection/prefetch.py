@@ -45,9 +45,11 @@ class Prefetcher(Generic[T]):
                 return
             index += 1
 
-    def get(self) -> T:
+    def get(self, check: Callable[[], None] = lambda: None) -> T:
         """Return the next result, waiting for it.
 
+        Args:
+            check: Called while it waits: raises to end it.
         Raises:
             BaseException: What `produce` raised.
         """
@@ -56,6 +58,7 @@ class Prefetcher(Generic[T]):
                 result, error = self._results.get(timeout=_CHECK_S)
                 break
             except queue.Empty:
+                check()
                 if not self._thread.is_alive() and self._results.empty():
                     raise RuntimeError("the prefetch thread has ended") from None
         if error is not None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from deepspeed_gear.errors import GearError, PeerError
 
@@ -121,6 +122,19 @@ def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float) -> Any:
         group = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=local)
         _groups[known] = dist.group.WORLD, group
     return group
+
+
+def rendezvous(timeout_s: float) -> Any:
+    """Return a connection of its own to the store in which the ranks have met.
+
+    A call that waits in the store blocks its connection; so another thread needs one for itself.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return TCPStore(store.host, store.port, None, False, timedelta(seconds=timeout_s))
+    return store
 
 
 def _text(error: Exception) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_gear.errors import PeerError
+from deepspeed_gear.errors import LostNodeError
 from deepspeed_gear.parallel.exchange import lane
 from deepspeed_gear.parallel.topology import Topology
 
@@ -37,14 +37,14 @@ class Link:
     def __init__(
         self, topology: Topology, order: Sequence[int], purpose: str, timeout_s: float, group: Any = None
     ) -> None:
-        self._topology, self._timeout_s = topology, timeout_s
+        self._topology, self.timeout_s = topology, timeout_s
         self.nodes = list(order)
         self.count, self.index = len(self.nodes), self.nodes.index(topology.node)
         members = [topology.ranks_of(node)[0] for node in self.nodes]
         self._ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
         self._purpose = purpose
         self._group: Any = None
-        self._broken: PeerError | None = None
+        self._broken: LostNodeError | None = None
         self.check: Callable[[], None] = lambda: None  # raises where a wait must end
         self.bytes_sent = self.bytes_received = 0
         self.num_exchanges, self.last_wait_s = 0, 0.0
@@ -52,7 +52,7 @@ class Link:
 
     def open(self) -> None:
         """Make the group. Collective over the ranks that exchange."""
-        self._group = lane(tuple(sorted(self._ranks)), self._purpose, self._timeout_s + GRACE_S)
+        self._group = lane(tuple(sorted(self._ranks)), self._purpose, self.timeout_s + GRACE_S)
 
     def name(self, index: int) -> str:
         """Return one of the nodes as errors name it."""
@@ -102,7 +102,7 @@ class Link:
             received: Gets the messages of all nodes. [sum(expected)], uint8.
             expected: Bytes from each node, as it has them in its own `sizes`. [S].
         Raises:
-            PeerError: A node does not answer in time, or its connection has ended.
+            LostNodeError: A node does not answer in time, or its connection has ended.
         """
         if self._broken is not None:
             raise self._broken
@@ -123,7 +123,7 @@ class Link:
         # Each begins with the node behind it, so that not all of them send to the same one first.
         order = [(self.index + i) % self.count for i in range(1, self.count)]
         works: list[tuple[int, Any]] = []
-        timeout = timedelta(seconds=self._timeout_s)
+        timeout = timedelta(seconds=self.timeout_s)
         node = self.index
         try:
             for node in order:
@@ -145,7 +145,7 @@ class Link:
             received, sent, list(expected), list(sizes), group=self._group, async_op=True
         )
         try:
-            work.wait(timedelta(seconds=self._timeout_s))
+            work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             self._fail(None, error)
 
@@ -153,9 +153,9 @@ class Link:
         """Raise what the watch knows, else what the transport says."""
         text = str(error).splitlines()[0]
         name = "another node" if node is None else self.name(node)
-        rule = f"must answer in gear.timeout_s = {self._timeout_s} s"
+        rule = f"must answer in gear.timeout_s = {self.timeout_s} s"
         remedy = "look for the first error in the logs of its ranks, and at the network"
-        self._broken = PeerError(name, rule, text, remedy)
+        self._broken = LostNodeError(name, rule, text, remedy)
         self._broken.__cause__ = error
         self.check()
         raise self._broken

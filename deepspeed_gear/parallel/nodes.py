@@ -45,6 +45,7 @@ KEY, STATUS, STOP, WAITED_US, WAITING, TOTAL, ITEMS, LEAST, HIGHEST, REPORTS = r
 HELLO_WORDS = 10
 FINE, FAILED = 0, 1
 TEXT_WORDS = 64
+MOST_LEAVE_S = 10.0  # what a node that leaves waits for the others to hear it
 Goals = Callable[[Stream, torch.Tensor], torch.Tensor | None]
 
 
@@ -209,8 +210,10 @@ class NodeSelector(Selector):
         """Tell the other nodes that this one makes no further cut, unless one of them has said so."""
         if not self.link.left:
             self._cut = None
+            patience, self.link.timeout_s = self.link.timeout_s, min(self.link.timeout_s, MOST_LEAVE_S)
             with contextlib.suppress(PeerError, StoreError):
                 self._hello(None, True, np.zeros(self._num_nodes, np.int64))
+            self.link.timeout_s = patience
         self.link.left = False
 
     def _record(self) -> np.ndarray:

@@ -33,7 +33,7 @@ UNKNOWN = -1  # id of a sample that this node knows nothing of
 MOST = (1 << 62) - 1
 PACKED_REPORT_WORDS = 3
 SHARD_BITS = 32
-_LOW = (1 << 32) - 1
+ANY_SLOT = _LOW = (1 << 32) - 1  # in place of the slot in a report by id
 _NUMBER_BITS, _MOST_BACK = 48, (1 << 16) - 1
 _MOST_NUMBER = (1 << _NUMBER_BITS) - 1  # stands for BY_ID
 

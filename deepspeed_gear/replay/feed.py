@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,6 +57,7 @@ class Feed:
         metrics: What is measured.
         status: Turns of the ranks that train together; None: there are none, or an engine takes them.
         turns: How many there are in a global batch: one for each micro batch, or one behind the last.
+        check: Raises if a rank of any node is lost.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class Feed:
         metrics: Metrics,
         status: Status | None = None,
         turns: Literal["micro", "global"] = "micro",
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._tables, self._streams, self._mixture = config.sampled_tables, streams, mixture
         self._prefetch, self._verify_every = config.prefetch, config.verify_every
         self._maker, self._info, self._data_rank, self._metrics = maker, info, data_rank, metrics
-        self._status, self._every_micro = status, turns == "micro"
+        self._status, self._every_micro, self._check = status, turns == "micro", check
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part of a global batch
         self._digest, self._leads = NO_DIGEST, leads
         self._held: Made | None = None  # made, and not returned yet, since another rank has failed
@@ -165,7 +167,7 @@ class Feed:
             first, depth = self._used, self._prefetch * self._info.accumulation
             self.prefetchers.append(Prefetcher(lambda index: self._make(first + index), depth))
         try:
-            return self.prefetchers[0].get()
+            return self.prefetchers[0].get(self._check)
         except Exception:
             self.stop()  # its thread has ended; the next call begins again with this batch
             raise

@@ -11,6 +11,7 @@ from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.errors import DataError, ShapeError
 from deepspeed_gear.ops.constants import R_ID
+from deepspeed_gear.parallel import wire
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.reports import BY_ID, check_priorities
 from deepspeed_gear.store.split import split_of
@@ -150,9 +151,32 @@ def report_by_id(
     check_priorities(values)
     with masses.table.lock:
         updates, known = masses.handles_of(numbers, anchors)
+    shard = masses.table.spec.shard
+    if masses.shard_of is not None and shard is not None:
+        updates, known = _over_nodes(masses.shard_of(numbers), shard.index, numbers, updates, known)
     if reports:
         masses.reports.add_items(updates[known], values[known], BY_ID)
     return int(known.sum())
+
+
+def _over_nodes(
+    shards: np.ndarray, own: int, ids: np.ndarray, updates: np.ndarray, known: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return handles with the shard in the slot's upper half, by id where another node holds the item.
+
+    Args:
+        shards: Which shard has each trajectory, if any has; -1 for none. [n].
+        own: This node's.
+        ids: [n].
+        updates: Handles of those that this node's store knows. [n, 3], int64.
+        known: Which these are. [n], bool.
+    """
+    found = updates.copy()
+    found[:, 0] = own << wire.SHARD_BITS | updates[:, 0]
+    elsewhere = (shards >= 0) & (shards != own)
+    found[elsewhere, 0] = shards[elsewhere] << wire.SHARD_BITS | wire.ANY_SLOT
+    found[elsewhere, 1] = ids[elsewhere]
+    return found, known | elsewhere
 
 
 def priorities_of(

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.carrier import Carrier, arrivals_of, most_rows
-from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.parallel.exchange import Exchange, rendezvous
 from deepspeed_gear.parallel.link import Link
 from deepspeed_gear.parallel.nodes import Goals, NodeSelector
 from deepspeed_gear.parallel.routes import Routes, routes_of
 from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.parallel.watch import Watch
 from deepspeed_gear.replay.placement import Placement
-from deepspeed_gear.replay.sizes import TRAIN
+from deepspeed_gear.replay.sizes import TRAIN, Turns
+from deepspeed_gear.replay.status import Status
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.dataset import Dataset
-
+from deepspeed_gear.store.table import Table
 
 EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is nobody's
 
@@ -33,15 +38,17 @@ class Links:
         train: For the cuts of training streams, on the thread that prepares them.
         passes: For those of evaluation passes, on the main thread.
         selectors: Those of the training streams.
+        prepares: Whether a thread makes cuts ahead of the program.
     """
 
     train: Link | None = None
     passes: Link | None = None
     selectors: list[NodeSelector] = field(default_factory=list)
+    prepares: bool = False
 
     def leave(self) -> None:
         """Say that this node prepares no further batch; its thread has stopped."""
-        if self.selectors:
+        if self.selectors and self.prepares:
             self.selectors[0].leave()
 
 
@@ -119,7 +126,7 @@ def connect(
         goals: Draws the achieved goals of samples.
         group: Whose ranks the topology counts; None for all.
     """
-    links = Links()
+    links = Links(prepares=config.prefetch > 0)
     leads = topology.leads_node and topology.node in placement.order and bool(routes)
     if leads:
         links.train = Link(topology, placement.order, "train", config.timeout_s, group)
@@ -134,6 +141,8 @@ def connect(
         row, slot = most + EDGE, 0
         for stream in streams[name].values():
             spec, wanted = stream.spec, route.most_wanted(stream.spec.batch)
+            if isinstance(stream.masses, PriorityMasses):
+                stream.masses.shard_of = partial(placement.shard_of, name)
             stream.follows = not leads
             link = links.train if spec.name == TRAIN else links.passes
             if link is not None:
@@ -165,3 +174,45 @@ def _know_totals(
     for name, stream_name in mine:
         totals = [known[name, stream_name] for known in found if known is not None]
         streams[name][stream_name].num_items_of_all = sum(totals)
+
+
+def watch_over(exchange: Exchange, topology: Topology, table: Table, timeout_s: float) -> Watch | None:
+    """Begin to watch the ranks where there are several nodes. Collective."""
+    if topology.num_nodes == 1:
+        return None
+    name = exchange.broadcast(secrets.token_hex(8))
+
+    def prepare() -> Watch:
+        store = rendezvous(timeout_s) if topology.leads_node else None
+        watch = Watch(table.memory, table.views, topology, store, name, timeout_s)
+        watch.prepare()
+        return watch
+
+    watch = exchange.agree("watching the ranks", prepare)
+    watch.start()
+    return watch
+
+
+def status_of(
+    topology: Topology, table: Table, turns: Turns, timeout_s: float, watch: Watch | None, group: Any
+) -> Status:
+    """Return the turns of the ranks. Collective over the leaders of nodes.
+
+    Args:
+        topology: Where the ranks sit.
+        table: Whose store holds their words.
+        turns: Where they wait for each other.
+        timeout_s: How long.
+        watch: Over all ranks; None for one node.
+        group: Whose ranks the topology counts; None for all.
+    """
+    only_readers = turns != "schedule"
+    if watch is None:
+        return Status(table, topology, only_readers, timeout_s)
+    order = topology.holders if only_readers else list(range(topology.num_nodes))
+    link = None
+    over_nodes = len(order) > 1 and topology.node in order
+    if over_nodes and topology.leads_node:
+        link = Link(topology, order, "turns", timeout_s, group)
+        link.open()
+    return Status(table, topology, only_readers, timeout_s, link, over_nodes, watch.check)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,13 +16,21 @@ from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.plan import Needs, needs_of
 from deepspeed_gear.parallel.topology import Place, Topology
+from deepspeed_gear.parallel.watch import Watch
 from deepspeed_gear.replay import setup
 from deepspeed_gear.replay.maker import BatchMaker
-from deepspeed_gear.replay.over_nodes import Links, arrivals_by_table, connect, routes_by_table
+from deepspeed_gear.replay.over_nodes import (
+    Links,
+    arrivals_by_table,
+    connect,
+    routes_by_table,
+    status_of,
+    watch_over,
+)
 from deepspeed_gear.replay.placement import Placement, place_tables
 from deepspeed_gear.replay.relabelling import Relabelling
 from deepspeed_gear.replay.samplers import mixture_of, stream_specs, total_weight
-from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
+from deepspeed_gear.replay.sizes import TRAIN, BatchInfo, Turns
 from deepspeed_gear.replay.status import Status
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
@@ -32,8 +40,6 @@ from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.spec import TableSpec
 from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
 from deepspeed_gear.store.table import Table
-
-Turns = Literal["micro", "global", "schedule"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Parts:
         status: Turns of ranks that train together; None where nobody waits for another.
         maker: What collects.
         links: To other nodes.
+        watch: Over the ranks of all nodes; None for one node.
     """
 
     plan: Plan
@@ -79,6 +86,16 @@ class Parts:
     status: Status | None
     maker: BatchMaker
     links: Links
+    watch: Watch | None
+
+    def check(self) -> None:
+        """Raise if a rank of any node is lost.
+
+        Raises:
+            LostNodeError: One is.
+        """
+        if self.watch is not None:
+            self.watch.check()
 
     @property
     def train(self) -> list[Stream]:
@@ -165,12 +182,11 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
 
     specs = exchange.agree("the sizes of the tables", sizes)
     tables, streams = setup.attach_tables(exchange, topology, config, plan.ops, specs, wanted)
-    status = None
-    if turns is not None:
-        table = tables[sampled[0]]
-        status = Status(table, topology, turns != "schedule", config.timeout_s)
-    links = Links()
+    status, links, watch = None, Links(), None
     try:
+        watch = watch_over(exchange, topology, tables[sampled[0]], config.timeout_s)
+        if turns is not None:
+            status = status_of(topology, tables[sampled[0]], turns, config.timeout_s, watch, plan.group)
         train = _train(config, streams)
         maker = exchange.agree("the fields", lambda: _maker(plan, train, engine_dtype, device))
         links = connect(
@@ -185,9 +201,12 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
             plan.group,
         )
     except BaseException:
-        release([], [s for each in streams.values() for s in each.values()], tables, exchange, status, links)
+        every = [stream for of_table in streams.values() for stream in of_table.values()]
+        release([], every, tables, exchange, status, links, watch)
         raise
-    parts = Parts(plan, tables, streams, mixture, status, maker, links)
+    parts = Parts(plan, tables, streams, mixture, status, maker, links, watch)
+    for stream in parts.all_streams:
+        stream.check = parts.check
     if status is not None:
         for stream in train:
             stream.check = status.check
@@ -243,6 +262,7 @@ def release(
     exchange: Exchange,
     status: Status | None,
     links: Links,
+    watch: Watch | None,
 ) -> None:
     """Stop what runs and detach from the stores."""
     if status is not None:
@@ -252,6 +272,8 @@ def release(
     for prefetcher in prefetch:
         prefetcher.stop()
     links.leave()
+    if watch is not None:
+        watch.end()
     for table in tables.values():
         table.close()
     exchange.close()

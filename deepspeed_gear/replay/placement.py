@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,11 +29,21 @@ class Placement:
         order: Nodes that hold shards, in the order of these.
         shards: This node's part of each table that is not held as a whole.
         spread: Tables whose batches are cut by all nodes together.
+        bounds: First id of each shard of these that hold a data set, and the number of ids.
     """
 
     order: tuple[int, ...]
     shards: dict[str, Shard]
     spread: frozenset[str]
+    bounds: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def shard_of(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Return which shard of a spread table has trajectories, -1 for none. [n] -> [n], int64."""
+        if name in self.bounds:
+            bounds = self.bounds[name]
+            known = (ids >= 0) & (ids < bounds[-1])
+            return np.where(known, np.searchsorted(bounds, ids, side="right") - 1, -1)
+        return np.where(ids >= 0, ids % len(self.order), -1)
 
 
 def place_tables(
@@ -84,7 +94,13 @@ def _place(
             mine[name] = found[name][topology.node]
         elif name in spread:
             mine[name] = Shard(order.index(topology.node), len(order), 0, 0)
-    return Placement(order, mine, frozenset(spread))
+    firsts = {name: _bounds_of(shards) for name, shards in found.items() if name in spread}
+    return Placement(order, mine, frozenset(spread), firsts)
+
+
+def _bounds_of(shards: Mapping[int, Shard]) -> np.ndarray:
+    ordered = sorted(shards.values(), key=lambda shard: shard.index)
+    return np.array([shard.first for shard in ordered] + [ordered[-1].end], np.int64)
 
 
 def _bounds(name: str, dataset: Dataset, num_nodes: int, replicate: bool) -> np.ndarray:

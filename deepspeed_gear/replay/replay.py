@@ -18,9 +18,9 @@ from deepspeed_gear.replay import content, continuation, feedback, statistics
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.parts import Turns, agree_on, build, release
+from deepspeed_gear.replay.parts import agree_on, build, release
 from deepspeed_gear.replay.passes import Passes
-from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
+from deepspeed_gear.replay.sizes import TRAIN, BatchInfo, Turns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
@@ -85,6 +85,7 @@ class Replay:
             self.metrics,
             None if turns == "schedule" else parts.status,
             "micro" if turns == "schedule" else turns,
+            parts.check,
         )
         self._finalizer = weakref.finalize(
             self,
@@ -95,6 +96,7 @@ class Replay:
             plan.exchange,
             parts.status,
             parts.links,
+            parts.watch,
         )
 
     @property

@@ -22,6 +22,7 @@ from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.parallel.watch import Watch
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.replay.status import Status
 from deepspeed_gear.schema import Schema
@@ -286,7 +287,10 @@ def attach_tables(
     mine: dict[str, dict[str, Stream]] = {}
     try:
         for spec in specs:
-            more = Status.regions(topology.num_peers) if spec.name == config.sampled_tables[0] else []
+            more: list[Region] = []
+            if spec.name == config.sampled_tables[0]:
+                more += Status.regions(topology.num_peers)
+                more += Watch.regions(topology.num_peers) if topology.num_nodes > 1 else []
             fingerprint = getattr(spec.dataset, "fingerprint", "")
             train = {s.name: s.describe() for s in streams.get(spec.name, []) if s.name == TRAIN}
             plan = StorePlan(

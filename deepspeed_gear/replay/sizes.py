@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 TRAIN = "train"  # the stream of training batches
+Turns = Literal["micro", "global", "schedule"]  # where ranks that train together wait for each other
 
 
 @dataclass(frozen=True)

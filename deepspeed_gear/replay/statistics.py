@@ -117,7 +117,9 @@ def _items(stream: Stream, cut: Recent) -> np.ndarray:
 
 
 def _ages(stream: Stream, cut: Recent) -> np.ndarray:
-    newest = int(stream.table.control[NEXT_ID]) - 1
+    shard, counter = stream.table.spec.shard, int(stream.table.control[NEXT_ID])
+    count = shard.count if shard is not None and stream.table.spec.dataset is None else 1
+    newest = counter * count - 1  # of this node: ids of several nodes take turns
     return np.asarray(newest - cut.records.numpy()[:, R_ID])
 
 
@@ -136,6 +138,7 @@ def _age(stream: Stream, cuts: Sequence[Recent]) -> dict[str, Any] | None:
 def _batches_since(stream: Stream, cut: Recent) -> np.ndarray:
     """Return how many global batches after its commit each trajectory was drawn, unless it is gone."""
     records = cut.records.numpy()
+    records = records[records[:, R_SLOT] < len(stream.table.slots)]  # in this node's store
     slots = stream.table.slots[records[:, R_SLOT]]
     there = slots[:, GENERATION] == records[:, R_GENERATION]
     return np.asarray(np.maximum(cut.key - slots[there, BORN], 0))

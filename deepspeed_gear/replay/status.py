@@ -3,26 +3,34 @@
 A rank that enters a collective which another one never enters hangs. So the ranks take turns: each does its
 part, says in shared memory how it went, and waits until all have, before any of them goes on to the model.
 A turn in which one rank failed is over for all, with an error on each; the next turn tries again.
+
+Over several nodes each node's leader waits for its own ranks, tells the leaders of the others how it went,
+and then lets its ranks go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from deepspeed_gear.errors import GearError, PeerError
+from deepspeed_gear.errors import GearError, LostNodeError, PeerError
+from deepspeed_gear.parallel import wire
+from deepspeed_gear.parallel.link import Link
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
-REACHED, FAILED, ENDED, DIGESTS = 0, 1, 2, 4  # words of a rank; digests of even and odd turns
+REACHED, FAILED, ENDED, RELEASED, DIGESTS = 0, 1, 2, 3, 4  # words of a rank; digests of even and odd turns
 WORDS, TEXT_BYTES = 8, 2048
+TURN, STATUS, VERIFIES, SAID_WORDS = 0, 1, 2, 3  # what leaders tell each other
+GRACE_S = 2.0  # ranks wait longer for their leader than it waits for other nodes
 NO_DIGEST = 0
 _AWAKE_S, _POLL_S = 500e-6, 200e-6
 
@@ -35,10 +43,23 @@ class Status:
         topology: Where the ranks sit.
         only_readers: Inner stages of a pipeline take no turns.
         timeout_s: How long one waits for another.
+        link: To the leaders of the other nodes, on a leader.
+        over_nodes: Whether there are other nodes.
+        check: Raises if a rank of any node is lost.
     """
 
-    def __init__(self, table: Table, topology: Topology, only_readers: bool, timeout_s: float) -> None:
-        self._table, self._timeout_s = table, timeout_s
+    def __init__(
+        self,
+        table: Table,
+        topology: Topology,
+        only_readers: bool,
+        timeout_s: float,
+        link: Link | None = None,
+        over_nodes: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._table, self._timeout_s, self._topology = table, timeout_s, topology
+        self._link, self._over_nodes, self._check_others = link, over_nodes, check
         self._ranks = topology.peers
         self._places = [topology.places[rank] for rank in self._ranks]
         members = [p for p, place in enumerate(self._places) if place.reads or not only_readers]
@@ -49,6 +70,8 @@ class Status:
         everyone = len(members) == len(self._ranks)
         self._reached: np.ndarray = self._words[:, REACHED]
         self._behind = self._behind_of_all if everyone else self._behind_of_members
+        if over_nodes and link is None:
+            self._behind = self._behind_of_leader
         self._count = 0  # turns of this rank
         self._is_open = False  # it has done its part of the last one, and not heard of all others yet
 
@@ -102,6 +125,9 @@ class Status:
             row[: len(encoded)], row[len(encoded) :] = np.frombuffer(encoded, np.uint8), 0
             self._mine[FAILED] = self._count + 1
         self.reach()
+        if self._link is not None and not isinstance(error, LostNodeError):
+            with contextlib.suppress(PeerError):
+                self._tell(self._link, text)
         self._is_open = False
 
     def end(self) -> None:
@@ -111,7 +137,7 @@ class Status:
     def restart(self) -> None:
         """Begin again, as when a checkpoint is loaded: between two barriers of all ranks."""
         self._count, self._is_open = 0, False
-        self._mine[[REACHED, FAILED]] = 0
+        self._mine[[REACHED, FAILED, RELEASED]] = 0
 
     def wait(self) -> None:
         """Wait until every rank has had this rank's turn.
@@ -127,12 +153,90 @@ class Status:
                 if waited < _AWAKE_S:
                     os.sched_yield()
                     continue
-                self._check(waited)
+                try:
+                    self._check(waited)
+                except PeerError as error:
+                    self._give_up(error)
+                    raise
                 time.sleep(_POLL_S)
+        if self._link is not None:
+            self._hear(self._link)
         self._is_open = False
         self._raise_failure(self._count)
-        if any(self._words[:, DIGESTS + self._count % 2].tolist()):  # an inner stage has none
-            self._compare_digests()
+        if self._link is None and any(self._words[:, DIGESTS + self._count % 2].tolist()):
+            self._compare_digests(self._digests())  # an inner stage has none
+
+    def _behind_of_leader(self) -> bool:
+        return bool(self._words[0, RELEASED] < self._count and self._words[0, FAILED] < self._count)
+
+    # ---- over nodes ------------------------------------------------------------------------------
+
+    def _give_up(self, error: PeerError) -> None:
+        """Let the other ranks of the node, and the other nodes, know that a turn cannot be finished."""
+        if self._link is None:
+            return
+        self._publish(str(error))
+        if not isinstance(error, LostNodeError):
+            with contextlib.suppress(PeerError):
+                self._tell(self._link, str(error))
+        self._is_open = False
+
+    def _hear(self, link: Link) -> None:
+        """Tell the other nodes how the turn went here, hear how it went there, and let the ranks go on."""
+        failed = [peer for peer in self._members if self._words[peer, FAILED] >= self._count]
+        text = self._text_of(failed[0]) if failed else ""
+        try:
+            self._tell(link, text)
+        except PeerError as error:
+            if not failed:
+                self._publish(str(error))
+                self._is_open = False
+                raise
+        self._mine[RELEASED] = self._count
+
+    def _tell(self, link: Link, text: str) -> None:
+        """Swap with the other leaders: turn, whether it failed, whether digests are to be compared.
+
+        Raises:
+            PeerError: It failed on another node.
+        """
+        digests = self._digests()
+        verifies = any(digest for _, _, digest in digests)
+        heard = link.gather(np.array([self._count, bool(text), verifies]))
+        texts = None
+        if heard[:, STATUS].any():
+            texts = link.gather(wire.pack_text(text, TEXT_BYTES // 8))
+        every = link.gather_ragged(np.array(digests).reshape(-1, 3)) if heard[:, VERIFIES].any() else []
+        if texts is not None and not text:
+            node = int(np.nonzero(heard[:, STATUS])[0][0])
+            said = wire.unpack_text(texts[node])
+            raise PeerError(link.name(node), "must succeed on every rank", None, said)
+        if every and texts is None:
+            self._compare_digests([(int(a), int(b), int(c)) for rows in every for a, b, c in rows])
+
+    def _publish(self, text: str) -> None:
+        """Say to the ranks of the node why the turn is over."""
+        encoded = text.encode()[: TEXT_BYTES - 1]
+        row = self._texts[self._table.memory.peer]
+        with self._table.lock:
+            row[: len(encoded)], row[len(encoded) :] = np.frombuffer(encoded, np.uint8), 0
+            self._mine[FAILED] = self._count
+            self._mine[RELEASED] = self._count
+
+    def _text_of(self, peer: int) -> str:
+        with self._table.lock:
+            return bytes(self._texts[peer]).rstrip(b"\0").decode(errors="replace")
+
+    def _digests(self) -> list[tuple[int, int, int]]:
+        """Return rank, replica and digest of this node's ranks in the turn."""
+        with self._table.lock:
+            digests: list[int] = self._words[:, DIGESTS + self._count % 2].tolist()
+        replicas = [self._places[peer].data_rank for peer in self._members]
+        return [
+            (self._ranks[peer], replica, digests[peer])
+            for peer, replica in zip(self._members, replicas, strict=True)
+            if digests[peer]
+        ]
 
     def _behind_of_all(self) -> bool:
         return bool(min(self._reached.tolist()) < self._count)
@@ -147,18 +251,22 @@ class Status:
             PeerError: One has: what this rank waits for may never come.
         """
         self._raise_failure(self._count + 1)
+        self._check_others()
 
     def _raise_failure(self, turn: int) -> None:
         if max(self._words[:, FAILED].tolist()) < turn:
             return
         for peer in self._members:
-            if self._words[peer, FAILED] >= turn:
-                with self._table.lock:
-                    text = bytes(self._texts[peer]).rstrip(b"\0").decode(errors="replace")
+            if self._words[peer, FAILED] >= turn and peer != self._table.memory.peer:
+                text = self._text_of(peer)
                 raise PeerError(f"rank {self._ranks[peer]}", "must succeed on every rank", None, text)
 
     def _check(self, waited_s: float) -> None:
         """Raise if a rank that is behind will never come."""
+        self._check_others()
+        if self._over_nodes and self._link is None:
+            self._check_leader(waited_s)
+            return
         for peer in self._members:
             if self._reached[peer] >= self._count:
                 continue
@@ -175,18 +283,28 @@ class Status:
                     "look what it does; if it evaluates or saves for so long, raise gear.timeout_s",
                 )
 
-    def _compare_digests(self) -> None:
-        """Compare the digests inside each replica."""
-        with self._table.lock:
-            digests: list[int] = self._words[:, DIGESTS + self._count % 2].tolist()
-        for replica in range(self._places[0].data_world):
-            peers = [p for p, place in enumerate(self._places) if place.data_rank == replica and digests[p]]
-            usual = Counter(digests[peer] for peer in peers).most_common(1)[0][0] if peers else NO_DIGEST
-            for peer in peers:
-                if digests[peer] != usual:
+    def _check_leader(self, waited_s: float) -> None:
+        name = f"rank {self._ranks[0]}"
+        if not self._table.memory.is_alive(0) and self._behind():
+            raise PeerError(name, "must live as long as the others train", None, "it died")
+        if waited_s > self._timeout_s + GRACE_S:
+            rule = f"must hear of the other nodes in gear.timeout_s = {self._timeout_s} s"
+            raise PeerError(name, rule, None, "look what it does, and at its log")
+
+    def _compare_digests(self, known: Sequence[tuple[int, int, int]]) -> None:
+        """Compare the digests inside each replica.
+
+        Args:
+            known: Rank, replica and digest.
+        """
+        for replica in sorted({replica for _, replica, _ in known}):
+            digests = {rank: digest for rank, its, digest in known if its == replica}
+            usual = Counter(digests.values()).most_common(1)[0][0]
+            for rank, digest in digests.items():
+                if digest != usual:
                     raise PeerError(
-                        f"rank {self._ranks[peer]}",
+                        f"rank {rank}",
                         f"must have the samples of its replica ({replica})",
-                        f"digest {digests[peer] % (1 << 64):016x}, the others {usual % (1 << 64):016x}",
+                        f"digest {digest % (1 << 64):016x}, the others {usual % (1 << 64):016x}",
                         "something changes ids or anchors of its batches",
                     )

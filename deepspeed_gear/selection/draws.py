@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_SLOT
+from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_ID, R_SLOT
 from deepspeed_gear.selection.cut import COUNT, CUT_WORDS, KEY, NOTHING, StreamSpec
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.priorities import PriorityMasses
@@ -112,7 +112,8 @@ def recent_cuts(spec: StreamSpec, table: Table, most: int) -> list[Recent]:
         entries = sorted((i for i, key in enumerate(keys) if key != NOTHING), key=keys.__getitem__)[-most:]
         words = [heads[entry, :CUT_WORDS].tolist() for entry in reversed(entries)]
         rows = [ring[entry].copy() for entry in reversed(entries)]
+    known = [records[: head[COUNT]] for head, records in zip(words, rows, strict=True)]
     return [
-        Recent(head[KEY], head, torch.from_numpy(records[: head[COUNT]]))
-        for head, records in zip(words, rows, strict=True)
+        Recent(head[KEY], head, torch.from_numpy(records[records[:, R_ID] >= 0]))  # where nodes know a part
+        for head, records in zip(words, known, strict=True)
     ]

@@ -6,6 +6,8 @@ what the ranks have reported (reports.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -31,6 +33,7 @@ from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, ID, NUM_ROWS, NUM_STEPS, Table
 
+ShardOf = Callable[[np.ndarray], np.ndarray]  # ids -> shard that has them, -1 for none. [n] -> [n], int64
 ALPHA = 2  # a word of the changes
 MOST_MASS = np.iinfo(np.int64).max
 MOST_CLAMPED, LEAST_APPLIED = 1e-3, 10_000  # part of all updates that may be clamped, once there are so many
@@ -55,6 +58,7 @@ class PriorityMasses(Masses):
         self._row_slots = views[at + "row_slots"] if self.by_step else np.empty(0, np.int32)
         self._bases: np.ndarray = views[at + "bases"]
         self.reports = Reports(spec, table)
+        self.shard_of: ShardOf | None = None  # where several nodes hold the table
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
         minima = views[at + "minima"] if keeps_minima else np.empty(0, np.int64)
         self._minima = torch.from_numpy(minima)
