@@ -6,7 +6,7 @@
 #   --launcher NAME     pdsh (default), openmpi or slurm
 #   --launcher_args S   more arguments for pdsh, mpirun or srun, in one string
 #   --master_addr A     address of the first host that all others reach (default: what the last host resolves it to)
-#   --master_port P     a port that is free there (default: one that is)
+#   --master_port P     a port that is free there (default: one that is); for pdsh only
 #   --grace S           seconds for the other hosts to end by themselves once one has failed (default: 90)
 #
 # A file .deepspeed_env (home or this folder; DS_ENV_FILE renames it) is used if there is one; otherwise the variables
@@ -130,6 +130,8 @@ find_master() {
     [[ "$address" != 127.* || "${#hosts[@]}" -eq 1 ]] ||
       die "host $asked must not resolve ${hosts[0]} to itself, got $address; correct its /etc/hosts, or give --master_addr"
   fi
+  # Ranks that learn their number from MPI use DeepSpeed's default port, whatever the launcher is told.
+  if [ "$launcher" = openmpi ]; then port=29500; fi
   [ -n "$port" ] || port="$("${ssh[@]}" "${hosts[0]}" "$(quoted "$python")" - <<'PYTHON'
 import socket
 
@@ -237,7 +239,7 @@ if [ -n "$pids" ]; then
   pids=$(mine "$1")
   [ -z "$pids" ] || kill -KILL $pids 2>/dev/null
 fi
-rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$2"_*
+rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$2_$3"*
 SH
 }
 
@@ -254,7 +256,7 @@ end_all() {
   fi
   if [ -n "${runner:-}" ] && [ "$launcher" != slurm ]; then
     for host in "${hosts[@]}"; do
-      { host_end | timeout 40 "${ssh[@]}" "$host" sh -s -- "$run" "$port" >"$work/end-$host" 2>&1 ||
+      { host_end | timeout 40 "${ssh[@]}" "$host" sh -s -- "$run" "$address" "$port" >"$work/end-$host" 2>&1 ||
         echo "did not answer; look there for processes with GEAR_RUN=$run in /proc/*/environ" >>"$work/end-$host"; } &
     done
     wait

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -105,6 +107,26 @@ def test_a_signal_ends_this_run_and_no_other(cluster: Cluster, tmp_path: Path) -
     assert set(left) == set(other.pids(0, "deepspeed|programs"))
     assert len(left) >= 3  # runner, launcher, rank
     assert not list(cluster.shm(1).glob("deepspeed_allreduce_buffer_*"))
+
+
+@pytest.mark.skipif(
+    not shutil.which("mpirun") or importlib.util.find_spec("mpi4py") is None,
+    reason="Open MPI's mpirun (apt-get install openmpi-bin) or mpi4py (pip install mpi4py) is missing",
+)
+def test_open_mpi(cluster: Cluster, tmp_path: Path) -> None:
+    mpi = ("--launcher", "openmpi", "--launcher_args", "--allow-run-as-root --mca btl_tcp_if_include eth0")
+    hello = (str(cluster.hostfile(2, 2)), str(PROGRAMS / "hello.py"))
+    run = start(cluster, tmp_path / "log", *mpi, *hello)
+    assert run.wait(90) == 0, run.output()
+    assert sorted(re.findall('"host": "(node.)".*"total": 10', run.output())) == sorted(
+        ["node0", "node1"] * 2
+    )
+    run = start(cluster, tmp_path / "log", *mpi, *hello, "--stay")
+    run.wait_for(r"(PLACE[^\n]*\n(.*\n)*.*){4}")
+    (script,) = [pid for pid in cluster.pids(0, r"^bash .*multi_node\.sh") if parent_is_nsenter(pid)]
+    os.kill(script, signal.SIGTERM)
+    assert run.wait(60)
+    assert not ranks_left(cluster)
 
 
 def parent_is_nsenter(pid: int) -> bool:
