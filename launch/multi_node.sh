@@ -123,12 +123,12 @@ quoted() { printf '%q ' "$@"; }
 
 # As the other hosts see it: a host may know itself as 127.0.1.1, and may have networks that others do not reach.
 find_master() {
-  local asked="${hosts[${#hosts[@]} - 1]}"
+  local asked="${hosts[${#hosts[@]} - 1]}" first="${hosts[0]#*@}"
   if [ -z "$address" ]; then
-    address="$("${ssh[@]}" "$asked" getent ahostsv4 "${hosts[0]}" | awk 'NR == 1 { print $1 }')"
-    [ -n "$address" ] || die "host $asked must resolve ${hosts[0]}; correct its name service, or give --master_addr"
+    address="$("${ssh[@]}" "$asked" getent ahostsv4 "$first" | awk 'NR == 1 { print $1 }')"
+    [ -n "$address" ] || die "host $asked must resolve $first; correct its name service, or give --master_addr"
     [[ "$address" != 127.* || "${#hosts[@]}" -eq 1 ]] ||
-      die "host $asked must not resolve ${hosts[0]} to itself, got $address; correct its /etc/hosts, or give --master_addr"
+      die "host $asked must not resolve $first to itself, got $address; correct its /etc/hosts, or give --master_addr"
   fi
   # Ranks that learn their number from MPI use DeepSpeed's default port, whatever the launcher is told.
   if [ "$launcher" = openmpi ]; then port=29500; fi

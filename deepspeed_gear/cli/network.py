@@ -91,7 +91,7 @@ def measure(first: str, second: str, num_bytes: int, timeout_s: float) -> Pair:
     with remote.start_on(first, [*_MODULE, "serve", token], timeout_s) as server:
         try:
             port = _port_of(server, first, timeout_s)
-            ask = [*_MODULE, "ask", first, port, token, str(num_bytes)]
+            ask = [*_MODULE, "ask", first.rpartition("@")[2], port, token, str(num_bytes)]
             said = json.loads(remote.run_on(second, ask, timeout_s).splitlines()[-1])
         finally:
             server.kill()

@@ -55,11 +55,25 @@ def test_every_host_that_cannot_take_part_is_named(cluster: Cluster, tmp_path: P
     said = refused(cluster, str(hostfile), str(PROGRAMS / "hello.py"))
     assert "host node9 must be reached by ssh without a password" in said
     assert "host node10 must be reached by ssh without a password" in said
-    assert "node0 must" not in said
-    assert "node1 must" not in said
+    assert "host node0 must" not in said
+    assert "host node1 must" not in said
     assert "host node1 must have the script nowhere.py" in refused(
         cluster, str(cluster.hostfile(2)), "nowhere.py"
     )
+
+
+def test_a_host_that_takes_itself_for_loopback_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("node0 slots=1\n10.77.0.2 slots=1\n")
+    table = cluster.folder / "state" / "hosts"
+    good = table.read_text()
+    table.write_text("127.0.1.1 node1\n" + good)  # in place: it is mounted over the nodes' /etc/hosts
+    try:
+        said = refused(cluster, str(hostfile), str(PROGRAMS / "hello.py"), GLOO_SOCKET_IFNAME="")
+    finally:
+        table.write_text(good)
+    assert "host 10.77.0.2 must not resolve its own name (node1) to a loopback address" in said
+    assert "host node0 must" not in said
 
 
 def test_a_broken_deepspeed_env_is_refused(cluster: Cluster, tmp_path: Path) -> None:
