@@ -186,7 +186,7 @@ quote_arguments() {
   for i in "${!arguments[@]}"; do
     argument="${arguments[$i]}"
     if [[ "$argument" =~ [[:space:]] ]]; then
-      # shellcheck disable=SC2016  # the characters themselves
+      # shellcheck disable=SC2016,SC1003  # the characters themselves
       [[ ! "$argument" =~ [$'\n\t'] && "$argument" != *['$`\']* ]] ||
         die "argument '$argument' must not have spaces together with tabs, newlines, \$, \` or \\; put it into a file"
     elif [[ ! "$argument" =~ ^[A-Za-z0-9_@+=:,./-]+$ ]]; then
@@ -225,6 +225,7 @@ watch() {
 }
 
 # Runs on each host, by sh -s: ends the processes of this run and of no other, first by asking.
+# shellcheck disable=SC2329  # end_all calls it
 host_end() {
   cat <<'SH'
 mine() { grep -lszxF "GEAR_RUN=$1" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
@@ -243,6 +244,7 @@ rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$2_$3"*
 SH
 }
 
+# shellcheck disable=SC2329  # the trap of EXIT
 end_all() {
   local host answer
   trap '' INT TERM HUP

@@ -128,7 +128,8 @@ up() {
   [[ "$count" =~ ^[1-9][0-9]*$ && "$slots" =~ ^[1-9][0-9]*$ && "$count" -le 250 ]] || usage
   check_machine
   [ ! -e "$dir/hostfile" ] || die "$dir holds a cluster; end it with down, or set GEAR_CLUSTER_DIR"
-  mkdir -p -m 700 "$dir"
+  mkdir -p "$dir"
+  chmod 700 "$dir" # it holds a private key
   dir="$(cd "$dir" && pwd)"
   export GEAR_CLUSTER_DIR="$dir"
   trap down EXIT
