@@ -86,9 +86,9 @@ def prefix() -> str:
     return os.environ.get("GEAR_TEST_PREFIX", f"gtest{os.getpid()}")
 
 
-def shared_files(prefix: str) -> list[str]:
-    """List what lies in /dev/shm under a prefix."""
-    return sorted(path.name for path in SHM.glob(f"{prefix}-*"))
+def shared_files(prefix: str, folder: Path = SHM) -> list[str]:
+    """List what lies in a node's /dev/shm under a prefix."""
+    return sorted(path.name for path in folder.glob(f"{prefix}-*"))
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:

@@ -2,95 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from gear_support import STEP, config_of, shared_files
-from parallel_support import ENDS, FIELDS, MODES, TOGETHER, WINDOW
-
-from deepspeed_gear import Batch, Replay
-from deepspeed_gear.config import parse
-from deepspeed_gear.replay.preview import preview
-
-BATCH, STEPS = 12, 20
-KNOWN = ("number", "id", "anchor", "weight", "num_steps")
-ROW_BYTES = {"observation": 12, "action": 8, "code": 8, "late": 8, "position": 8}
-UNIFORM = {"kind": "uniform", "unit": "step"}
-PRIORITIZED = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
-CASES = {
-    "uniform": {"accumulation": 3, "gear": {"sampler": UNIFORM, "prefetch": 1, "verify_every": 6}},
-    "prioritized": {"accumulation": 1, "gear": {"sampler": PRIORITIZED, "verify_every": 5}},
-}
-Arrays = dict[str, np.ndarray]
-
-
-def section(data: Path) -> dict[str, Any]:
-    return config_of(data, fields=FIELDS, pipeline=ENDS, seed=3, timeout_s=60.0)
-
-
-def priorities(batch: Batch) -> torch.Tensor:
-    return ((batch.id * 7919 + batch.anchor * 104729 + batch.number * 31) % 1009 + 1).double() / 100
+from gear_support import shared_files
+from parallel_checks import (
+    BATCH,
+    CASES,
+    STEPS,
+    Arrays,
+    batches_alone,
+    check_case,
+    digest_of,
+    read,
+    section,
+)
+from parallel_support import MODES, TOGETHER
 
 
 @pytest.fixture(scope="module")
 def alone(dataset: Path) -> dict[str, Arrays]:
     """The global batches of one process without an engine, by case."""
-    found = {}
-    for name, case in CASES.items():
-        rows = []
-        with Replay({**section(dataset), **case["gear"], "batch_size": BATCH}) as replay:
-            for _ in range(STEPS):
-                batch = replay.sample()
-                if name == "prioritized":
-                    replay.update_priorities(batch, priorities(batch))
-                known = {
-                    key: getattr(batch, key) for key in ("number", "id", "anchor", "weight", "num_steps")
-                }
-                masks = {f"mask.{key}": mask for key, mask in batch.mask.items()}
-                rows.append({k: t.numpy().copy() for k, t in {**known, **batch, **masks}.items()})
-        found[name] = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
-    return found
-
-
-def read(out: Path, case: str, ranks: int) -> list[tuple[dict[str, Any], Arrays]]:
-    """Return what each rank reported and saw."""
-    found = []
-    for rank in range(ranks):
-        report = json.loads((out / f"{case}.{rank}.json").read_text())
-        path = out / f"{case}.{rank}.npz"
-        found.append((report, dict(np.load(path)) if path.exists() else {}))
-    return found
-
-
-def wanted_fields(report: dict[str, Any], stages: int) -> set[str]:
-    """Return the fields that a place needs."""
-    stage = report["coordinates"]["pipe"]
-    if stages == 1:
-        return set(FIELDS)
-    names = (ENDS["inputs"] if stage == 0 else []) + (ENDS["labels"] if stage == stages - 1 else [])
-    return {name.removeprefix("mask.") for name in names} & set(FIELDS)
-
-
-def rows_of(seen: Arrays, name: str, part: int, parts: int) -> int:
-    """Count the real rows of a field that a rank reads, from ids and anchors alone."""
-    field = FIELDS[name]
-    length = field.get("length", 1)
-    begin = seen["anchor"] + field.get("offset", 0)
-    rows = seen["num_steps"] + (name == "observation")
-    first, last = np.clip(begin, 0, rows), np.clip(begin + length, 0, rows)
-    place = np.where(field.get("align") == "right", length - (last - first), first - begin)
-    low, high = part * length // parts, (part + 1) * length // parts
-    if "length" not in field:
-        low, high = 0, 1
-    return int(np.clip(np.minimum(place + last - first, high) - np.maximum(place, low), 0, None).sum())
+    return batches_alone(dataset)
 
 
 @pytest.mark.parametrize("modes", TOGETHER, ids=" then ".join)
@@ -116,79 +50,3 @@ def test_every_rank_gets_its_part_of_the_same_batches(
 def test_every_mode_is_run() -> None:
     assert sorted(mode for modes in TOGETHER for mode in modes) == sorted(MODES)
     assert all(len({MODES[mode][0] for mode in modes}) == 1 for modes in TOGETHER)
-
-
-def digest_of(dataset: Path, case: str, whole: Arrays) -> tuple[int, int]:
-    """Return the last digest that a run logs; a preview, which knows no priorities, must show the same."""
-    every = CASES[case]["gear"]["verify_every"]
-    last = (STEPS - 1) // every * every
-    rows = np.stack([whole["id"][last], whole["anchor"][last]], axis=1)
-    digest = int.from_bytes(hashlib.blake2b(rows.tobytes(), digest_size=8).digest(), "little", signed=True)
-    if case == "uniform":
-        gear = {**section(dataset), **CASES[case]["gear"]}
-        shown = preview(parse(gear), BATCH, 1, {}, 1, last + 1)
-        assert shown.digests[last] == digest
-    return last, digest
-
-
-def check_case(
-    found: list[tuple[dict[str, Any], Arrays]],
-    case: str,
-    whole: Arrays,
-    replicas: int,
-    digest: tuple[int, int],
-) -> None:
-    places = [tuple(report["coordinates"].values()) for report, _ in found]
-    assert len(set(places)) == len(places)
-    worlds = {axis: 1 + max(r["coordinates"][axis] for r, _ in found) for axis in found[0][0]["coordinates"]}
-    assert worlds["data"] == replicas
-    assert math.prod(worlds.values()) == len(found)
-    by_replica: dict[int, list[Arrays]] = defaultdict(list)
-    for report, seen in found:
-        assert report["global_batch"] == BATCH
-        fields = wanted_fields(report, worlds["pipe"])
-        assert report["reads"] == bool(fields) == bool(seen)
-        if not seen:
-            continue
-        by_replica[report["coordinates"]["data"]].append(seen)
-        assert fields == set(FIELDS) & set(seen)
-        part, parts = report["coordinates"]["sequence"], worlds["sequence"]
-        check_values(seen, whole, fields, part, parts)
-        samples = STEPS * BATCH // replicas
-        length = {name: FIELDS[name].get("length", parts) // parts for name in fields}
-        size = sum(samples * length[name] * ROW_BYTES[name] for name in fields)
-        real = sum(rows_of(seen, name, part, parts) for name in fields)
-        if case == "prioritized":  # the other one prefetches
-            assert report["bytes"] * STEPS == pytest.approx(size), report
-            assert report["padding"] == pytest.approx(1 - real / (samples * sum(length.values()))), report
-    for seen_by_replica in by_replica.values():
-        for seen in seen_by_replica[1:]:
-            for name in ("number", "id", "anchor", "weight"):
-                assert (seen[name] == seen_by_replica[0][name]).all(), name
-    numbers = np.concatenate([part[0]["number"] for part in by_replica.values()], axis=1)
-    assert (np.sort(numbers, axis=1) == whole["number"]).all()
-    if case == "prioritized":
-        assert sum(report["reports"] for report, _ in found) == replicas
-        assert {report["applied"] for report, _ in found} == {(STEPS - 1) * BATCH}, "each sample once"
-    digests = {tuple(report["digest"]) for report, seen in found if seen}
-    assert digests == {digest}
-
-
-def check_values(seen: Arrays, whole: Arrays, fields: set[str], part: int, parts: int) -> None:
-    """Check that a rank's samples are those of these numbers, and its windows the right parts."""
-    place = seen["number"] - whole["number"][:, :1]  # in the global batch, which is in order
-    rows = np.arange(len(place))[:, None]
-    assert (whole["number"][rows, place] == seen["number"]).all()
-    for name in ("id", "anchor", "weight", "num_steps"):
-        assert (whole[name][rows, place] == seen[name]).all(), name
-    for field in fields:
-        for name in (field, f"mask.{field}"):
-            wanted = whole[name][rows, place]
-            if "length" in FIELDS[field]:
-                size = WINDOW // parts
-                wanted = wanted[:, :, part * size : (part + 1) * size]
-            assert seen[name].dtype == wanted.dtype
-            assert seen[name].shape == wanted.shape, name
-            assert seen[name].tobytes() == np.ascontiguousarray(wanted).tobytes(), name
-    if "code" in fields:
-        assert (seen["code"] == seen["id"] * STEP + seen["anchor"]).all()

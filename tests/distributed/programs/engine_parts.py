@@ -19,8 +19,9 @@ BATCH = 12  # samples of a global batch
 
 
 def task() -> dict[str, Any]:
-    """Return what the test wants: the last argument, JSON."""
-    return dict(json.loads(sys.argv[-1]))
+    """Return what the test wants: the last argument, JSON or @ and the name of a file that holds it."""
+    given = sys.argv[-1]
+    return dict(json.loads(Path(given[1:]).read_text() if given.startswith("@") else given))
 
 
 def rank() -> int:
