@@ -45,7 +45,8 @@ class Link:
         self._purpose = purpose
         self._group: Any = None
         self._broken: LostNodeError | None = None
-        self.check: Callable[[], None] = lambda: None  # raises where a wait must end
+        self.check: Callable[[], None] = lambda: None  # raises what is known to be lost
+        self.note: Callable[[LostNodeError], None] = lambda error: None  # is told what was found lost
         self.bytes_sent = self.bytes_received = 0
         self.num_exchanges, self.last_wait_s = 0, 0.0
         self.left = False  # some node has said that it makes no further cut
@@ -158,6 +159,7 @@ class Link:
         self._broken = LostNodeError(name, rule, text, remedy)
         self._broken.__cause__ = error
         self.check()
+        self.note(self._broken)
         raise self._broken
 
 

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class Watch:
         self._problem = ""
         self._main = threading.main_thread()
         self._threads: list[threading.Thread] = []
+        self._hook: Any = None
 
     @staticmethod
     def regions(num_peers: int) -> list[Region]:
@@ -83,6 +85,7 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch; all ranks have prepared."""
+        self._hook, sys.excepthook = sys.excepthook, self._explain
         targets = [self._watch] + ([self._talk] if self._store is not None else [])
         for target in targets:
             thread = threading.Thread(target=target, name="gear-watch", daemon=True)
@@ -102,6 +105,8 @@ class Watch:
         """Say that this rank leaves, and watch no longer."""
         if self._stop.is_set():
             return
+        if self._hook is not None and sys.excepthook == self._explain:
+            sys.excepthook = self._hook
         self._words[self._peer, ENDED] = 1
         self._stop.set()
         for thread in self._threads:
@@ -128,13 +133,29 @@ class Watch:
             elif time.monotonic() - stuck_since > STUCK_S:
                 self._leave()
 
+    def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Name the rank that is lost behind an error that ends this one, such as a broken all-reduce."""
+        self._hook(kind, error, trace)
+        until = time.monotonic() + (self._timeout_s + 2 * self._beat_s if _is_of_transport(error) else 0)
+        while self._failure is None and time.monotonic() < until:
+            time.sleep(self._beat_s / 4)
+        if self._failure is not None and not isinstance(error, LostNodeError):
+            self._log(f"{self._failure}; that is why this rank has failed")
+
+    def note(self, failure: LostNodeError) -> None:
+        """Take up what an exchange has found."""
+        if self._failure is None:
+            self._problem = self._problem or f"{failure.name}, which does not answer,"
+            self._failure = failure
+
+    def _log(self, text: str) -> None:
+        line = f"gear: error on rank {self._topology.rank}: {text}"
+        with contextlib.suppress(Exception):
+            print(line, file=sys.stderr, flush=True)
+
     def _leave(self) -> None:
         """End the process: its main thread waits for a rank that is lost."""
-        error = f"gear: error: {self._failure}; this rank waited for it and is ended"
-        with contextlib.suppress(Exception):
-            LOG.error(error)
-        with contextlib.suppress(Exception):
-            print(error, file=sys.stderr, flush=True)
+        self._log(f"{self._failure}; this rank waits for it, and is ended")
         time.sleep(2 * self._beat_s)  # so that other nodes hear of it
         os._exit(EXIT_STATUS)
 
@@ -222,3 +243,11 @@ class Watch:
     def _told(self) -> str:
         """Return what another rank of this node has found."""
         return bytes(self._text).rstrip(b"\0").decode(errors="replace")
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    """Whether an error is one of a collective that another rank has left."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection", "timed out", "timeout"))

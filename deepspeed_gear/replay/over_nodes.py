@@ -112,6 +112,7 @@ def connect(
     datasets: Mapping[str, Dataset],
     goals: Goals,
     group: Any,
+    watch: Watch | None,
 ) -> Links:
     """Let the streams of spread tables be cut by all nodes together. Collective.
 
@@ -125,14 +126,15 @@ def connect(
         datasets: As this node has them.
         goals: Draws the achieved goals of samples.
         group: Whose ranks the topology counts; None for all.
+        watch: Over all ranks.
     """
     links = Links(prepares=config.prefetch > 0)
     leads = topology.leads_node and topology.node in placement.order and bool(routes)
     if leads:
         links.train = Link(topology, placement.order, "train", config.timeout_s, group)
         links.passes = Link(topology, placement.order, "passes", config.timeout_s, group)
-        links.train.open()
-        links.passes.open()
+        _open(links.train, watch)
+        _open(links.passes, watch)
     exchange.barrier()
     for name, route in routes.items():
         if route.index < 0:
@@ -193,6 +195,12 @@ def watch_over(exchange: Exchange, topology: Topology, table: Table, timeout_s: 
     return watch
 
 
+def _open(link: Link, watch: Watch | None) -> None:
+    link.open()
+    if watch is not None:
+        link.check, link.note = watch.check, watch.note
+
+
 def status_of(
     topology: Topology, table: Table, turns: Turns, timeout_s: float, watch: Watch | None, group: Any
 ) -> Status:
@@ -214,5 +222,5 @@ def status_of(
     over_nodes = len(order) > 1 and topology.node in order
     if over_nodes and topology.leads_node:
         link = Link(topology, order, "turns", timeout_s, group)
-        link.open()
+        _open(link, watch)
     return Status(table, topology, only_readers, timeout_s, link, over_nodes, watch.check)

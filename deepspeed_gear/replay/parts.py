@@ -199,6 +199,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
             datasets,
             maker.relabelling.draw,
             plan.group,
+            watch,
         )
     except BaseException:
         every = [stream for of_table in streams.values() for stream in of_table.values()]

@@ -55,7 +55,14 @@ def test_the_same_batches_over_nodes(
     tmp_path: Path,
 ) -> None:
     gear, replicas = section(dataset), {mode: MODES[mode][1] for mode in modes}
-    task = {"gear": gear, "cases": CASES, "steps": STEPS, "out": str(tmp_path), "modes": replicas, "resume": False}
+    task = {
+        "gear": gear,
+        "cases": CASES,
+        "steps": STEPS,
+        "out": str(tmp_path),
+        "modes": replicas,
+        "resume": False,
+    }
     wanted = tmp_path / "task.json"
     wanted.write_text(json.dumps(task))
     output = cluster.run(PROGRAM, f"@{wanted}", nodes=nodes, ranks=ranks, timeout_s=280.0)

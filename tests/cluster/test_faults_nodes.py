@@ -1,0 +1,194 @@
+"""What happens to a training over nodes when ranks or nodes die, stand still, are cut off or differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_support import Cluster
+from gear_support import ROOT, Ranks, config_of, lengths_of, prefix, shared_files, wait_until, write_dataset
+
+PROGRAM = ROOT / "tests" / "distributed" / "programs" / "faults_train.py"
+FIELDS = {"observation": {"length": 2}, "action": {"length": 2}}
+NODES, RANKS, TIMEOUT_S = 2, 2, 4.0
+LATE_S = 16.0  # timeout, beats, a stuck main thread's patience, and two busy cores
+
+
+class NodeRanks(Ranks):
+    """Ranks on the nodes of a cluster, without a launcher: RANKS on each of NODES."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        env = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0"}
+        super().__init__(PROGRAM, NODES * RANKS, str(folder), **env)
+
+    def command(self, rank: int, program: list[str]) -> list[str]:
+        local = f"LOCAL_RANK={rank % RANKS}"
+        return self.cluster.command(rank // RANKS, "env", local, f"LOCAL_WORLD_SIZE={RANKS}", *program)
+
+    def ended(self) -> bool:
+        return any(process.poll() is not None for process in self.processes)
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank as this machine numbers it."""
+        for pid in self.cluster.pids(rank // RANKS, "faults_train"):
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
+        raise AssertionError(f"rank {rank} does not run")
+
+
+@pytest.fixture
+def train(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., NodeRanks]]:
+    """Start a training and wait for its first step; `sections` replaces the config of a rank."""
+    data = write_dataset(tmp_path / "set", lengths_of(40))
+    started: list[NodeRanks] = []
+
+    def start(wait: bool = True, sections: dict[int, Any] | None = None, **options: Any) -> NodeRanks:
+        section = config_of(data, timeout_s=TIMEOUT_S, fields=FIELDS, **options)
+        of_ranks = [(sections or {}).get(rank, section) for rank in range(NODES * RANKS)]
+        (tmp_path / "plan.json").write_text(
+            json.dumps({"sections": of_ranks, "steps": None, "raise_on": None})
+        )
+        ranks = NodeRanks(cluster, tmp_path)
+        started.append(ranks)
+        if wait:
+            steps = [tmp_path / f"step-{rank}" for rank in range(NODES * RANKS)]
+            begun = lambda: all(step.exists() for step in steps)  # noqa: E731
+            try:
+                wait_until(lambda: begun() or ranks.ended(), "the first step", 60.0)
+                assert begun()
+            except AssertionError:
+                cluster.sweep()
+                raise AssertionError("\n".join(output for _, output in ranks.wait(5.0))) from None
+        return ranks
+
+    yield start
+    for ranks in started:
+        ranks.kill()
+
+
+def check_clean(cluster: Cluster) -> None:
+    """Check that nothing of the run is left on any node, and that `gear clean` finds nothing."""
+    for node in range(NODES):
+        assert cluster.pids(node, "faults_train") == []
+        assert shared_files(prefix(), cluster.shm(node)) == []
+        found = cluster.exec(node, sys.executable, "-m", "deepspeed_gear.cli.main", "clean")
+        assert "removed" not in found.lower() or "0" in found or "nothing" in found.lower(), found
+
+
+def check_named(results: list[tuple[int, str]], others: list[int], name: str, since: float) -> None:
+    """Check that ranks ended with an error that names what was lost, in time."""
+    assert time.monotonic() - since < LATE_S, [out[-600:] for _, out in results]
+    for rank in others:
+        status, output = results[rank]
+        assert status != 0, output
+        assert name in output, f"rank {rank} [{status}]:\n{output[-3000:]}"
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("lost", [3, 2], ids=["rank", "leader"])
+def test_a_killed_rank_is_named(
+    lost: int, prefetch: int, train: Callable[..., NodeRanks], cluster: Cluster
+) -> None:
+    ranks = train(prefetch=prefetch)
+    since = time.monotonic()
+    os.kill(ranks.pid(lost), signal.SIGKILL)
+    others = [rank for rank in range(4) if rank != lost]
+    name = f"rank {lost} (node 1" if lost == 3 else "node 1 (node1), ranks 2, 3"
+    check_named(ranks.wait(LATE_S), others, name, since)
+    check_clean(cluster)
+
+
+def test_a_rank_that_stands_still_is_named(train: Callable[..., NodeRanks], cluster: Cluster) -> None:
+    ranks = train(prefetch=1)
+    pid, since = ranks.pid(3), time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    results = []
+    for process in ranks.processes[:3]:
+        output, _ = process.communicate(timeout=LATE_S)
+        results.append((process.returncode, output))
+    check_named(results, [0, 1, 2], "rank 3 (node 1", since)
+    os.kill(pid, signal.SIGKILL)
+    ranks.wait(5.0)
+    check_clean(cluster)
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed", "cut off"])
+def test_a_node_that_is_lost_is_named(how: str, train: Callable[..., NodeRanks], cluster: Cluster) -> None:
+    ranks = train(prefetch=1)
+    since = time.monotonic()
+    pids = [ranks.pid(2), ranks.pid(3)]
+    if how == "cut off":
+        cluster.link(1, "down")
+    else:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    results = []
+    for process in ranks.processes[:2]:
+        output, _ = process.communicate(timeout=LATE_S)
+        results.append((process.returncode, output))
+    check_named(results, [0, 1], "node 1 (node1), ranks 2, 3", since)
+    if how == "stopped":
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)  # they find themselves alone, and end
+    rest = ranks.wait(LATE_S + TIMEOUT_S)[2:]
+    if how != "killed":
+        for status, output in rest:
+            assert status != 0
+            assert "killed: timed out" not in output, output[-3000:]
+    check_clean(cluster)
+
+
+def test_a_full_shared_memory_is_an_error_on_every_node(
+    train: Callable[..., NodeRanks], cluster: Cluster
+) -> None:
+    filler = cluster.shm(1) / "filler"
+    subprocess.run(["fallocate", "-l", "1990M", str(filler)], check=True)
+    subprocess.run(["fallocate", "-l", "200M", str(filler) + "2"], check=False, capture_output=True)
+    try:
+        results = train(wait=False).wait(60.0)
+    finally:
+        for path in cluster.shm(1).glob("filler*"):
+            path.unlink()
+    for status, output in results:
+        assert status != 0
+        assert "/dev/shm must have" in output, output[-3000:]
+    check_clean(cluster)
+
+
+def test_other_data_on_a_node_are_refused(
+    train: Callable[..., NodeRanks], cluster: Cluster, tmp_path: Path
+) -> None:
+    other = write_dataset(tmp_path / "other", lengths_of(41))
+    section = config_of(other, timeout_s=TIMEOUT_S, fields=FIELDS)
+    results = train(wait=False, sections={2: section, 3: section}).wait(60.0)
+    for status, output in results:
+        assert status != 0
+        assert "must be the same data set on all ranks" in output, output[-3000:]
+    check_clean(cluster)
+
+
+def test_another_config_on_a_node_is_refused(
+    train: Callable[..., NodeRanks], cluster: Cluster, tmp_path: Path
+) -> None:
+    section = {**config_of(tmp_path / "set", timeout_s=TIMEOUT_S, fields=FIELDS), "seed": 99}
+    results = train(wait=False, sections={3: section}).wait(60.0)
+    for status, output in results:
+        assert status != 0
+        assert "gear.seed" in output, output[-3000:]
+    broken = {**section, "sampler": {"kind": "unheard"}}
+    results = train(wait=False, sections={3: broken}).wait(60.0)
+    for status, output in results:
+        assert status != 0
+        assert "sampler" in output, output[-3000:]
+    check_clean(cluster)
+    shutil.rmtree(tmp_path / "set", ignore_errors=True)
