@@ -122,7 +122,7 @@ def pack_reports(reports: np.ndarray, latest: int) -> np.ndarray:
     handle = _join(reports[:, U_GENERATION], reports[:, U_SLOT])
     packed[:, 0] = np.where(by_id, reports[:, U_GENERATION], handle)
     packed[:, 1] = _join(reports[:, U_PRIORITY] & _LOW, reports[:, U_ANCHOR])
-    back = np.clip(latest - np.maximum(reports[:, REPORT_BATCH], latest - _MOST_BACK), 0, _MOST_BACK)
+    back = np.clip(latest - reports[:, REPORT_BATCH], 0, _MOST_BACK)
     number = np.where(by_id, _MOST_NUMBER, reports[:, REPORT_NUMBER] & _MOST_NUMBER)
     packed[:, 2] = (back << _NUMBER_BITS).astype(np.int64) | number
     return packed
