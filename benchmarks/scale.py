@@ -212,6 +212,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         right.loglog(count, [row[key] for row in several], style, markersize=4, label=label)
     right.set(xlabel="nodes", ylabel="bytes a global batch", title="what is sent")
     for axis in (left, right):
+        axis.set_xscale("log", base=2)
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
