@@ -94,11 +94,11 @@ def planned(node_at: Callable[[int], Node], batches: Sequence[Batch], num_nodes:
     return found
 
 
-def extremes(sent: np.ndarray) -> tuple[float, float, float]:
-    """Return the most over the mean bytes that nodes send, and that they receive; the most of any node."""
+def extremes(sent: np.ndarray) -> tuple[float, float, float, float]:
+    """Return the most over the mean bytes that nodes send, and that they receive; most of a node and a pair."""
     sums = sent.sum(1), sent.sum(0)
     by_mean = [float(of.max() / of.mean()) if of.any() else 1.0 for of in sums]
-    return by_mean[0], by_mean[1], float(max(of.max() for of in sums))
+    return by_mean[0], by_mean[1], float(max(of.max() for of in sums)), float(sent.max())
 
 
 def time_plans(node: Node, batches: Sequence[Batch], timers: Timers, cold: bool) -> dict[str, float]:
@@ -133,14 +133,13 @@ def run_one(num_nodes: int, ranks: int, samples: int, repeats: int) -> Row:
         node = Node(routes_of_node(num_nodes // 2), count, timers)
         warm_ms = time_plans(node, batches, timers, cold=False)["all"]
         parts = time_plans(node, batches, timers, cold=True)
-    sent = np.mean([counted(batch, num_nodes, ranks) for batch in batches], axis=0)
-    links = sent[~np.eye(num_nodes, dtype=bool)]
     row: Row = {"nodes": num_nodes, "ranks": num_nodes * ranks, "samples": count, "routes_s": setup_s}
     row |= {"plan_ms": parts.pop("all"), "warm_ms": warm_ms}
-    row |= {"link_bytes": float(links.mean()) if len(links) else 0.0}
-    row |= {"link_most_bytes": float(links.max(initial=0)), "node_bytes": float(sent.sum(0).mean())}
-    each = [extremes(counted(batch, num_nodes, ranks)) for batch in batches]
-    row["sent_imbalance"], row["received_imbalance"], row["node_most_bytes"] = np.mean(each, axis=0).tolist()
+    sent = [counted(batch, num_nodes, ranks) for batch in batches]
+    row["node_bytes"] = float(np.mean(sent)) * num_nodes
+    row["link_bytes"] = row["node_bytes"] / max(num_nodes - 1, 1)
+    most = np.mean([extremes(of_batch) for of_batch in sent], axis=0).tolist()
+    row["sent_imbalance"], row["received_imbalance"], row["node_most_bytes"], row["link_most_bytes"] = most
     if 1 < num_nodes <= MOST_WHOLE:
         whole = planned(lambda index: Node(routes_of_node(index), count, timers), batches, num_nodes)
         row["planned_node_bytes"] = float(whole.sum(0).mean()) / len(batches)
