@@ -95,7 +95,7 @@ def planned(node_at: Callable[[int], Node], batches: Sequence[Batch], num_nodes:
 
 
 def extremes(sent: np.ndarray) -> tuple[float, float, float, float]:
-    """Return most by mean bytes that nodes send, and that they receive; most bytes of a node, and of a pair."""
+    """Return the most over the mean bytes that nodes send, and receive; the most of a node, and of a pair."""
     sums = sent.sum(1), sent.sum(0)
     by_mean = [float(of.max() / of.mean()) if of.any() else 1.0 for of in sums]
     return by_mean[0], by_mean[1], float(max(of.max() for of in sums)), float(sent.max())
