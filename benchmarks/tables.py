@@ -135,6 +135,35 @@ def selection(rows: Rows) -> str:
     return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
 
 
+def scale(rows: Rows) -> str:
+    """Return the time of a plan by its parts, the bytes of nodes, and the predicted exchanges."""
+    size = [("nodes", "nodes", ",d"), ("samples", "samples", ",d")]
+    time = [("plan ms", "plan_ms", ".2f"), ("warm ms", "warm_ms", ".2f")]
+    time += [("us a sample", "us_a_sample", ".3f"), ("bound ms", "bound_ms", "g"), ("holds", "holds", "")]
+    sent = [("a node, bytes", "node_bytes", ",.0f"), ("busiest node", "node_most_bytes", ",.0f")]
+    sent += [("a pair, bytes", "link_bytes", ",.0f"), ("busiest pair", "link_most_bytes", ",.0f")]
+    sent += [("sent, most / mean", "sent_imbalance", ".2f"), ("received", "received_imbalance", ".2f")]
+    several = [row for row in rows if row["nodes"] > 1]
+    lines = [
+        {**row, **{f"{each['gbit']:g} {key}": each[key] for each in row["exchange"] for key in each}}
+        for row in several
+    ]
+    speeds = [f"{each['gbit']:g}" for each in rows[-1]["exchange"]]
+    wire = [
+        (f"{speed} Gbit/s, {key}, ms", f"{speed} {key}_ms", ".2f")
+        for speed in speeds
+        for key in ("least", "most")
+    ]
+    last = [{"part": part, "ms": ms} for part, ms in rows[-1]["parts_ms"].items()]
+    parts = {
+        "": _table(rows, [*size, *time]),
+        f"Parts at {rows[-1]['nodes']:,} nodes:": _table(last, [("part", "part", ""), ("ms", "ms", ".2f")]),
+        "What is sent for a global batch:": _table(several, [*size, *sent]),
+        "Predicted time of a cut's exchanges:": _table(lines, [*size, *wire]),
+    }
+    return "\n\n".join(f"{title}\n\n{table}".lstrip() for title, table in parts.items())
+
+
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "one thread": ("gather", one_thread),
     "fixed cost": ("fixed_cost", fixed_cost),
@@ -143,6 +172,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "starvation": ("starvation", starvation),
     "determinism": ("determinism", determinism),
     "select": ("select", selection),
+    "scale": ("scale", scale),
 }
 
 

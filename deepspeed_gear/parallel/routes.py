@@ -27,7 +27,7 @@ class Routes:
             [data_world, most].
         needs: What is read of a sample, by index.
         need_of: Index of what is read at each node of each replica's samples; -1 for nothing.
-            [S, data_world].
+            [S, data_world], int16: of 1,024 nodes with 8 ranks each, 16 MiB.
     """
 
     holders: tuple[int, ...]
@@ -107,7 +107,7 @@ def routes_of(
             key = order.index(node), place.data_rank
             found.setdefault(key, []).append(needs_of(place, config, fields))
     known: dict[RowNeeds, int] = {}
-    need_of = np.full((len(order), worlds), -1, np.int64)
+    need_of = np.full((len(order), worlds), -1, np.int16)
     for (node, replica), needs in found.items():
         rows = row_needs(needs, config, schema)
         need_of[node, replica] = known.setdefault(rows, len(known))

@@ -52,10 +52,10 @@ class RowNeeds:
 
 
 class Samples(NamedTuple):
-    """Samples whose rows travel. [n] each, int64.
+    """Samples whose rows travel, in any order. [n] each, int64.
 
     Args:
-        peer: Node that they come from, or go to, ascending.
+        peer: Node that they come from, or go to.
         needs: Index of what is read of them.
         slot: Of their trajectories, in the store that holds them.
         num_steps: Lengths of the trajectories.

@@ -58,6 +58,10 @@ def _join(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return np.asarray(high << 32 | (low & _LOW))
 
 
+def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return words >> 32 & _LOW, words & _LOW
+
+
 def resolution_words(has_steps: bool) -> int:
     """Return the words of a packed resolution."""
     return 5 if has_steps else 4
@@ -85,8 +89,8 @@ def unpack_resolutions(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray | Non
     """Return what `pack_resolutions` was given; first rows and sample numbers are 0."""
     records = np.zeros((len(packed), RESOLUTION_WORDS), np.int64)
     records[:, R_ID], records[:, R_MASS] = packed[:, 0], packed[:, 1]
-    records[:, R_GENERATION], records[:, R_SLOT] = packed[:, 2] >> 32, packed[:, 2] & _LOW
-    records[:, R_NUM_STEPS], records[:, R_ANCHOR] = packed[:, 3] >> 32, packed[:, 3] & _LOW
+    records[:, R_GENERATION], records[:, R_SLOT] = _split(packed[:, 2])
+    records[:, R_NUM_STEPS], records[:, R_ANCHOR] = _split(packed[:, 3])
     return records, (packed[:, 4] if packed.shape[1] > 4 else None)
 
 
@@ -118,7 +122,7 @@ def pack_reports(reports: np.ndarray, latest: int) -> np.ndarray:
     handle = _join(reports[:, U_GENERATION], reports[:, U_SLOT])
     packed[:, 0] = np.where(by_id, reports[:, U_GENERATION], handle)
     packed[:, 1] = _join(reports[:, U_PRIORITY] & _LOW, reports[:, U_ANCHOR])
-    back = np.clip(latest - np.maximum(reports[:, REPORT_BATCH], latest - _MOST_BACK), 0, _MOST_BACK)
+    back = np.clip(latest - reports[:, REPORT_BATCH], 0, _MOST_BACK)
     number = np.where(by_id, _MOST_NUMBER, reports[:, REPORT_NUMBER] & _MOST_NUMBER)
     packed[:, 2] = (back << _NUMBER_BITS).astype(np.int64) | number
     return packed
@@ -129,9 +133,10 @@ def unpack_reports(packed: np.ndarray, latest: int) -> np.ndarray:
     reports = np.zeros((len(packed), REPORT_WORDS), np.int64)
     number = packed[:, 2] & _MOST_NUMBER
     by_id = number == _MOST_NUMBER
-    reports[:, U_SLOT] = np.where(by_id, -1, packed[:, 0] & _LOW)
-    reports[:, U_GENERATION] = np.where(by_id, packed[:, 0], packed[:, 0] >> 32)
-    reports[:, U_ANCHOR], reports[:, U_PRIORITY] = packed[:, 1] & _LOW, packed[:, 1] >> 32 & _LOW
+    generation, slot = _split(packed[:, 0])
+    reports[:, U_SLOT] = np.where(by_id, -1, slot)
+    reports[:, U_GENERATION] = np.where(by_id, packed[:, 0], generation)
+    reports[:, U_PRIORITY], reports[:, U_ANCHOR] = _split(packed[:, 1])
     reports[:, REPORT_BATCH] = latest - (packed[:, 2] >> _NUMBER_BITS & _MOST_BACK)
     reports[:, REPORT_NUMBER] = np.where(by_id, BY_ID, number)
     return reports

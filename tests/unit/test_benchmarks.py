@@ -64,6 +64,20 @@ def test_parallel_runs(run_python: Run, tmp_path: Path) -> None:
     assert rows[3]["gear_sample_us"] > 0
 
 
+def test_scale_runs(run_python: Run, tmp_path: Path) -> None:
+    rows = rows_of(run_python, tmp_path / "scale.json", "scale", "--figure", str(tmp_path / "scale.png"))
+    assert [(row["nodes"], row["samples"]) for row in rows] == [(1, 8), (2, 16), (4, 32)]
+    assert rows[0]["node_bytes"] == 0
+    for row in rows[1:]:
+        assert sum(row["parts_ms"].values()) == pytest.approx(row["plan_ms"], rel=0.5)
+        assert row["planned_node_bytes"] == pytest.approx(row["node_bytes"], rel=0.05), "counted as planned"
+        assert row["node_bytes"] == pytest.approx(row["link_bytes"] * (row["nodes"] - 1))
+        assert row["node_most_bytes"] >= row["node_bytes"]
+        slow, *_, fast = row["exchange"]
+        assert slow["least_ms"] > fast["least_ms"] > 3 * 0.05
+    assert (tmp_path / "scale.png").stat().st_size > 1000
+
+
 def test_select_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
     options = ("--ranks", "2", "--figure", str(tmp_path / "growth.png"))
     rows = rows_of(run_python, tmp_path / "select.json", "select", *options)

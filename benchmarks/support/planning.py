@@ -1,0 +1,188 @@
+"""One node of a cut over many, alone: it plans as it does in a run, and nothing is sent.
+
+Every node holds trajectories of equal length whose steps are equally likely. What the other nodes would say
+follows from the coordinates, so it is made beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from fixed_cost import Timers
+
+from deepspeed_gear.config import check_against, parse
+from deepspeed_gear.ops import functional, load_backend
+from deepspeed_gear.ops.constants import FAN_OUT, R_ANCHOR, R_ID, R_NUM_STEPS, R_SLOT
+from deepspeed_gear.parallel import wire
+from deepspeed_gear.parallel.nodes import HELLO_WORDS, TOTAL, NodeSelector
+from deepspeed_gear.parallel.plan import grid
+from deepspeed_gear.parallel.routes import Routes, routes_of
+from deepspeed_gear.parallel.rows import Samples, messages, plan_rows
+from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.selection.anchors import AnchorRule
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.masses import CHANGE_WORDS, Masses
+from deepspeed_gear.selection.rules import UNIT_CODES, MassRule
+
+SEED, KEY = 1, 7
+STEPS, TRAJECTORIES = 1000, 1000  # of a trajectory; of a node
+WINDOW = 20
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (11,), "observation"),
+        Column("action", "float32", (3,), "action"),
+        Column("reward", "float32", (), "reward"),
+        Column("terminated", "bool", (), "terminated"),
+    ]
+)
+FIELDS = {name: {"offset": 1 - WINDOW, "length": WINDOW} for name in ("observation", "action", "reward")}
+ROW_BYTES = {"observation": 44, "action": 12, "reward": 4}
+
+
+class Items(Masses):
+    """A node's steps, equally likely, with a tree and slots in plain memory."""
+
+    def __init__(self, spec: StreamSpec, index: int) -> None:
+        self.spec, self.ops, self.num_items = spec, load_backend(), TRAJECTORIES
+        slots = torch.zeros(TRAJECTORIES, 8, dtype=torch.int64)
+        slots[:, 0], slots[:, 1], slots[:, 4] = 2, 1, STEPS
+        slots[:, 2] = index * TRAJECTORIES + torch.arange(TRAJECTORIES)
+        slots[:, 3] = torch.arange(TRAJECTORIES) * STEPS
+        self._slots, self.sums = slots, functional.tree(torch.full((TRAJECTORIES,), STEPS))
+        self._top = self.sums[-FAN_OUT:].numpy().data
+        self.words = memoryview(np.zeros(CHANGE_WORDS, np.int64))
+        self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.key)
+
+
+class Wire:
+    """Stands in for a Link: takes what is sent, and hands out what has been made beforehand."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count, self.last_wait_s, self.left = index, count, 0.0, False
+        self.sent = np.zeros(count, np.int64)
+        self.heard: list[np.ndarray] = []
+
+    def swap_equal(self, words: np.ndarray) -> np.ndarray:
+        assert words.shape == (self.count, HELLO_WORDS)
+        words = words.copy()
+        words[:, TOTAL] = TRAJECTORIES * STEPS
+        self.sent += 8 * HELLO_WORDS
+        return words
+
+    def swap_words(self, rows: Sequence[np.ndarray], counts: np.ndarray) -> list[np.ndarray]:
+        assert [len(part) for part in self.heard] == counts.tolist()
+        self.sent += [part.nbytes for part in rows]
+        return self.heard
+
+
+class Planner:
+    """Stands in for a Carrier: plans the rows and copies none."""
+
+    takes_own = False
+
+    def __init__(self, routes: Routes, timers: Timers) -> None:
+        self._needs, self._count = routes.needs, routes.num_nodes
+        self._plan = timers.wrap("plan_rows, twice", plan_rows)
+        self._messages = timers.wrap("messages, twice", messages)
+        self.sent, self.received = np.zeros((2, self._count), np.int64)
+
+    def steps_of(self, records: torch.Tensor) -> None:
+        """No window follows n-step steps."""
+
+    def carry(self, entry: int, outgoing: Samples, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
+        send, receive = self._plan(outgoing, self._needs), self._plan(incoming, self._needs)
+        self.sent += self._messages(send, ROW_BYTES, self._count)[1]
+        self.received += self._messages(receive, ROW_BYTES, self._count)[1]
+        return receive.shift, receive.trajectory
+
+
+class Batch(NamedTuple):
+    """A global batch as everybody computes it. [B] each, int64."""
+
+    coordinates: np.ndarray
+    owner: np.ndarray
+    slot: np.ndarray
+    anchor: np.ndarray
+
+    @classmethod
+    def of(cls, key: int, count: int, num_nodes: int) -> Batch:
+        drawn = functional.draw(SEED, KEY, key * count, num_nodes * TRAJECTORIES * STEPS, count).numpy()
+        trajectory = drawn // STEPS
+        return cls(drawn, trajectory // TRAJECTORIES, trajectory % TRAJECTORIES, drawn % STEPS)
+
+
+class Node:
+    """One node's plan of global batches.
+
+    Args:
+        routes: Of this node.
+        batch: Samples of a global batch.
+        timers: Take the times of its parts.
+    """
+
+    def __init__(self, routes: Routes, batch: int, timers: Timers) -> None:
+        rule = MassRule("step", False, AnchorRule.all())
+        self.spec = StreamSpec("train", "random", rule, SEED, KEY, batch, 1, num_shards=routes.num_nodes)
+        self.routes, self.link = routes, Wire(routes.index, routes.num_nodes)
+        self.planner = Planner(routes, timers)
+        stream: Any = SimpleNamespace(
+            spec=self.spec,
+            masses=Items(self.spec, routes.index),
+            table=SimpleNamespace(lock=contextlib.nullcontext()),
+            ring=torch.empty(1, batch, 8, dtype=torch.int64),
+            origins=torch.empty(1, batch, dtype=torch.int64),
+            draws=None,
+            notice=None,
+            stopped=False,
+        )
+        link: Any = self.link
+        planner: Any = self.planner
+        self.selector = NodeSelector(stream, link, routes, planner, lambda *_: None, 0)
+        self._coordinates = torch.empty(batch, dtype=torch.int64)
+        self._draw = timers.wrap("draw all coordinates: draw_", load_backend().draw_)
+
+    def prepare(self, batch: Batch) -> None:
+        """Make what the other nodes say of a batch."""
+        routes, wanted = self.routes, self.routes.wanted(self.spec.batch, 0)
+        owner = batch.owner[wanted]
+        others = wanted[np.argsort(owner, kind="stable")]
+        records = np.zeros((len(others), 8), np.int64)
+        records[:, R_ID] = batch.coordinates[others] // STEPS
+        records[:, R_SLOT], records[:, R_ANCHOR] = batch.slot[others], batch.anchor[others]
+        records[:, R_NUM_STEPS] = STEPS
+        packed = wire.pack_resolutions(records, None)
+        ends = np.cumsum(np.bincount(owner, minlength=routes.num_nodes))[:-1]
+        head = np.zeros((1, packed.shape[1]), np.int64)
+        self.link.heard = [np.concatenate([head, part]) for part in np.split(packed, ends)]
+        self.link.heard[routes.index] = packed[:0]
+
+    def plan(self, key: int) -> None:
+        """Make the cut of a global batch up to what is sent."""
+        selector, count = self.selector, self.spec.batch
+        if self.routes.num_nodes == 1:  # the node's own store makes the cut, as without other nodes
+            self._draw(self._coordinates, SEED, KEY, key * count, TRAJECTORIES * STEPS)
+            selector.masses.resolve(selector.stream.ring[0], self._coordinates, key * count)
+            return
+        selector.begin(key, 0, count, lambda: None)
+        total = selector.apply(key)
+        self._draw(self._coordinates, SEED, KEY, key * count, total)
+        selector.resolve(torch.empty(0), 0, self._coordinates, key * count)
+        selector.finish()
+
+
+def routes_at(num_nodes: int, ranks: int) -> Callable[[int], Routes]:
+    """Return what makes a node's routes; all nodes share the arrays."""
+    places = tuple(grid({"data": num_nodes * ranks}))
+    section = {"tables": {"main": {"capacity_steps": STEPS * TRAJECTORIES}}, "fields": FIELDS}
+    config = parse(section)
+    fields = check_against(config, {"main": SCHEMA}, True)
+    topology = Topology(0, places, tuple(np.repeat(np.arange(num_nodes), ranks).tolist()))
+    first = routes_of(topology, range(num_nodes), config, fields, SCHEMA)
+    rest = first.data_world, first.readers, first.needs, first.need_of
+    return lambda index: Routes(first.holders, index, *rest)

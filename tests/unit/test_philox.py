@@ -1,0 +1,106 @@
+"""Random words of samples whose numbers have gaps: they are those that the ops make for every number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from gear_support import StoreScene, priority_rule, stream_spec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_gear.ops.constants import FOR_ANCHOR, FOR_GOAL, R_MASS, R_NUMBER, R_SLOT
+from deepspeed_gear.ops.reference.select import philox as philox_of_ops
+from deepspeed_gear.selection.anchors import AnchorRule, Reach
+from deepspeed_gear.selection.philox import below, philox
+
+LENGTHS = [1, 2, 7, 33, 5, 12, 1, 30]
+words_64 = st.integers(0, 2**63 - 1) | st.sampled_from([0, 2**32 - 1, 2**32, 2**63 - 1])
+words_32 = st.integers(0, 2**32 - 1)
+
+
+@given(words_64, st.lists(words_64, max_size=5), words_32, st.lists(words_32, min_size=1, max_size=3))
+def test_words_are_those_of_the_ops(seed: int, numbers: list[int], stream: int, purposes: list[int]) -> None:
+    asked = np.array(purposes, np.uint64)[:, None]
+    quarters = philox(seed, np.array(numbers, np.uint64), stream, asked)
+    for index, purpose in enumerate(purposes):
+        high, low = philox_of_ops(seed, torch.tensor(numbers, dtype=torch.int64), stream, purpose)
+        for word, (upper, lower) in ((high, quarters[:2]), (low, quarters[2:])):
+            found = upper[index] << np.uint64(32) | lower[index]
+            assert found.view(np.int64).tolist() == word.tolist()
+
+
+@pytest.mark.parametrize("most", [1, 2, 1000, 2**32 - 1])
+def test_below_is_exact(most: int) -> None:
+    random = np.random.default_rng(0)
+    quarters = random.integers(0, 2**32, (4, 300), np.uint64)
+    quarters[:, :2], quarters[2:, 2] = (0, 2**32 - 1), 2**32 - 1
+    totals = random.integers(most // 2 + 1, most + 1, 300)
+    words = [sum(int(q) << 32 * place for place, q in enumerate(reversed(word))) for word in quarters.T]
+    found = below(tuple(quarters), totals)
+    assert found.tolist() == [word * total >> 128 for word, total in zip(words, totals.tolist(), strict=True)]
+    assert found.dtype == np.int64
+
+
+def test_purposes_and_streams_have_words_of_their_own() -> None:
+    numbers = np.arange(100, dtype=np.uint64)
+    purposes = np.array([[FOR_ANCHOR], [FOR_GOAL]], np.uint64)
+    drawn = [philox(3, numbers, stream, purposes)[0] for stream in (0, 1)]
+    assert len(np.unique(drawn)) == 400
+
+
+ANCHORS = {
+    "all": AnchorRule.all(),
+    "start": AnchorRule.start(),
+    "end": AnchorRule.end(),
+    "every 3": AnchorRule.every(3),
+    "fits": AnchorRule.fits([Reach(-2, 3, 0), Reach(1, 2, 1)]),
+    "from the end": AnchorRule(first=1, trim=2, stride=4, most=3, from_end=1),
+}
+RULES = {
+    "trajectory": {"unit": "trajectory"},
+    "by length": {"unit": "trajectory", "by_length": True},
+    "step": {"unit": "step"},
+    "weighted trajectory": {"unit": "trajectory", "weight": ("task", 3)},
+    "weighted step": {"unit": "step", "weight": ("task", 3)},
+    "prioritized trajectory": {"unit": "trajectory", "kind": "random", "priorities": priority_rule()},
+    "prioritized step": {"unit": "step", "kind": "random", "priorities": priority_rule()},
+}
+
+
+@pytest.fixture
+def scenes() -> Iterator[list[StoreScene]]:
+    made: list[StoreScene] = []
+    yield made
+    for scene in made:
+        scene.close()
+
+
+@pytest.mark.parametrize("anchors", ANCHORS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_samples_of_any_numbers_are_those_of_the_whole(
+    scenes: list[StoreScene], backend: str, rule: str, anchors: str
+) -> None:
+    """A node resolves its own samples of a global batch: what they are does not depend on the others."""
+    spec = stream_spec(**RULES[rule], anchors=ANCHORS[anchors], seed=2**40 + 5)
+    scenes.append(StoreScene(backend, [spec], LENGTHS))
+    (stream,) = scenes[0].streams
+    masses, first, count = stream.masses, 2**32 - 40, 200
+    with scenes[0].table.lock:
+        masses.ask(0)
+        masses.apply(0)
+        assert masses.total > 0
+        coordinates = torch.empty(count, dtype=torch.int64)
+        scenes[0].ops.draw_(coordinates, spec.seed, spec.key, first, masses.total)
+        whole = torch.empty(count, 8, dtype=torch.int64)
+        masses.resolve(whole, coordinates, first)
+        own = np.nonzero(np.random.default_rng(1).random(count) < 0.3)[0]
+        found = torch.empty(len(own), 8, dtype=torch.int64)
+        masses.resolve_numbered(found, coordinates[own], own + first)
+    assert torch.equal(found, whole[own])
+    assert (whole[:, R_NUMBER] == first + torch.arange(count)).all()
+    assert len(whole[:, R_SLOT].unique()) > 2
+    assert (whole[:, R_MASS] > 0).all()

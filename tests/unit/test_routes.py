@@ -1,0 +1,182 @@
+"""Which node needs which samples, and which rows of them, against walks over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import SCHEMA
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_gear.config import GearConfig, ResolvedField, check_against, parse
+from deepspeed_gear.parallel.plan import grid, needs_of
+from deepspeed_gear.parallel.routes import Routes, routes_of, row_needs
+from deepspeed_gear.parallel.rows import Read, RowNeeds
+from deepspeed_gear.parallel.topology import Place, Topology
+from deepspeed_gear.store.spec import RETURN_TO_GO
+
+FIELDS: dict[str, Any] = {
+    "observation": {"offset": -5, "length": 6, "normalize": "mean_std"},
+    "action": {"offset": -5, "length": 6, "align": "right"},
+    "next": {"column": "observation", "offset": "n_step"},
+    "ends": {"column": "code", "offset": 2, "length": 4, "pad": "edge"},
+    "togo": {"derived": "return_to_go", "offset": -1, "length": 2},
+    "timestep": {"length": 2},
+    "task": {},
+}
+ENDS = {"inputs": ["observation", "mask.action", "task"], "labels": ["action", "ends", "return_n"]}
+N_STEP_READS = (Read("reward", 0, 2), Read("terminated", 0, 2), Read("truncated", 0, 2))
+OBSERVATION, ACTION = Read("observation", -5, 1, final_row=1), Read("action", -5, 1)
+ENDS_READ = Read("code", 2, 6, edge=True)
+
+
+def resolved(**options: Any) -> tuple[GearConfig, list[ResolvedField]]:
+    section = {"tables": {"main": {"capacity_steps": 9}}, "fields": FIELDS, "n_step": {"n": 2, "gamma": 0.9}}
+    config = parse({**section, "pipeline": ENDS, **options})
+    return config, check_against(config, {"main": SCHEMA}, True)
+
+
+CONFIG, RESOLVED = resolved()
+GRIDS: list[dict[str, int]] = [
+    {"data": 1},
+    {"data": 4},
+    {"data": 8},
+    {"data": 2, "tensor": 2},
+    {"data": 2, "pipe": 2},
+    {"data": 3, "pipe": 4},
+    {"data": 2, "sequence": 2},
+    {"pipe": 3, "data": 3, "sequence": 2, "tensor": 2},
+]
+
+
+def routes(topology: Topology, order: list[int]) -> Routes:
+    return routes_of(topology, order, CONFIG, RESOLVED, SCHEMA)
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> tuple[list[Topology], list[int]]:
+    """Draw a grid whose ranks lie on nodes in any way: one rank's view of each node, and the holders."""
+    places = tuple(grid(draw(st.sampled_from(GRIDS))))
+    count = draw(st.integers(1, min(4, len(places))))
+    if draw(st.booleans()):
+        nodes = [rank * count // len(places) for rank in range(len(places))]
+    else:
+        drawn = draw(st.lists(st.integers(0, count - 1), min_size=len(places), max_size=len(places)))
+        known = list(dict.fromkeys(drawn))
+        nodes = [known.index(node) for node in drawn]  # nodes are counted in the order of ranks
+    views = [Topology(nodes.index(node), places, tuple(nodes)) for node in range(max(nodes) + 1)]
+    return views, draw(st.permutations(views[0].holders))
+
+
+@given(topologies(), st.integers(0, 40), st.integers(0, 19))
+def test_samples_go_to_whoever_reads_them(
+    drawn: tuple[list[Topology], list[int]], count: int, offset: int
+) -> None:
+    views, order = drawn
+    worlds = views[0].data_world
+    readers: list[set[int]] = [set() for _ in range(count)]
+    for place, node in zip(views[0].places, views[0].nodes, strict=True):
+        for sample in range(count):
+            if place.reads and (sample + offset) % worlds == place.data_rank:
+                readers[sample].add(order.index(node))
+    samples = np.arange(count)
+    for view in views:
+        found = routes(view, order)
+        assert (found.num_nodes, found.data_world, found.holders) == (len(order), worlds, tuple(order))
+        if view.node not in order:
+            assert found.index == -1
+            continue
+        index = order.index(view.node)
+        assert found.index == index
+        mine = [sample for sample in range(count) if index in readers[sample]]
+        assert found.wanted(count, offset).tolist() == mine
+        assert found.most_wanted(count) >= len(mine)
+        assert found.replica_of(samples, offset).tolist() == [(s + offset) % worlds for s in range(count)]
+        some = samples[samples % 3 != 1]
+        node, which = found.destinations(some, offset)
+        sent = [(n, i) for n in range(len(order)) for i, s in enumerate(some) if n in readers[s]]
+        assert list(zip(node.tolist(), which.tolist(), strict=True)) == [m for m in sent if m[0] != index]
+
+
+@given(topologies())
+def test_most_wanted_is_reached(drawn: tuple[list[Topology], list[int]]) -> None:
+    """Where the replicas divide a global batch, every cut has exactly so many, whatever its offset."""
+    views, order = drawn
+    for view in views:
+        found = routes(view, order)
+        if found.index >= 0:
+            batch = 3 * found.data_world
+            assert {len(found.wanted(batch, offset)) for offset in range(5)} == {found.most_wanted(batch)}
+
+
+@given(topologies())
+def test_each_node_needs_what_its_ranks_read(drawn: tuple[list[Topology], list[int]]) -> None:
+    views, order = drawn
+    found = routes(views[0], order)
+    assert len(set(found.needs)) == len(found.needs)
+    for index, node in enumerate(order):
+        for replica in range(found.data_world):
+            pairs = zip(views[0].places, views[0].nodes, strict=True)
+            readers = [p for p, n in pairs if n == node and p.reads and p.data_rank == replica]
+            which = found.need_of[index, replica]
+            if not readers:
+                assert which == -1
+                continue
+            needs = row_needs([needs_of(place, CONFIG, RESOLVED) for place in readers], CONFIG, SCHEMA)
+            assert found.needs[which] == needs
+
+
+def rows(*places: Place, **options: Any) -> RowNeeds:
+    config, fields = resolved(**options)
+    return row_needs([needs_of(place, config, fields) for place in places], config, SCHEMA)
+
+
+def test_rows_of_a_whole_replica() -> None:
+    found = rows(Place())
+    assert set(found.reads) == {
+        OBSERVATION,
+        ACTION,
+        ENDS_READ,
+        Read("observation", 0, 1, follows=True, final_row=1),
+        Read(RETURN_TO_GO, -1, 1),
+        *N_STEP_READS,
+    }
+    assert found.per_trajectory == ("task",)
+    assert found.goals == ()
+    assert rows(Place(), Place()) == found
+
+
+def test_rows_of_the_ends_of_a_pipeline() -> None:
+    first, last = Place(pipe_rank=0, pipe_world=3), Place(pipe_rank=2, pipe_world=3)
+    assert rows(first) == RowNeeds((OBSERVATION,), ("task",)), "of an action only the mask is read"
+    assert set(rows(last).reads) == {ACTION, ENDS_READ, *N_STEP_READS}
+    assert rows(last).per_trajectory == ()
+    both = rows(first, last)
+    assert set(both.reads) == {OBSERVATION, *rows(last).reads}
+    assert both.per_trajectory == ("task",)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_of_a_part_of_the_time_axis(rank: int) -> None:
+    """A part reads its own steps, but all of them where what lies in it depends on the whole window."""
+    found = rows(Place(sequence_rank=rank, sequence_world=2)).reads
+    assert Read("observation", -5 + 3 * rank, -2 + 3 * rank, final_row=1) in found
+    assert Read(RETURN_TO_GO, -1 + rank, rank) in found
+    assert ACTION in found, "aligned to the right"
+    assert ENDS_READ in found, "padded by the nearest row"
+    assert OBSERVATION not in found
+
+
+def test_goals_are_read_where_fields_are_relabelled() -> None:
+    fields = {"observation": {"offset": -1, "length": 2}, "reward": {}}
+    section = {"tables": {"main": {"capacity_steps": 9}}, "fields": fields}
+    config = parse(section)
+    checked = check_against(config, {"main": SCHEMA}, True)
+    goal = SCHEMA["observation"]
+    relabelled = [f if f.name != "reward" else replace(f, hindsight=goal) for f in checked]
+    found = row_needs([needs_of(Place(), config, relabelled)], config, SCHEMA)
+    assert found.goals == (("observation", 1),)
+    assert set(found.reads) == {Read("observation", -1, 1, final_row=1), Read("reward", 0, 1)}
