@@ -31,7 +31,9 @@ def most_rows(needs: Sequence[RowNeeds], longest: int, n: int) -> int:
     first = min(read.first for read in reads)
     end = max(read.end + (n if read.follows else 0) for read in reads)
     goals = any(need.goals for need in needs)
-    return longest + 1 if goals else min(end - first, longest + 1)
+    # Behind the end the nearest rows of columns of T and of T+1 rows are two.
+    differ = len({read.final_row for read in reads}) > 1
+    return longest + 1 if goals else min(max(end - first, 1 + differ), longest + 1)
 
 
 def arrivals_of(num_samples: int, depth: int, most: int) -> tuple[int, int]:

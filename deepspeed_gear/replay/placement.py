@@ -78,7 +78,11 @@ def _place(
         bounds = _bounds(name, datasets[name], len(holders), replicate)
         shards = shard_of_node(of_nodes, bounds, name=f"table {name}", nodes=names, replicate=replicate)
         found[name] = dict(zip(holders, shards, strict=True))
-    order = _order(holders, found)
+    parted = {name for name in found if parts[holders[0]][name] is not None}
+    order = _order(holders, found, parted)
+    for name in found.keys() - parted:  # a whole table is cut in the order of the others' parts
+        shards = [found[name][node] for node in holders]
+        found[name] = dict(zip(order, shards, strict=True))
     spread = {
         name
         for name, table in config.resolved_tables.items()
@@ -116,11 +120,13 @@ def _bounds(name: str, dataset: Dataset, num_nodes: int, replicate: bool) -> np.
     return non_empty(shards_of(dataset.lengths * dataset.schema.row_bytes, num_nodes))
 
 
-def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]]) -> tuple[int, ...]:
-    """Return the nodes in the order of their shards, which is the same for all tables."""
+def _order(
+    holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted: set[str]
+) -> tuple[int, ...]:
+    """Return the nodes in the order of their shards: that of the tables that lie on them in parts."""
     known: dict[tuple[int, ...], str] = {}
     for name, shards in found.items():
-        if len({shard.index for shard in shards.values()}) == len(holders):
+        if name in parted:
             index = {node: shard.index for node, shard in shards.items()}
             known.setdefault(tuple(sorted(holders, key=index.__getitem__)), name)
     if len(known) > 1:

@@ -215,7 +215,6 @@ def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
     assert (plan.shift.tolist(), plan.num_rows) == ([-10, -10, -10, -10, -11, -38], 12)
 
 
-@pytest.mark.xfail(strict=True, reason="most_rows counts one row: columns of T and of T+1 rows end apart")
 def test_arrivals_have_room_behind_the_end() -> None:
     """A step of each column behind the end: the nearest ones, which ops check, are two different rows."""
     scene = Scene(2, [RowNeeds((Read("a", 3, 4), Read("b", 3, 4, final_row=1)))], [])
