@@ -182,15 +182,19 @@ class Ranks:
             try:
                 output, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
+                self.end(process)
                 output = process.communicate()[0] + "\n[killed: timed out]"
             results.append((process.returncode, output))
         return results
 
+    def end(self, process: subprocess.Popen[str]) -> None:
+        """Kill a rank."""
+        process.kill()
+
     def kill(self) -> None:
         """Kill all ranks with SIGKILL."""
         for process in self.processes:
-            process.kill()
+            self.end(process)
         for process in self.processes:
             process.communicate()
 

@@ -158,8 +158,8 @@ class Link:
         remedy = "look for the first error in the logs of its ranks, and at the network"
         self._broken = LostNodeError(name, rule, text, remedy)
         self._broken.__cause__ = error
-        self.check()
         self.note(self._broken)
+        self.check()
         raise self._broken
 
 

@@ -120,7 +120,7 @@ class Watch:
         while not self._stop.wait(self._beat_s):
             self._beat()
             if self._failure is None:
-                found = self._lost_here() or self._lost_nodes() or self._told()
+                found = self._told() or self._lost_here() or self._lost_nodes()
                 if found:
                     self._problem = self._problem or found
                     self._say(found)
@@ -134,8 +134,13 @@ class Watch:
                 self._leave()
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Name the rank that is lost behind an error that ends this one, such as a broken all-reduce."""
         self._hook(kind, error, trace)
+        self.explain(error)
+
+    def explain(self, error: BaseException) -> None:
+        """Name the rank that is lost behind an error that ends this one, such as a broken all-reduce."""
+        if self._stop.is_set():
+            return
         until = time.monotonic() + (self._timeout_s + 2 * self._beat_s if _is_of_transport(error) else 0)
         while self._failure is None and time.monotonic() < until:
             time.sleep(self._beat_s / 4)
@@ -143,9 +148,13 @@ class Watch:
             self._log(f"{self._failure}; that is why this rank has failed")
 
     def note(self, failure: LostNodeError) -> None:
-        """Take up what an exchange has found."""
+        """Take up what an exchange has found, unless more is known in a moment: which rank it was."""
+        until = time.monotonic() + 2 * self._beat_s
+        while self._failure is None and time.monotonic() < until and not self._stop.is_set():
+            time.sleep(self._beat_s / 8)
         if self._failure is None:
-            self._problem = self._problem or f"{failure.name}, which does not answer,"
+            self._problem = f"{failure.name}, which does not answer,"
+            self._say(self._problem)
             self._failure = failure
 
     def _log(self, text: str) -> None:

@@ -35,7 +35,7 @@ class Placement:
     order: tuple[int, ...]
     shards: dict[str, Shard]
     spread: frozenset[str]
-    bounds: dict[str, np.ndarray] = field(default_factory=dict)
+    bounds: dict[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     def shard_of(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Return which shard of a spread table has trajectories, -1 for none. [n] -> [n], int64."""

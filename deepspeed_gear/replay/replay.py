@@ -423,5 +423,7 @@ class Replay:
     def __enter__(self) -> Replay:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._parts.watch is not None:
+            self._parts.watch.explain(error)
         self.close()

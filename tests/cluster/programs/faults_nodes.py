@@ -1,0 +1,43 @@
+"""Train until something happens to a rank, or say what is wrong with a config. Without DeepSpeed.
+
+    faults_nodes.py FOLDER
+
+FOLDER/plan.json: `refused` (for each attempt, the gear section of each rank) and `section` (what to train on
+then; None: nothing). Every rank writes FOLDER/step-RANK after its third step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_gear import GearError, Replay
+from deepspeed_gear.replay import BatchInfo
+
+folder = Path(sys.argv[-1])
+plan = json.loads((folder / "plan.json").read_text())
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo")
+info = BatchInfo(4, 1, world)
+for attempt, sections in enumerate(plan["refused"]):
+    try:
+        Replay(sections[rank], info=info)
+    except GearError as error:
+        sys.stdout.write(f"REFUSED {attempt}: {type(error).__name__}: {error}\n")
+if plan["section"] is not None:
+    with Replay(plan["section"], info=info) as replay:
+        step = 0
+        while True:
+            batch = replay.sample()
+            gradient = batch["observation"].sum()
+            dist.all_reduce(gradient)
+            assert torch.isfinite(gradient)
+            step += 1
+            if step == 3:
+                (folder / f"step-{rank}").touch()
+dist.destroy_process_group()
