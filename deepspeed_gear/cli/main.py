@@ -17,6 +17,7 @@ COMMANDS = {
     "preview": "show what every rank of a run will get, without starting it",
     "init": "write a config and a training script that fit a data set",
     "report": "show the native ops beside DeepSpeed's, and what they are built with",
+    "doctor": "check that a machine, or all hosts of a hostfile, are fit to train together",
     "clean": "remove what dead runs left in shared memory",
 }
 

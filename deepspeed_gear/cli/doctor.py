@@ -1,0 +1,167 @@
+"""`gear doctor`: whether one machine, or all hosts of a hostfile, are fit to train together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, DataError, GearError, PeerError
+from . import remote, verdict
+from .machine import examine, parts_of
+from .network import Pair, measure_all
+
+_MARK = "GEAR-NODE "
+_HERE = "here"
+_MAX_CONNECTIONS = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `gear doctor`."""
+    parser.description = (
+        "Check versions, native op, shared memory and limits of this machine; with --hostfile of all its "
+        "hosts, over ssh, and the network between each two of them. The exit status is 1 if there is "
+        "a problem."
+    )
+    parser.add_argument("--hostfile", metavar="F", help="check the hosts of this file, as DeepSpeed reads it")
+    parser.add_argument(
+        "--data", metavar="PATH", help="also open this data set, which must be equal on all hosts"
+    )
+    parser.add_argument("--json", metavar="F", help="also write everything that was found to this file")
+    parser.add_argument("--no-network", action="store_true", help="leave the network out")
+    parser.add_argument(
+        "--megabytes", type=int, default=64, help="sent each way for a bandwidth (default: 64)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds for each host to answer; the first build of the native op counts (default: 300)",
+    )
+    parser.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, print tables and problems; the status is 1 if there is any problem.
+
+    Raises:
+        ConfigError: An option or the hostfile is wrong.
+        DataError: The JSON file cannot be written.
+    """
+    _check(options)
+    data = os.path.abspath(options.data) if options.data else None
+    if options.node:
+        print(_MARK + json.dumps(examine(data)))
+        return 0
+    pairs: list[Pair] = []
+    problems: list[GearError] = []
+    if options.hostfile is None:
+        hosts = {_HERE: 0}
+        reports: dict[str, dict[str, Any]] = {_HERE: examine(data)}
+    else:
+        hosts = remote.read_hostfile(options.hostfile)
+        reports, problems = ask_all(list(hosts), data, options.timeout)
+    problems += verdict.problems_of(reports, hosts)
+    if len(reports) > 1 and not options.no_network:
+        pairs, unmeasured = measure_all(list(reports), options.megabytes * 10**6, options.timeout, _progress)
+        problems += [*unmeasured, *verdict.slow_pairs(pairs)]
+    _print(reports, pairs, problems)
+    if options.json:
+        _write(Path(options.json), reports, pairs, problems)
+    return int(bool(problems))
+
+
+def ask_all(
+    hosts: Sequence[str], data: str | None, timeout_s: float
+) -> tuple[dict[str, dict[str, Any]], list[GearError]]:
+    """Ask every host about itself, all at once; those that do not answer are errors in the second list."""
+
+    def ask(host: str) -> dict[str, Any] | GearError:
+        try:
+            return ask_one(host, data, timeout_s)
+        except GearError as error:
+            return error
+
+    _progress(f"asking {len(hosts)} hosts")
+    with ThreadPoolExecutor(min(len(hosts), _MAX_CONNECTIONS)) as pool:
+        answers = list(zip(hosts, pool.map(ask, hosts), strict=True))
+    reports = {host: answer for host, answer in answers if not isinstance(answer, GearError)}
+    return reports, [answer for _, answer in answers if isinstance(answer, GearError)]
+
+
+def ask_one(host: str, data: str | None, timeout_s: float) -> dict[str, Any]:
+    """Ask a host about itself.
+
+    Raises:
+        PeerError: It cannot be reached, or what answers is no `gear doctor`.
+    """
+    arguments = ["-m", "deepspeed_gear.cli.main", "doctor", "--node", *(["--data", data] if data else [])]
+    return read_answer(host, remote.run_on(host, arguments, timeout_s))
+
+
+def read_answer(host: str, stdout: str) -> dict[str, Any]:
+    """Find the report in what a host has printed, among what its shell and libraries print.
+
+    Raises:
+        PeerError: There is none.
+    """
+    line = next((line for line in stdout.splitlines() if line.startswith(_MARK)), None)
+    if line is None:
+        raise PeerError(
+            f"host {host}",
+            "must have a deepspeed_gear with gear doctor",
+            stdout[-200:],
+            "install this version there",
+        )
+    facts: dict[str, Any] = json.loads(line[len(_MARK) :])
+    return facts
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("megabytes", "timeout"):
+        value = getattr(options, name)
+        if not value > 0:
+            raise ConfigError(f"--{name}", "must be positive", value, "leave it out for the default")
+
+
+def _print(reports: Mapping[str, Any], pairs: Sequence[Pair], problems: Sequence[GearError]) -> None:
+    sections = []
+    if reports:
+        sections = [
+            verdict.machine_table(reports),
+            verdict.version_lines(reports),
+            verdict.data_lines(reports),
+        ]
+    if len(reports) > 1 and pairs:
+        sections.append(verdict.network_table(list(reports), pairs))
+    for section in filter(None, sections):
+        print("\n".join(section), end="\n\n")
+    for problem in problems:
+        print(f"problem: {problem}")
+    print(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")
+
+
+def _write(
+    path: Path, reports: Mapping[str, Any], pairs: Sequence[Pair], problems: Sequence[GearError]
+) -> None:
+    found = {
+        "hosts": reports,
+        "network": [pair.as_json() for pair in pairs],
+        "problems": [parts_of(problem) for problem in problems],
+    }
+    try:
+        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            str(path), "must be a writable file", error.strerror, "choose another --json"
+        ) from error
+
+
+def _progress(text: str) -> None:
+    print(f"gear: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,138 @@
+"""What `gear doctor` asks of one machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import GearError
+
+SHM = "/dev/shm"
+_PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
+
+
+def examine(data: str | None = None) -> dict[str, Any]:
+    """Return what this machine has, as JSON can hold it. The native op is loaded, and built if need be.
+
+    Args:
+        data: Folder of a data set to open as well.
+    """
+    facts = {
+        "hostname": socket.gethostname(),
+        "boot_id": _text("/proc/sys/kernel/random/boot_id"),
+        "address": _own_address(),
+        "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        "interpreter": sys.executable,
+        "cores": len(os.sched_getaffinity(0)),
+        **_memory(),
+        **_limits(),
+        "infiniband": _names("/sys/class/infiniband"),
+        **_torch(),
+        **_native(),
+    }
+    return {**facts, "data": _data(data)} if data else facts
+
+
+def _memory() -> dict[str, Any]:
+    lines = (line.split() for line in _text("/proc/meminfo").splitlines())
+    kibibytes = {words[0].rstrip(":"): int(words[1]) for words in lines}
+    shm = shutil.disk_usage(SHM)
+    return {
+        "memory_bytes": kibibytes.get("MemTotal", 0) * 1024,
+        "memory_free_bytes": kibibytes.get("MemAvailable", 0) * 1024,
+        "shm_bytes": shm.total,
+        "shm_free_bytes": shm.free,
+        "shm_huge_pages": _chosen(_text("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+    }
+
+
+def _limits() -> dict[str, Any]:
+    def soft(which: int) -> int | None:
+        limit = resource.getrlimit(which)[0]
+        return None if limit == resource.RLIM_INFINITY else limit
+
+    return {"memlock_bytes": soft(resource.RLIMIT_MEMLOCK), "open_files": soft(resource.RLIMIT_NOFILE)}
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    from .. import __version__
+
+    versions = {"python": platform.python_version(), "deepspeed_gear": __version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "none"
+    versions["torch"] = torch.__version__
+    versions["CUDA of torch"] = torch.version.cuda or "none"
+    count = torch.cuda.device_count()
+    return {"versions": versions, "gpus": [torch.cuda.get_device_name(i) for i in range(count)]}
+
+
+def _native() -> dict[str, Any]:
+    from ..ops.builder import GearBuilder
+    from ..ops.load import load_native
+
+    builder = GearBuilder()
+    try:
+        module = load_native()
+        found: dict[str, Any] = {"native_op": Path(module.__file__ or "").name, "native_error": None}
+    except GearError as error:
+        found = {"native_op": None, "native_error": parts_of(error)}
+    return {**found, "native_sources": builder.source_digest()[:16]}
+
+
+def _data(path: str) -> dict[str, Any]:
+    from ..store.dataset import Dataset
+
+    try:
+        dataset = Dataset.open(path)
+    except GearError as error:
+        return {"error": parts_of(error)}
+    return {
+        "fingerprint": dataset.fingerprint,
+        "num_trajectories": len(dataset.lengths),
+        "num_steps": int(dataset.lengths.sum()),
+    }
+
+
+def parts_of(error: GearError) -> dict[str, str]:
+    """Return an error's parts, as JSON can hold them."""
+    value = "" if error.value is None else str(error.value)
+    return {"name": error.name, "rule": error.rule, "value": value, "remedy": error.remedy}
+
+
+def _own_address() -> str:
+    """Return what this machine's name resolves to here: what gloo tells others, if it has no interface."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _names(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError:
+        return []
+
+
+def _chosen(text: str) -> str:
+    """Return the choice of "always [never] advise"."""
+    return text.partition("[")[2].partition("]")[0] or "unknown"

@@ -1,0 +1,258 @@
+"""What `gear doctor` makes of what the machines say: tables, and problems."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigError, DataError, GearError, PeerError, StoreError
+from .network import Pair
+
+Facts = Mapping[str, Any]
+
+MIN_SHM_BYTES = 1 << 30
+MIN_OPEN_FILES = 1024
+# Of the median of all pairs: links of one network differ by noise, not by this.
+MIN_SHARE_OF_BANDWIDTH = 0.25
+
+
+def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None) -> list[GearError]:
+    """Find what is wrong with machines, each alone and beside the others.
+
+    Args:
+        reports: Of `machine.examine`, by host.
+        slots: Ranks on each host, where a hostfile names them.
+    """
+    found: list[GearError] = []
+    for host, facts in reports.items():
+        found += _alone(host, facts, len(reports) > 1)
+        found += _slots(host, facts, (slots or {}).get(host, 0))
+    found += _same_machine(reports)
+    found += _differing_versions(reports)
+    found += _differing_sources(reports)
+    found += _data(reports)
+    return found
+
+
+def _alone(host: str, facts: Facts, has_peers: bool) -> Iterator[GearError]:
+    if facts["native_error"]:
+        error = facts["native_error"]
+        yield GearError(
+            f"host {host}: {error['name']}", error["rule"], error["value"] or None, error["remedy"]
+        )
+    if facts["shm_free_bytes"] < MIN_SHM_BYTES:
+        yield StoreError(
+            f"host {host}: /dev/shm",
+            f"must have {show_bytes(MIN_SHM_BYTES)} free",
+            f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}",
+            "run gear clean; else enlarge it: mount -o remount,size=50% /dev/shm, or docker run --shm-size",
+        )
+    if facts["open_files"] is not None and facts["open_files"] < MIN_OPEN_FILES:
+        yield GearError(
+            f"host {host}: the limit of open files",
+            f"must be at least {MIN_OPEN_FILES}",
+            facts["open_files"],
+            "raise it: ulimit -n, or nofile in /etc/security/limits.conf",
+        )
+    if facts["infiniband"] and facts["memlock_bytes"] is not None:
+        yield GearError(
+            f"host {host}: the limit of locked memory",
+            f"must be unlimited where there is InfiniBand ({', '.join(facts['infiniband'])})",
+            show_bytes(facts["memlock_bytes"]),
+            "raise it: memlock in /etc/security/limits.conf, or docker run --ulimit memlock=-1",
+        )
+    if has_peers and facts["address"].startswith("127.") and not facts["gloo_interface"]:
+        yield PeerError(
+            f"host {host}: its own name, {facts['hostname']},",
+            "must not resolve to a loopback address there, which gloo would tell the other hosts",
+            facts["address"],
+            "correct its /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface",
+        )
+
+
+def _slots(host: str, facts: Facts, slots: int) -> Iterator[GearError]:
+    if facts["gpus"] and slots > len(facts["gpus"]):
+        yield ConfigError(
+            f"slots of {host}",
+            f"must be at most its {len(facts['gpus'])} GPUs",
+            slots,
+            "correct the hostfile",
+        )
+
+
+def _same_machine(reports: Mapping[str, Facts]) -> Iterator[GearError]:
+    for hosts in _groups(reports, lambda facts: (facts["hostname"], facts["boot_id"])).values():
+        if len(hosts) > 1:
+            yield ConfigError(
+                f"hosts {', '.join(hosts)}",
+                "must be different machines",
+                reports[hosts[0]]["hostname"],
+                "name each machine once, with all its slots",
+            )
+
+
+def _differing_versions(reports: Mapping[str, Facts]) -> Iterator[GearError]:
+    for package in packages_of(reports):
+        groups = _groups(reports, lambda facts, package=package: facts["versions"].get(package, "none"))
+        if len(groups) > 1:
+            yield GearError(
+                package,
+                "must have the same version on all hosts",
+                _show_groups(groups),
+                "install the same environment everywhere",
+            )
+
+
+def _differing_sources(reports: Mapping[str, Facts]) -> Iterator[GearError]:
+    groups = _groups(reports, lambda facts: facts["native_sources"])
+    if len(groups) > 1:
+        yield GearError(
+            "the sources of the native op",
+            "must be the same on all hosts",
+            _show_groups(groups),
+            "install the same commit of deepspeed_gear everywhere",
+        )
+
+
+def _data(reports: Mapping[str, Facts]) -> Iterator[GearError]:
+    opened = {host: facts["data"] for host, facts in reports.items() if "data" in facts}
+    for host, data in opened.items():
+        if "error" in data:
+            error = data["error"]
+            yield DataError(
+                f"host {host}: {error['name']}", error["rule"], error["value"] or None, error["remedy"]
+            )
+    whole = {host: data for host, data in opened.items() if "error" not in data}
+    groups = _groups(whole, lambda data: data["fingerprint"][:16])
+    if len(groups) > 1:
+        yield DataError(
+            "the data set's fingerprint",
+            "must be the same on all hosts",
+            _show_groups(groups),
+            "copy the data set from one host to the others",
+        )
+
+
+def slow_pairs(pairs: Sequence[Pair]) -> list[GearError]:
+    """Find the links that are much slower than the others; of fewer than three pairs none is.
+
+    The worse direction of a pair counts.
+    """
+    speeds = [min(pair.forth_bytes_per_s, pair.back_bytes_per_s) for pair in pairs]
+    if len(pairs) < 3:
+        return []
+    median = statistics.median(speeds)
+    return [
+        PeerError(
+            f"the network between {pair.first} and {pair.second}",
+            f"must have {MIN_SHARE_OF_BANDWIDTH:.0%} of the median of all pairs, {_megabytes(median)} MB/s",
+            f"{_megabytes(speed)} MB/s",
+            "look at the interfaces and switch ports of these hosts (ethtool, ip -s link)",
+        )
+        for pair, speed in zip(pairs, speeds, strict=True)
+        if speed < MIN_SHARE_OF_BANDWIDTH * median
+    ]
+
+
+def packages_of(reports: Mapping[str, Facts]) -> list[str]:
+    """List every package whose version some machine names."""
+    return list(dict.fromkeys(package for facts in reports.values() for package in facts["versions"]))
+
+
+def machine_table(reports: Mapping[str, Facts]) -> list[str]:
+    """Return what each machine has, a line each."""
+    head = ["", "cores", "memory free", "/dev/shm free", "locked", "files", "huge shm", "GPUs", "native op"]
+    return table([head, *(_machine_row(host, facts) for host, facts in reports.items())])
+
+
+def _machine_row(host: str, facts: Facts) -> list[str]:
+    return [
+        host,
+        str(facts["cores"]),
+        f"{show_bytes(facts['memory_free_bytes'])} of {show_bytes(facts['memory_bytes'])}",
+        f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}",
+        "unlimited" if facts["memlock_bytes"] is None else show_bytes(facts["memlock_bytes"]),
+        "unlimited" if facts["open_files"] is None else str(facts["open_files"]),
+        facts["shm_huge_pages"],
+        str(len(facts["gpus"])),
+        facts["native_op"] or "FAILED",
+    ]
+
+
+def version_lines(reports: Mapping[str, Facts]) -> list[str]:
+    """Return the versions in one line where all machines agree, else as a table of hosts and packages."""
+    packages = packages_of(reports)
+    rows = {host: [facts["versions"].get(p, "none") for p in packages] for host, facts in reports.items()}
+    first = next(iter(rows.values()))
+    if all(row == first for row in rows.values()):
+        pairs = zip(packages, first, strict=True)
+        return ["versions: " + ", ".join(f"{package} {version}" for package, version in pairs)]
+    return table([["", *packages], *([host, *row] for host, row in rows.items())])
+
+
+def data_lines(reports: Mapping[str, Facts]) -> list[str]:
+    """Return what each machine has of the data set."""
+    rows = []
+    for host, facts in reports.items():
+        data = facts.get("data")
+        if data and "error" not in data:
+            rows.append(
+                [host, str(data["num_trajectories"]), str(data["num_steps"]), data["fingerprint"][:16]]
+            )
+    return table([["data", "trajectories", "steps", "fingerprint"], *rows]) if rows else []
+
+
+def network_table(hosts: Sequence[str], pairs: Sequence[Pair]) -> list[str]:
+    """Return bandwidth from row to column, and round trips."""
+    speeds, trips = {}, {}
+    for pair in pairs:
+        speeds[pair.first, pair.second] = _megabytes(pair.forth_bytes_per_s)
+        speeds[pair.second, pair.first] = _megabytes(pair.back_bytes_per_s)
+        trip = f"{pair.round_trip_s * 1e6:.0f}"
+        trips[pair.first, pair.second] = trips[pair.second, pair.first] = trip
+
+    def matrix(title: str, cells: Mapping[tuple[str, str], str]) -> list[str]:
+        rows = [[a, *("-" if a == b else cells.get((a, b), "FAILED") for b in hosts)] for a in hosts]
+        return table([[title, *hosts], *rows])
+
+    return [*matrix("MB/s from, to", speeds), "", *matrix("round trip, us", trips)]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align columns: the first one to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+
+
+def show_bytes(count: int) -> str:
+    """Return "1.5 GiB"."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"
+
+
+def _megabytes(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.3g}" if bytes_per_s < 1e8 else f"{bytes_per_s / 1e6:.0f}"
+
+
+def _groups(items: Mapping[str, Any], key: Any) -> dict[Any, list[str]]:
+    """Group hosts by what `key` makes of their items."""
+    groups: dict[Any, list[str]] = {}
+    for host, item in items.items():
+        groups.setdefault(key(item), []).append(host)
+    return groups
+
+
+def _show_groups(groups: Mapping[str, Sequence[str]]) -> str:
+    """Name up to three hosts of each group: "2.4 on node0, node1; 2.5 on node2"."""
+    return "; ".join(
+        f"{value} on {', '.join(hosts[:3])}" + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
+        for value, hosts in groups.items()
+    )

@@ -1,0 +1,49 @@
+"""`gear doctor` over the hosts of a hostfile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from cluster_support import Cluster
+from gear_support import lengths_of, write_dataset
+
+GEAR = (sys.executable, "-m", "deepspeed_gear.cli.main", "doctor")
+
+
+def test_two_nodes_and_their_network(cluster: Cluster, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "set", lengths_of(12))
+    to = tmp_path / "found.json"
+    done = cluster.call(
+        0, *GEAR, "--hostfile", str(cluster.hostfile(2)), "--data", str(data), "--json", str(to),
+        "--megabytes", "16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MB/s from, to" in done.stdout
+    assert done.stdout.endswith("0 problems\n")
+    found = json.loads(to.read_text())
+    assert [facts["hostname"] for facts in found["hosts"].values()] == ["node0", "node1"]
+    assert [facts["address"] for facts in found["hosts"].values()] == ["10.77.0.1", "10.77.0.2"]
+    assert [facts["data"]["num_trajectories"] for facts in found["hosts"].values()] == [12, 12]
+    (pair,) = found["network"]
+    assert min(pair[name] for name in pair if name.endswith("_s")) > 0
+
+
+def test_what_is_wrong_on_one_node_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"{host} slots=1\n" for host in ("node0", "node1", "10.77.0.2", "node9")))
+    data = cluster.shm(0) / "set"
+    try:
+        write_dataset(data, lengths_of(5))
+        done = cluster.call(0, *GEAR, "--hostfile", str(hostfile), "--data", "/dev/shm/set", "--no-network")
+    finally:
+        shutil.rmtree(data, ignore_errors=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    problems = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
+    assert "host node9 must run this interpreter over ssh" in problems[0]
+    assert any("hosts node1, 10.77.0.2 must be different machines" in line for line in problems)
+    assert any("host node1: /dev/shm/set must be the folder of a data set" in line for line in problems)
+    assert not any("host node0" in line for line in problems)
+    assert len(problems) == 4

@@ -1,0 +1,255 @@
+"""`gear doctor`: what it makes of what machines say, and what it measures between two processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from contextlib import redirect_stdout
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.launcher.runner import fetch_hostfile
+from gear_support import lengths_of, wait_until, write_dataset
+
+from deepspeed_gear.cli import network, verdict
+from deepspeed_gear.cli.doctor import read_answer
+from deepspeed_gear.cli.machine import examine
+from deepspeed_gear.cli.main import main
+from deepspeed_gear.cli.network import Pair
+from deepspeed_gear.cli.remote import read_hostfile
+from deepspeed_gear.errors import ConfigError, PeerError
+
+GOOD: dict[str, Any] = {
+    "boot_id": "boot",
+    "address": "10.0.0.1",
+    "gloo_interface": "",
+    "cores": 8,
+    "memory_bytes": 64 << 30,
+    "memory_free_bytes": 60 << 30,
+    "shm_bytes": 32 << 30,
+    "shm_free_bytes": 31 << 30,
+    "shm_huge_pages": "advise",
+    "memlock_bytes": 8 << 20,
+    "open_files": 1024,
+    "infiniband": [],
+    "gpus": ["H200"] * 8,
+    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    "native_op": "gear_1.so",
+    "native_error": None,
+    "native_sources": "abc",
+}
+
+
+def machines(count: int = 3, **changes: Any) -> dict[str, dict[str, Any]]:
+    """Return reports of good machines; `node1` has the changes."""
+    found = {f"node{i}": {**GOOD, "hostname": f"node{i}"} for i in range(count)}
+    found["node1"] |= changes
+    return found
+
+
+def messages(reports: dict[str, dict[str, Any]], slots: dict[str, int] | None = None) -> list[str]:
+    return [str(problem) for problem in verdict.problems_of(reports, slots)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("doctor") / "set", lengths_of(12))
+
+
+def test_good_machines_have_no_problems() -> None:
+    assert messages(machines(), {"node0": 8, "node1": 8, "node2": 8}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shm_free_bytes": 64 << 20}, "host node1: /dev/shm must have 1 GiB free, got '64 MiB of 32 GiB'"),
+        ({"open_files": 256}, "host node1: the limit of open files must be at least 1024, got 256"),
+        ({"infiniband": ["mlx5_0"]}, "host node1: the limit of locked memory must be unlimited"),
+        ({"address": "127.0.1.1"}, "host node1: its own name, node1, must not resolve to a loopback address"),
+        ({"hostname": "node0"}, "hosts node0, node1 must be different machines"),
+        ({"native_sources": "xyz"}, "got 'abc on node0, node2; xyz on node1'"),
+        ({"versions": {"python": "3.11.7", "torch": "2.4.0"}},
+         "torch must have the same version on all hosts, got '2.13.0 on node0, node2; 2.4.0 on node1'"),
+        ({"versions": {"python": "3.11.7"}}, "got '2.13.0 on node0, node2; none on node1'"),
+        ({"native_error": {"name": "the op", "rule": "must compile", "value": "", "remedy": "install g++"}},
+         "host node1: the op must compile; install g++"),
+    ],
+)  # fmt: skip
+def test_each_problem_is_named(changes: dict[str, Any], message: str) -> None:
+    (found,) = messages(machines(**changes))
+    assert message in found
+    assert "; " in found, "no remedy"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"address": "127.0.1.1", "gloo_interface": "eth0"},
+        {"infiniband": ["mlx5_0"], "memlock_bytes": None},
+        {"open_files": None},
+        {"native_op": "gear_2.so"},  # built for another processor from the same sources
+    ],
+)
+def test_what_is_no_problem(changes: dict[str, Any]) -> None:
+    assert messages(machines(**changes)) == []
+
+
+def test_slots_are_compared_with_gpus() -> None:
+    assert messages(machines(), {"node0": 9}) == [
+        "slots of node0 must be at most its 8 GPUs, got 9; correct the hostfile"
+    ]
+    assert messages(machines(2, gpus=[]), {"node1": 9}) == []
+
+
+def test_one_machine_has_no_peers_to_differ_from() -> None:
+    assert messages({"here": {**GOOD, "hostname": "here", "address": "127.0.1.1"}}) == []
+
+
+def test_data_sets_are_compared() -> None:
+    reports = machines()
+    for host in reports:
+        reports[host]["data"] = {"fingerprint": "a" * 64, "num_trajectories": 5, "num_steps": 50}
+    assert messages(reports) == []
+    reports["node2"]["data"]["fingerprint"] = "b" * 64
+    error = {"name": "/d", "rule": "must be the folder of a data set", "value": "", "remedy": "make it"}
+    reports["node1"]["data"] = {"error": error}
+    missing, differing = messages(reports)
+    assert missing == "host node1: /d must be the folder of a data set; make it"
+    assert f"{'a' * 16} on node0; {'b' * 16} on node2" in differing
+    assert [line.split() for line in verdict.data_lines(reports)[1:]] == [
+        ["node0", "5", "50", "a" * 16],
+        ["node2", "5", "50", "b" * 16],
+    ]
+
+
+def test_versions_take_a_line_where_they_agree_and_a_table_where_not() -> None:
+    assert verdict.version_lines(machines()) == ["versions: python 3.11.7, torch 2.13.0"]
+    shown = verdict.version_lines(machines(2, versions={"python": "3.11.7", "torch": "2.4"}))
+    assert shown == [
+        "       python   torch",
+        "node0  3.11.7  2.13.0",
+        "node1  3.11.7     2.4",
+    ]
+
+
+def test_the_network_is_shown_from_row_to_column() -> None:
+    pairs = [Pair("a", "b", 2e9, 1.5e6, 21e-6)]
+    assert verdict.network_table(["a", "b", "c"], pairs) == [
+        "MB/s from, to       a       b       c",
+        "a                   -    2000  FAILED",
+        "b                 1.5       -  FAILED",
+        "c              FAILED  FAILED       -",
+        "",
+        "round trip, us       a       b       c",
+        "a                    -      21  FAILED",
+        "b                   21       -  FAILED",
+        "c               FAILED  FAILED       -",
+    ]
+
+
+def test_a_slow_link_is_named() -> None:
+    pairs = [Pair("a", "b", 1e9, 1e9, 0), Pair("a", "c", 9e8, 2e8, 0), Pair("b", "c", 1e9, 1e9, 0)]
+    (problem,) = verdict.slow_pairs(pairs)
+    assert "between a and c must have 25% of the median of all pairs, 1000 MB/s, got '200 MB/s'" in str(
+        problem
+    )
+    assert verdict.slow_pairs(pairs[:2]) == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_rounds_pair_everybody_once_and_nobody_twice_at_a_time(count: int) -> None:
+    hosts = [str(i) for i in range(count)]
+    played = list(network.rounds(hosts))
+    for pairs in played:
+        busy = [host for pair in pairs for host in pair]
+        assert len(set(busy)) == len(busy)
+    met = [frozenset(pair) for pairs in played for pair in pairs]
+    assert len(met) == len(set(met))
+    assert set(met) == {frozenset(pair) for pair in combinations(hosts, 2)}
+
+
+@pytest.mark.parametrize("num_bytes", [1, (1 << 20) + 7])
+def test_both_directions_are_measured(num_bytes: int) -> None:
+    said = io.StringIO()
+    with redirect_stdout(said):
+        server = threading.Thread(target=network.serve, args=("secret",), daemon=True)
+        server.start()
+        wait_until(lambda: said.getvalue().endswith("\n"), "listening")
+    port = int(said.getvalue())
+    with pytest.raises(OSError, match=r"gone|reset"):
+        network.ask("127.0.0.1", port, "public", num_bytes)
+    found = network.ask("127.0.0.1", port, "secret", num_bytes)
+    server.join(timeout=20)
+    assert not server.is_alive()
+    assert min(Pair("a", "b", **found).as_json()[name] for name in found) > 0  # type: ignore[type-var]
+
+
+def test_the_hostfile_is_read_as_deepspeed_reads_it(checkout: Path, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# all\n\n  node0 slots=2\nuser@node1\tslots=4 # more\n")
+    for file in (path, checkout / "configs" / "hostfile.example"):
+        hosts = read_hostfile(file)
+        assert hosts == dict(fetch_hostfile(str(file)))
+        assert list(hosts) == list(fetch_hostfile(str(file)))
+    assert read_hostfile(path) == {"node0": 2, "user@node1": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("node0 slots=1\nnode1 slot=1\n", "line 2 must be 'HOST slots=NUMBER', got 'node1 slot=1'"),
+        ("node0 slots=1\nnode0 slots=2\n", "line 2 must name a host once, got 'node0'"),
+        ("# none\n", "must name a host; "),
+    ],
+)
+def test_a_wrong_hostfile_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_hostfile(path)
+    with pytest.raises(ValueError, match="Hostfile"):
+        fetch_hostfile(str(path))
+
+
+def test_a_missing_hostfile_and_wrong_options_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--hostfile", str(tmp_path / "none")]) == 2
+    assert "must be a readable hostfile" in capsys.readouterr().err
+    assert main(["doctor", "--megabytes", "0"]) == 2
+    assert "--megabytes must be positive, got 0" in capsys.readouterr().err
+
+
+def test_deepspeed_reads_every_line_of_the_example_of_variables(checkout: Path) -> None:
+    lines = (checkout / "configs" / "deepspeed_env.example").read_text().splitlines()
+    pairs = [line.split("=", maxsplit=1) for line in lines]
+    assert all(len(pair) == 2 and pair[0].isidentifier() for pair in pairs)
+
+
+def test_an_answer_is_found_among_other_output() -> None:
+    assert read_answer("a", 'Welcome!\nGEAR-NODE {"cores": 2}\nbye\n') == {"cores": 2}
+    with pytest.raises(PeerError, match="host a must have a deepspeed_gear"):
+        read_answer("a", "Welcome!\n")
+
+
+def test_this_machine(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = tmp_path / "found.json"
+    status = main(["doctor", "--data", str(data), "--json", str(to)])
+    shown = capsys.readouterr().out
+    found = json.loads(to.read_text())
+    facts = found["hosts"]["here"]
+    assert status == bool(found["problems"])
+    assert facts["native_error"] is None
+    assert facts["native_op"] in shown
+    assert facts["data"] == examine(str(data))["data"]
+    assert facts["data"]["fingerprint"][:16] in shown
+    assert f"deepspeed_gear {facts['versions']['deepspeed_gear']}" in shown
+
+
+def test_a_missing_data_set_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--data", str(tmp_path / "none")]) == 1
+    assert "problem: host here: " in capsys.readouterr().out
