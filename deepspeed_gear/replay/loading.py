@@ -33,7 +33,8 @@ class Loading:
     """
 
     def __init__(self, parts: Parts, tables: Mapping[str, Table]) -> None:
-        self._parts, self._tables = parts, tables if parts.leads_shard else {}
+        self._parts, self._names = parts, list(tables)
+        self._tables = tables if parts.leads_shard else {}
         placement, topology = parts.plan.placement, parts.plan.topology
         self._spread = sorted(name for name in tables if name in placement.spread)
         self._found: dict[str, SavedTable] = {}
@@ -54,6 +55,8 @@ class Loading:
             CheckpointError: A file is missing or changed, or the schema differs.
             StoreFullError: A table is too small.
         """
+        for name in self._names:  # so that every rank says what is missing
+            snapshot.find_shards(folder / name)
         for name, table in self._tables.items():
             found = self._found[name] = snapshot.read_table(folder / name, table.spec.schema)
             if name in self._spread:

@@ -146,26 +146,43 @@ class SavedTable:
     whole: Saved
 
 
-def read_table(folder: Path, schema: Schema) -> SavedTable:
-    """Read what is not rows; check all of these files, and that no shard is missing.
+def read_table(folder: Path, schema: Schema | None = None) -> SavedTable:
+    """Read what is not rows, and check these files.
 
+    Args:
+        folder: Of the table.
+        schema: What it must have; None: any.
     Raises:
         CheckpointError: Something is missing, changed, or of another schema.
     """
-    folders = _folders_of(folder)
-    manifests = [check_saved(one, schema, rows=False) for one in folders]
+    folders, manifests = find_shards(folder)
+    for one, manifest in zip(folders, manifests, strict=True):
+        if schema is not None and Schema.from_json(manifest["schema"]) != schema:
+            raise CheckpointError(str(one), f"must have the schema {schema}", manifest["schema"])
+        _check_files(one, manifest, rows=False)
     shards = [_read_shard(one, manifest) for one, manifest in zip(folders, manifests, strict=True)]
     return SavedTable(folders, manifests, shards, merge(shards))
 
 
-def _folders_of(folder: Path) -> list[Path]:
-    if (folder / MANIFEST).exists():
-        return [folder]
-    found = sorted(folder.glob(f"shard-*/{MANIFEST}"))
-    if not found:
-        return [folder]  # whose manifest is missing
-    shard = _manifest_of(found[0].parent).get("shard") or {"count": 1}
-    return [shard_folder(folder, index) for index in range(shard["count"])]
+def find_shards(folder: Path) -> tuple[list[Path], list[dict[str, Any]]]:
+    """Return the folders of a table's shards, or its own where it lay in one store, and their manifests.
+
+    Raises:
+        CheckpointError: One is missing, of another format, or not of the same table as the others.
+    """
+    shards = sorted(folder.glob(f"shard-*/{MANIFEST}"))
+    if (folder / MANIFEST).exists() or not shards:
+        return [folder], [_manifest_of(folder)]
+    count = int(_manifest_of(shards[0].parent)["shard"]["count"])
+    folders = [shard_folder(folder, index) for index in range(count)]
+    manifests = [_manifest_of(one) for one in folders]
+    for index, (one, manifest) in enumerate(zip(folders, manifests, strict=True)):
+        shard = manifest["shard"]["index"], manifest["shard"]["count"]
+        if shard != (index, count):
+            raise CheckpointError(
+                str(one), f"must hold shard {index} of {count}", f"{shard[0]} of {shard[1]}"
+            )
+    return folders, manifests
 
 
 def _read_shard(folder: Path, manifest: dict[str, Any]) -> Saved:
@@ -180,9 +197,13 @@ def _read_shard(folder: Path, manifest: dict[str, Any]) -> Saved:
     return Saved(others.get("slots"), others.get("numbers"), int(manifest["next_id"]), streams)
 
 
-def check_rows(found: SavedTable, division: Division | None, index: int) -> None:
-    """Check the files of the rows that a shard takes; None: all.
+def check_rows(found: SavedTable, division: Division | None = None, index: int = 0) -> None:
+    """Check the files of rows.
 
+    Args:
+        found: The table.
+        division: Who gets what; None: all files are checked.
+        index: Of the shard that gets the rows.
     Raises:
         CheckpointError: One is missing or changed.
     """
@@ -263,32 +284,13 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def check_saved(folder: Path, schema: Schema, rows: bool = True) -> dict[str, Any]:
-    """Check a saved store's files and schema; return its manifest.
-
-    Args:
-        folder: Of a table, or of a shard of one.
-        schema: What it must have.
-        rows: Whether to look at the files of rows, too.
-    Raises:
-        CheckpointError: Something is missing, changed, or of another schema.
-    """
-    manifest = _manifest_of(folder)
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(str(folder), f"must have format {FORMAT}", manifest.get("format"))
-    if Schema.from_json(manifest["schema"]) != schema:
-        raise CheckpointError(str(folder), f"must have the schema {schema}", manifest["schema"])
-    _check_files(folder, manifest, rows=False)
-    if rows:
-        _check_files(folder, manifest, rows=True)
-    return manifest
-
-
 def _manifest_of(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(str(folder / MANIFEST), "must be readable", None, str(error)) from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(str(folder), f"must have format {FORMAT}", manifest.get("format"))
     return manifest
 
 

@@ -20,6 +20,7 @@ from gear_support import SCHEMA, lengths_of, prefix, trajectory
 
 from deepspeed_gear import Replay
 from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.store.table import ID
 
 BATCH, BEFORE, BEHIND = 16, 5, 5
 WINDOWS = {
@@ -45,7 +46,13 @@ def cases(data: Path) -> dict[str, dict[str, Any]]:
     a, b = str(data / "a"), str(data / "b")
     parts = {"kind": "mixture", "shares": {"a": 0.3, "b": 0.7}, "of": PRIORITIZED}
     return {
-        "uniform": {"data": a, "fields": WINDOWS, "sampler": {"unit": "step"}, "prefetch": 2},
+        "uniform": {
+            "data": a,
+            "fields": WINDOWS,
+            "sampler": {"unit": "step"},
+            "prefetch": 2,
+            "verify_every": 2,
+        },
         "mapped": {"data": {"path": a, "load": "map"}, "fields": WINDOWS, "prefetch": 1},
         "epoch": {"data": a, "fields": WINDOWS, "sampler": {"kind": "epoch", "unit": "trajectory"}},
         "recent": {
@@ -80,28 +87,58 @@ def cases(data: Path) -> dict[str, dict[str, Any]]:
         },
         "online": {"tables": {"main": ONLINE}, "fields": WINDOWS, "sampler": PRIORITIZED, "prefetch": 1},
         "online_uniform": {"tables": {"main": ONLINE}, "fields": WINDOWS, "prefetch": 2},
+        "changed": {"tables": {"main": ONLINE}, "fields": WINDOWS, "sampler": PRIORITIZED, "prefetch": 1},
+        "changed_uniform": {"tables": {"main": ONLINE}, "fields": WINDOWS, "prefetch": 2},
     }
 
 
 class Run:
     """A case on this rank."""
 
-    def __init__(self, section: dict[str, Any]) -> None:
+    def __init__(self, section: dict[str, Any], changes: bool) -> None:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.online = "main" in section.get("tables", {})
+        self.changes = changes
         common = {"timeout_s": 20.0, "shared_memory": {"prefix": prefix()}, "batch_size": BATCH}
         config = {**common, **section}
         self.replay = Replay(config, schemas={"main": SCHEMA} if self.online else None)
 
     def fill(self) -> None:
         """Add trajectories, in parts of the ranks: their stored order is the same on any number of these."""
-        lengths = lengths_of(24, seed=3)
+        lengths = lengths_of(48, seed=3)
         for rank in range(self.world):
             if rank == self.rank:
                 for number in range(24 * rank // self.world, 24 * (rank + 1) // self.world):
                     self.replay.add(trajectory(number, lengths[number], terminated=True))
             self._wait()
+
+    def change(self) -> None:
+        """Remove and add trajectories, so that the orders of slots, of rows and of ids are all different."""
+        replay, lengths = self.replay, lengths_of(48, seed=3)
+        if self.rank == 0:
+            table = replay.tables["main"]
+            replay.remove(table.slots[[1, 2, 4], ID].copy())
+        self._wait()
+        self.take(2)
+        for rank in range(self.world):
+            if rank == self.rank:
+                for number in range(24 + 8 * rank // self.world, 24 + 8 * (rank + 1) // self.world):
+                    replay.add(trajectory(number, lengths[number]))
+            self._wait()
+
+    def evaluate(self) -> str:
+        """Return a digest of a pass over the evaluation split."""
+        if "eval" not in self.replay.streams:
+            return ""
+        mine = []
+        for batch in self.replay.iterator("eval"):
+            rows = zip(
+                batch.id.tolist(), batch.anchor.tolist(), map(_bytes, batch["observation"]), strict=True
+            )
+            mine += [row for row, valid in zip(rows, batch.valid.tolist(), strict=True) if valid]
+        every = sorted(row for of_rank in self._gather(mine) for row in of_rank)
+        return hashlib.sha256(repr(every).encode()).hexdigest()[:12]
 
     def take(self, count: int, report: str = "batch") -> list[str]:
         """Take global batches, report priorities, and return a digest of each."""
@@ -153,10 +190,12 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def save(section: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Save in the middle; return what comes behind that, going on and loaded again."""
-    run = Run(section)
+    run = Run(section, folder.name.startswith("changed"))
     if run.online:
         run.fill()
     before = run.take(BEFORE)
+    if run.changes:
+        run.change()
     state = run.state(run.replay.save(folder))
     if run.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,21 +205,23 @@ def save(section: dict[str, Any], folder: Path) -> dict[str, Any]:
     for _ in range(2):
         run.replay.load(folder, state)
         again.append(run.take(BEHIND))
+    passed = run.evaluate()
     run.replay.load_state_dict(run.state(run.replay.state_dict()))
-    more = run.take(2)
+    more = run.take(2)  # where priorities change, how far the tables are depends on how far a thread was
     run.replay.close()
-    found = {"before": before, "state": state, "behind": behind, "more": more}
-    return {**found, "is_repeated": again == [behind, behind]}
+    found = {"before": before, "state": state, "behind": behind, "passed": passed, "again": again}
+    return found if run.replay.config.item_sampler.kind == "prioritized" else {**found, "more": more}
 
 
 def load(section: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Load; return what comes."""
-    run = Run(section)
+    run = Run(section, False)
     run.replay.load(folder, json.loads((folder / "state.json").read_text()))
     by_id = run.replay.config.item_sampler.kind == "prioritized" and section.get("tables", {}).get("main")
     behind = run.take(BEHIND, "ids" if by_id else "batch")
+    passed = run.evaluate()
     run.replay.close()
-    return {"behind": behind}
+    return {"behind": behind, "passed": passed}
 
 
 def main() -> None:
