@@ -1,8 +1,8 @@
 """Saves replays in the middle and goes on, or loads what another number of nodes has saved.
 
 Arguments: the folder of the data sets; then any of `save=FOLDER` (what each case has done before and does
-behind that, again and again) and `load=FOLDER`. Rank 0 writes a line for each: what the ranks had, joined to
-global batches, so that it is the same on any number of ranks.
+behind that, again and again), `load=FOLDER` and `lose=FOLDER`, which damages the folder. Rank 0 writes a line
+for each: what the ranks had, joined to global batches, so that it is the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from gear_support import SCHEMA, lengths_of, prefix, trajectory
 
 from deepspeed_gear import Replay
 from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.errors import GearError
 from deepspeed_gear.store.table import ID
 
 BATCH, BEFORE, BEHIND = 16, 5, 5
@@ -38,6 +41,7 @@ STEPS = {
     "task": {},
 }
 PRIORITIZED = {"kind": "prioritized", "unit": "step", "alpha": 0.6, "beta": 0.4}
+LOST = ("prioritized", "online")
 ONLINE = {"capacity_steps": 1600, "capacity_trajectories": 100, "max_length": 30}
 
 
@@ -111,7 +115,7 @@ class Run:
             if rank == self.rank:
                 for number in range(24 * rank // self.world, 24 * (rank + 1) // self.world):
                     self.replay.add(trajectory(number, lengths[number], terminated=True))
-            self._wait()
+            self.wait()
 
     def change(self) -> None:
         """Remove and add trajectories, so that the orders of slots, of rows and of ids are all different."""
@@ -119,13 +123,13 @@ class Run:
         if self.rank == 0:
             table = replay.tables["main"]
             replay.remove(table.slots[[1, 2, 4], ID].copy())
-        self._wait()
+        self.wait()
         self.take(2)
         for rank in range(self.world):
             if rank == self.rank:
                 for number in range(24 + 8 * rank // self.world, 24 + 8 * (rank + 1) // self.world):
                     replay.add(trajectory(number, lengths[number]))
-            self._wait()
+            self.wait()
 
     def evaluate(self) -> str:
         """Return a digest of a pass over the evaluation split."""
@@ -137,7 +141,7 @@ class Run:
                 batch.id.tolist(), batch.anchor.tolist(), map(_bytes, batch["observation"]), strict=True
             )
             mine += [row for row, valid in zip(rows, batch.valid.tolist(), strict=True) if valid]
-        every = sorted(row for of_rank in self._gather(mine) for row in of_rank)
+        every = sorted(row for of_rank in self.gather(mine) for row in of_rank)
         return hashlib.sha256(repr(every).encode()).hexdigest()[:12]
 
     def take(self, count: int, report: str = "batch") -> list[str]:
@@ -165,22 +169,24 @@ class Run:
         rows = [b"".join(_bytes(t[i]) for t in tensors) for i in range(batch.num_samples)]
         sources = batch.source.tolist() if len(self.replay.tables) > 1 else [0] * batch.num_samples
         mine = sorted(zip(sources, batch.number.tolist(), rows, strict=True))
-        every = sorted(sample for of_rank in self._gather(mine) for sample in of_rank)
+        every = sorted(sample for of_rank in self.gather(mine) for sample in of_rank)
         return hashlib.sha256(repr(every).encode()).hexdigest()[:12]
 
-    def _gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
         values = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for all ranks."""
         if self.world > 1:
             dist.barrier()
 
     def state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state, if it is equal on all ranks."""
-        assert all(other == state for other in self._gather(state))
+        assert all(other == state for other in self.gather(state))
         return state
 
 
@@ -224,18 +230,43 @@ def load(section: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"behind": behind, "passed": passed}
 
 
+def lose(section: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Change a file of a shard, then lose the shard; return what each rank says to that."""
+    run = Run(section, False)
+    if run.online:
+        run.fill()
+    state, said = json.loads((folder / "state.json").read_text()), []
+    (table,) = run.replay.tables
+    for damage in ("change", "remove"):
+        if run.rank == 0:
+            shard = folder / table / "shard-1"
+            if damage == "change":
+                np.save(shard / "stream.train.queued.npy", np.zeros(3))
+            else:
+                shutil.rmtree(shard)
+        run.wait()
+        try:
+            run.replay.load(folder, state)
+            said.append(run.gather("nothing"))
+        except GearError as error:
+            said.append(run.gather(f"{type(error).__name__}: {error}"))
+    found = {"said": said, "goes_on": len(run.take(2))}
+    run.replay.close()
+    return found
+
+
 def main() -> None:
     """Do what the arguments say."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     data, *actions = arguments
-    only = os.environ.get("CASES")
+    only = os.environ["CASES"].split(",") if "CASES" in os.environ else None
     for text in actions:
         action, _, folder = text.partition("=")
         for name, section in cases(Path(data)).items():
-            if only is None or name in only.split(","):
-                act = {"save": save, "load": load}[action]
+            if (only is None or name in only) and (action != "lose" or name in LOST):
+                act = {"save": save, "load": load, "lose": lose}[action]
                 found = {"action": text, "case": name, **act(section, Path(folder) / name)}
                 if os.environ.get("RANK", "0") == "0":
                     sys.stdout.write("FOUND " + json.dumps(found) + "\n")
