@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import numpy as np
 
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, MOST_MASS_BITS, ONE_Q62
-from deepspeed_gear.replay.snapshot import MANIFEST, check_saved
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.replay.snapshot import MANIFEST, check_rows, read_table
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.draws import rows_of
 from deepspeed_gear.store.living import LivingStore
@@ -134,31 +132,27 @@ def _admitted_rows(records: np.ndarray, anchors: list[int]) -> np.ndarray:
 
 def saved_tables(folder: Path) -> list[Path]:
     """Return the folders of saved tables in a checkpoint's tag, its gear folder, or a table's own."""
-    if (folder / MANIFEST).is_file():
+    if _is_table(folder):
         return [folder]
-    return sorted(path.parent for pattern in ("*", "gear/*") for path in folder.glob(f"{pattern}/{MANIFEST}"))
+    return sorted(path for pattern in ("*", "gear/*") for path in folder.glob(pattern) if _is_table(path))
+
+
+def _is_table(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() or any(folder.glob(f"shard-*/{MANIFEST}"))
 
 
 def of_saved(folder: Path) -> Distribution:
-    """Read the distribution of a saved table.
+    """Read the distribution of a saved table, of all its shards.
 
     Raises:
         CheckpointError: A file is missing or changed, or nothing was sampled.
     """
-    try:
-        schema = Schema.from_json(json.loads((folder / MANIFEST).read_text())["schema"])
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(str(folder / MANIFEST), "must be readable", None, str(error)) from error
-    manifest = check_saved(folder, schema)
-    known = manifest.get("train") or {}
-
-    def saved(name: str) -> np.ndarray | None:
-        path = folder / name
-        return np.load(path) if path.name in manifest["files"] else None
-
-    slots, priorities = saved("slots.npy"), saved("stream.train.priorities.npy")
-    leaves, draws = saved("stream.train.leaves.npy"), saved("stream.train.draws.npy")
-    bases, alpha = saved("stream.train.bases.npy"), saved("stream.train.alpha.npy")
+    found = read_table(folder)
+    check_rows(found)
+    known = found.manifests[0].get("train") or {}
+    slots, content = found.whole.slots, found.whole.streams.get("train", {})
+    names = ("priorities", "leaves", "draws", "bases", "alpha")
+    priorities, leaves, draws, bases, alpha = map(content.get, names)
     if priorities is not None:
         assert bases is not None
         assert alpha is not None

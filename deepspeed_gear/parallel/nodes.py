@@ -161,11 +161,7 @@ class NodeSelector(Selector):
             StoreError: The stream is being closed.
             PeerError: A node has failed, ended, or asks for another global batch.
         """
-        offset = 0 if self.spec.offset is None else self.spec.offset(key)
-        wanted = self._routes.wanted(count, offset)
-        verifies = self.spec.kind != "pass" and bool(self._verify_every) and key % self._verify_every == 0
-        asked = np.arange(count) if verifies else wanted
-        self._cut = _Cut(key, entry, count, offset, wanted, verifies, asked, np.zeros_like(asked))
+        self._cut = self._new_cut(key, entry, count)
         reports = np.zeros(self._num_nodes, np.int64)
         error: Exception | None = None
         try:
@@ -177,6 +173,13 @@ class NodeSelector(Selector):
         except Exception as caught:
             error = caught
         self._hello(error, self.stream.stopped, reports)
+
+    def _new_cut(self, key: int, entry: int, count: int) -> _Cut:
+        offset = 0 if self.spec.offset is None else self.spec.offset(key)
+        wanted = self._routes.wanted(count, offset)
+        verifies = self.spec.kind != "pass" and bool(self._verify_every) and key % self._verify_every == 0
+        asked = np.arange(count) if verifies else wanted
+        return _Cut(key, entry, count, offset, wanted, verifies, asked, np.zeros_like(asked))
 
     @property
     def _has_window(self) -> bool:
@@ -398,6 +401,31 @@ class NodeSelector(Selector):
         if self.stream.draws is not None and len(own):
             with self._table.lock:
                 self.stream.draws.count(records.numpy())
+        self._fill(cut, own, records)
+
+    def deliver(
+        self, key: int, entry: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor
+    ) -> None:
+        """Fill an entry of the ring with a cut of a checkpoint, as `finish` does with a new one.
+
+        Args:
+            key: Number of the global batch.
+            entry: Of the ring.
+            first: Sample number of the cut's first sample.
+            owner: Which node holds each sample. [count], int64.
+            own: Samples that this node holds, ascending. [n], int64.
+            records: Their resolutions. [n, 8], int64.
+        """
+        cut = self._cut = self._new_cut(key, entry, len(owner))
+        cut.first, cut.owner = first, owner[cut.asked]
+        self._fill(cut, own, records)
+
+    def restart(self) -> None:
+        """Ask what a window admits anew at the next cut: the table holds something else."""
+        self._is_first = True
+
+    def _fill(self, cut: _Cut, own: np.ndarray, records: torch.Tensor) -> None:
+        """Put what this node needs of a cut into the ring, and its rows into the arrivals."""
         mine = _Found(own, np.full_like(own, self._index), records.numpy(), self._carrier.steps_of(records))
         theirs = self._swap_resolutions(cut, mine)
         ring = self.stream.ring[cut.entry].numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepspeed_gear.errors import ConfigError
@@ -85,7 +85,7 @@ class Topology:
     rank: int
     places: tuple[Place, ...]
     nodes: tuple[int, ...]
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def world_size(self) -> int:

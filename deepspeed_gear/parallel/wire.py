@@ -27,12 +27,13 @@ from deepspeed_gear.ops.constants import (
     U_PRIORITY,
     U_SLOT,
 )
+from deepspeed_gear.selection import reports as logs
 from deepspeed_gear.selection.reports import BY_ID
 
 UNKNOWN = -1  # id of a sample that this node knows nothing of
 MOST = (1 << 62) - 1
 PACKED_REPORT_WORDS = 3
-SHARD_BITS = 32
+SHARD_BITS = logs.SHARD_BITS
 ANY_SLOT = _LOW = (1 << 32) - 1  # in place of the slot in a report by id
 _NUMBER_BITS, _MOST_BACK = 48, (1 << 16) - 1
 _MOST_NUMBER = (1 << _NUMBER_BITS) - 1  # stands for BY_ID
@@ -101,9 +102,10 @@ def by_shard(reports: np.ndarray, num_shards: int) -> list[np.ndarray]:
 
 
 def local_reports(reports: np.ndarray) -> np.ndarray:
-    """Return reports with the slots of the store that they are of. [n, 6]."""
+    """Return reports with the slots of the store that they are of, -1 for those by id. [n, 6]."""
     local: np.ndarray = reports.copy()
-    local[:, U_SLOT] &= _LOW
+    slots = reports[:, U_SLOT] & _LOW
+    local[:, U_SLOT] = np.where(slots == ANY_SLOT, -1, slots)
     return local
 
 

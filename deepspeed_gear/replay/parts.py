@@ -103,6 +103,17 @@ class Parts:
         return _train(self.plan.config, self.streams)
 
     @property
+    def leads_shard(self) -> bool:
+        """Whether this rank does for all of its node what is done to the node's shards."""
+        topology = self.plan.topology
+        return topology.leads_node and topology.node in self.plan.placement.order
+
+    @property
+    def leads_first_shard(self) -> bool:
+        """Whether this rank does what one node does for all."""
+        return self.leads_shard and self.plan.topology.node == self.plan.placement.order[0]
+
+    @property
     def all_streams(self) -> list[Stream]:
         return [stream for streams in self.streams.values() for stream in streams.values()]
 

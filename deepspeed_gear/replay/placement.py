@@ -30,12 +30,15 @@ class Placement:
         shards: This node's part of each table that is not held as a whole.
         spread: Tables whose batches are cut by all nodes together.
         bounds: First id of each shard of these that hold a data set, and the number of ids.
+        loaded: What a checkpoint has put where, of each of these with a capacity: ids, ascending, the shard
+            of each, and an id below which there are no others.
     """
 
     order: tuple[int, ...]
     shards: dict[str, Shard]
     spread: frozenset[str]
     bounds: dict[str, np.ndarray] = field(default_factory=dict, compare=False)
+    loaded: dict[str, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict, compare=False)
 
     def shard_of(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Return which shard of a spread table has trajectories, -1 for none. [n] -> [n], int64."""
@@ -43,7 +46,14 @@ class Placement:
             bounds = self.bounds[name]
             known = (ids >= 0) & (ids < bounds[-1])
             return np.where(known, np.searchsorted(bounds, ids, side="right") - 1, -1)
-        return np.where(ids >= 0, ids % len(self.order), -1)
+        shards = np.where(ids >= 0, ids % len(self.order), -1)
+        if name in self.loaded:
+            known, holders, behind = self.loaded[name]
+            old = ids < behind
+            at = np.searchsorted(known, ids[old])
+            found = np.append(known, -1)[at] == ids[old]
+            shards[old] = np.where(found, np.append(holders, -1)[at], -1)
+        return shards
 
 
 def place_tables(

@@ -4,6 +4,9 @@ A folder per table: the rows of its trajectories in stored order and their slots
 data set, and of each stream the masses or priorities of its latest cut, the changes that wait for the next
 one, and the cuts that nobody has used yet. So what is loaded continues with the batches that would have come,
 although prefetching was ahead and an epoch was under way.
+
+A table that is spread over nodes has a folder per shard in it, shard-0 to shard-<S - 1>, each like that of a
+table in one store. Any of them are loaded into any number of nodes (`resharding`).
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deepspeed_gear.errors import CheckpointError, StoreFullError
+from deepspeed_gear.replay.resharding import Division, Saved, in_rows, merge, packed
 from deepspeed_gear.replay.sizes import TRAIN
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.selection import saved
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NEXT_ID, NUM_ROWS, RETIRED, STATE, Table
@@ -29,41 +35,78 @@ MANIFEST = "manifest.json"
 _BLOCK = 1 << 22
 
 
+# ---- saving --------------------------------------------------------------------------------------
+
+
 def save_table(table: Table, streams: list[Stream], folder: Path, batches: int) -> None:
-    """Write a table's content. Wants the lock.
+    """Write the content of a table that lies in one store. Wants the lock.
 
     Args:
-        table: A table with a capacity.
+        table: The table.
         streams: Those that draw from it.
         folder: Where to; replaced as a whole.
         batches: Global batches of the training stream that were used.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    begin(folder)
+    _write(table, streams, _partial(folder), batches, {})
+    publish(folder)
+
+
+def save_shard(table: Table, streams: list[Stream], folder: Path, batches: int) -> None:
+    """Write this store's shard of a table between `begin` and `publish`; as `save_table`. Wants the lock."""
+    shard = table.spec.shard
+    assert shard is not None
+    part = shard_folder(_partial(folder), shard.index)
+    part.mkdir(parents=True)
+    _write(table, streams, part, batches, {"shard": asdict(shard)})
+
+
+def begin(folder: Path) -> None:
+    """Make room for a table's files beside where they go in the end."""
+    shutil.rmtree(_partial(folder), ignore_errors=True)
+    _partial(folder).mkdir(parents=True)
+
+
+def publish(folder: Path) -> None:
+    """Give complete files their name."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(_partial(folder), folder)
+
+
+def shard_folder(folder: Path, index: int) -> Path:
+    """Return the folder of a shard in that of its table."""
+    return folder / f"shard-{index}"
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
+
+
+def _write(table: Table, streams: list[Stream], to: Path, batches: int, more: dict[str, Any]) -> None:
     slots = np.nonzero(np.isin(table.slots[:, STATE], (COMMITTED, RETIRED)))[0]
     if table.spec.dataset is None:
-        _save_rows(table, slots, partial)
+        _save_rows(table, slots, to)
+        if more:  # reports and cuts name slots of the store
+            np.save(to / "numbers.npy", slots)
     for stream in streams:
         for name, array in saved.export(stream, slots, batches).items():
-            np.save(partial / f"stream.{stream.spec.name}.{name}.npy", array)
+            np.save(to / f"stream.{stream.spec.name}.{name}.npy", array)
     manifest = {
         "format": FORMAT,
         "schema": table.spec.schema.to_json(),
         "next_id": int(table.control[NEXT_ID]),
         **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
-        "files": {path.name: _sha256(path) for path in sorted(partial.glob("*.npy"))},
+        **more,
+        "files": {path.name: _sha256(path) for path in sorted(to.glob("*.npy"))},
     }
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    (to / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
     records = table.slots[slots]
     np.save(folder / "slots.npy", records)
     for column in table.spec.schema:
-        data, path = table.columns[column.name], folder / f"column.{column.name}.npy"
+        data, path = table.columns[column.name], folder / _file_of(column)
         if column.rows == "1":
             np.save(path, data[slots])
             continue
@@ -77,34 +120,107 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
             np.save(path, np.empty(shape, column.numpy_dtype))
             continue
         at = 0
-        for first, count in records[_in_rows(records)][:, [FIRST_ROW, NUM_ROWS]].tolist():
+        for first, count in records[in_rows(records)][:, [FIRST_ROW, NUM_ROWS]].tolist():
             out[at : at + count] = data[first : first + count]
             at += count
         out.flush()
 
 
-def load_table(table: Table, streams: list[Stream], folder: Path) -> None:
-    """Replace a table's content by a saved one. Wants the lock.
+# ---- loading -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """The files of a table in a checkpoint, and what of them is not rows.
+
+    Args:
+        folders: Of its shards; of the table itself where it lay in one store.
+        manifests: Their manifests.
+        shards: What they hold.
+        whole: All of it as one store would hold it.
+    """
+
+    folders: list[Path]
+    manifests: list[dict[str, Any]]
+    shards: list[Saved]
+    whole: Saved
+
+
+def read_table(folder: Path, schema: Schema | None = None) -> SavedTable:
+    """Read what is not rows, and check these files.
+
+    Args:
+        folder: Of the table.
+        schema: What it must have; None: any.
+    Raises:
+        CheckpointError: Something is missing, changed, or of another schema.
+    """
+    folders, manifests = find_shards(folder)
+    for one, manifest in zip(folders, manifests, strict=True):
+        if schema is not None and Schema.from_json(manifest["schema"]) != schema:
+            raise CheckpointError(str(one), f"must have the schema {schema}", manifest["schema"])
+        _check_files(one, manifest, rows=False)
+    shards = [_read_shard(one, manifest) for one, manifest in zip(folders, manifests, strict=True)]
+    return SavedTable(folders, manifests, shards, merge(shards))
+
+
+def find_shards(folder: Path) -> tuple[list[Path], list[dict[str, Any]]]:
+    """Return the folders of a table's shards, or its own where it lay in one store, and their manifests.
 
     Raises:
-        CheckpointError: A file is missing or changed, or the schema differs; nothing has changed.
-        StoreFullError: The table is too small; nothing has changed.
+        CheckpointError: One is missing, of another format, or not of the same table as the others.
     """
-    manifest = check_saved(folder, table.spec.schema)
-    if table.spec.dataset is None:
-        slots = _load_rows(table, folder, int(manifest["next_id"]))
-    else:
-        slots = np.arange(len(table.slots))
-    for stream in streams:
-        prefix = f"stream.{stream.spec.name}."
-        names = [name for name in manifest["files"] if name.startswith(prefix)]
-        content = {name[len(prefix) : -len(".npy")]: np.load(folder / name) for name in names}
-        saved.restore(stream, slots, content)
+    shards = sorted(folder.glob(f"shard-*/{MANIFEST}"))
+    if (folder / MANIFEST).exists() or not shards:
+        return [folder], [_manifest_of(folder)]
+    count = int(_manifest_of(shards[0].parent)["shard"]["count"])
+    folders = [shard_folder(folder, index) for index in range(count)]
+    manifests = [_manifest_of(one) for one in folders]
+    for index, (one, manifest) in enumerate(zip(folders, manifests, strict=True)):
+        shard = manifest["shard"]["index"], manifest["shard"]["count"]
+        if shard != (index, count):
+            raise CheckpointError(
+                str(one), f"must hold shard {index} of {count}", f"{shard[0]} of {shard[1]}"
+            )
+    return folders, manifests
 
 
-def _load_rows(table: Table, folder: Path, next_id: int) -> np.ndarray:
-    """Replace slots and rows; return the slots that are used."""
-    records = np.load(folder / "slots.npy")
+def _read_shard(folder: Path, manifest: dict[str, Any]) -> Saved:
+    streams: dict[str, dict[str, np.ndarray]] = {}
+    others = {}
+    for name in manifest["files"]:
+        kind, *rest = name.removesuffix(".npy").split(".")
+        if kind == "stream":
+            streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = np.load(folder / name)
+        elif kind != "column":
+            others[kind] = np.load(folder / name)
+    return Saved(others.get("slots"), others.get("numbers"), int(manifest["next_id"]), streams)
+
+
+def check_rows(found: SavedTable, division: Division | None = None, index: int = 0) -> None:
+    """Check the files of rows.
+
+    Args:
+        found: The table.
+        division: Who gets what; None: all files are checked.
+        index: Of the shard that gets the rows.
+    Raises:
+        CheckpointError: One is missing or changed.
+    """
+    before = 0
+    for folder, manifest, shard in zip(found.folders, found.manifests, found.shards, strict=True):
+        owner = None if division is None else division.owner[before : before + shard.num_slots]
+        before += shard.num_slots
+        if owner is None or (owner == index).any():
+            _check_files(folder, manifest, rows=True)
+
+
+def check_room(table: Table, records: np.ndarray) -> None:
+    """Refuse more than a store holds.
+
+    Raises:
+        StoreFullError: The table is too small.
+    """
     rows = int(records[:, NUM_ROWS].sum())
     if len(records) > len(table.slots) or rows > table.spec.num_rows:
         raise StoreFullError(
@@ -113,44 +229,80 @@ def _load_rows(table: Table, folder: Path, next_id: int) -> np.ndarray:
             f"{len(table.slots)} and {table.spec.num_rows}",
             "raise its capacity",
         )
-    slots = np.arange(len(records))
-    order = _in_rows(records)
-    firsts = np.empty(len(records), np.int64)
-    firsts[order] = np.cumsum(records[order, NUM_ROWS]) - records[order, NUM_ROWS]
-    table.slots[:, STATE] = 0
-    table.slots[slots] = records
-    table.slots[slots, FIRST_ROW] = firsts
-    for column in table.spec.schema:
-        saved = np.load(folder / f"column.{column.name}.npy", mmap_mode="r")
-        table.columns[column.name][: len(saved)] = saved
-    table.restored(next_id)
-    return slots
 
 
-def _in_rows(records: np.ndarray) -> np.ndarray:
-    """Return the order of extents by their rows, which a tree over rows must find again. [n], int64."""
-    return np.argsort(records[:, FIRST_ROW], kind="stable")
+def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int) -> None:
+    """Replace slots and rows of a table with a capacity. Wants the lock.
 
-
-def check_saved(folder: Path, schema: Schema) -> dict[str, Any]:
-    """Check a saved table's files and schema; return its manifest.
-
-    Raises:
-        CheckpointError: Something is missing, changed, or of another schema.
+    Args:
+        table: Has room for them.
+        found: The checkpoint.
+        chosen: Which of its trajectories, ascending. [n], int64.
+        next_id: The counter that ids are made from.
     """
+    assert found.whole.slots is not None
+    records = found.whole.slots[chosen]
+    placed = packed(records)
+    table.slots[:, STATE] = 0
+    table.slots[: len(placed)] = placed
+    order = in_rows(records)
+    extents = np.stack(
+        [placed[order, FIRST_ROW], records[order, FIRST_ROW], records[order, NUM_ROWS]], axis=1
+    )
+    for column in table.spec.schema:
+        files = [np.load(folder / _file_of(column), mmap_mode="r") for folder in found.folders]
+        data = table.columns[column.name]
+        if column.rows == "1":
+            data[: len(chosen)] = np.concatenate(files)[chosen]
+        else:
+            _copy_rows(data, files, extents)
+    table.restored(next_id)
+
+
+def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:
+    """Copy extents out of files that lie one behind the other.
+
+    Args:
+        to: Gets them.
+        files: Each holds whole extents.
+        extents: First row there, first row in all files, and rows, in the order of these. [n, 3], int64.
+    """
+    behind = np.cumsum([len(file) for file in files])
+    of_file = np.searchsorted(behind, extents[:, 1], side="right")
+    for index, file in enumerate(files):
+        own = extents[of_file == index]
+        if not len(own):
+            continue
+        starts = np.nonzero(np.diff(own[:, 1] - own[:, 0], prepend=own[0, 1] - own[0, 0] - 1))[0]
+        ends = np.append(starts[1:], len(own))
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):  # runs that stay runs
+            first, source = int(own[start, 0]), int(own[start, 1] - behind[index] + len(file))
+            count = int(own[start:end, 2].sum())
+            to[first : first + count] = file[source : source + count]
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def _manifest_of(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(str(folder / MANIFEST), "must be readable", None, str(error)) from error
     if manifest.get("format") != FORMAT:
         raise CheckpointError(str(folder), f"must have format {FORMAT}", manifest.get("format"))
-    if Schema.from_json(manifest["schema"]) != schema:
-        raise CheckpointError(str(folder), f"must have the schema {schema}", manifest["schema"])
+    return manifest
+
+
+def _check_files(folder: Path, manifest: dict[str, Any], rows: bool) -> None:
     for name, digest in manifest["files"].items():
         path = folder / name
-        if not path.is_file() or _sha256(path) != digest:
+        if name.startswith("column.") == rows and (not path.is_file() or _sha256(path) != digest):
             raise CheckpointError(str(path), "must be as it was saved", None, "take another checkpoint")
-    return manifest
+
+
+def _file_of(column: Column) -> str:
+    return f"column.{column.name}.npy"
 
 
 def _sha256(path: Path) -> str:

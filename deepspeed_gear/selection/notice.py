@@ -36,6 +36,10 @@ class Notice:
             self._words[NUMBER] += 1
             self._seen = int(self._words[NUMBER])
 
+    def forget(self) -> None:
+        """Never raise what has been said until now: what failed is tried again."""
+        self._seen = int(self._words[NUMBER])
+
     def check(self, key: int) -> None:
         """Raise, once, what was said of the cut of a global batch.
 

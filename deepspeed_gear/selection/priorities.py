@@ -338,11 +338,12 @@ class PriorityMasses(Masses):
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
         items, _ = self._items_of(slots, self._bases[slots])
-        log = self.reports.waiting()
-        saved = np.isin(log[:, 0], slots)
-        log, counts = log[saved], self.counts.copy()
-        log[:, 0] = np.searchsorted(slots, log[:, 0])
-        counts[STALE] += len(saved) - len(log)
+        log, counts = self.reports.waiting(), self.counts.copy()
+        if self.spec.num_shards == 1:  # else they are of any shard
+            saved = np.isin(log[:, U_SLOT], slots)
+            log = log[saved]
+            log[:, U_SLOT] = np.searchsorted(slots, log[:, U_SLOT])
+            counts[STALE] += len(saved) - len(log)
         return {
             "priorities": self.values[items],
             "bases": self._bases[slots],
@@ -360,7 +361,10 @@ class PriorityMasses(Masses):
         self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
         self.counts[:], self.words[ALPHA] = content["counts"], int(content["alpha"][0])
         log = content["log"].copy()
-        log[:, 0] = slots[log[:, 0]]
+        if self.spec.num_shards == 1:
+            by_id = log[:, U_SLOT] < 0
+            log[~by_id, U_SLOT] = slots[log[~by_id, U_SLOT]]
+            log = self.known_reports(log)
         self.reports.restore(log)
         self._requeue()
         self._build()

@@ -29,6 +29,7 @@ from deepspeed_gear.store.table import Table
 
 BATCH, ORDER = REPORT_BATCH, REPORT_NUMBER
 BY_ID = 1 << 62  # order of reports by id: behind every sample number
+SHARD_BITS = 32  # where several nodes hold a table, the slot of a report has its shard above these
 NEVER = -(1 << 62)  # asked for nothing yet
 HEAD, TAIL, NEXT = 0, 1, 2  # words of a log's ends, counted up for ever; NEXT: the head behind a cut
 TAKING = 3  # a word of the first log's ends: all heads move to NEXT
@@ -159,15 +160,15 @@ class Reports:
             )
 
     def check_size(self, count: int) -> None:
-        """Refuse more reports of a checkpoint than a log holds.
+        """Refuse more reports of a checkpoint than all logs hold.
 
         Raises:
             StoreError: There are more.
         """
-        if count > self.rule.log_size:
+        if count > self.rule.log_size * self._num_peers:
             raise StoreError(
                 f"stream {self.spec.name}: the checkpoint's reports",
-                f"must be at most {self.rule.log_size}",
+                f"must be at most {self.rule.log_size * self._num_peers}",
                 count,
                 "raise the batch size or gear.prefetch to what they were",
             )
@@ -222,10 +223,10 @@ class Reports:
 
     def restore(self, log: np.ndarray) -> None:
         """Take up what `waiting` has returned; everything else is gone."""
-        for peer in range(self._num_peers):
-            self.ends[peer, HEAD] = self.ends[peer, TAIL] = self.ends[peer, NEXT] = 0
-        self._log[0, : len(log)] = log
-        self.ends[0, TAIL] = len(log)
+        for peer, part in enumerate(np.array_split(log, self._num_peers)):  # a cut takes them in this order
+            self._log[peer, : len(part)] = part
+            self.ends[peer, HEAD] = self.ends[peer, NEXT] = 0
+            self.ends[peer, TAIL] = len(part)
         self.asked[:] = NEVER
 
 

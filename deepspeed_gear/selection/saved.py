@@ -1,13 +1,20 @@
-"""What continues a stream elsewhere: masses, position, and the cuts that nobody has used yet."""
+"""What continues a stream elsewhere: masses, position, and the cuts that nobody has used yet.
+
+Where several nodes hold the table, each saves the samples that are its own of every cut; the others have the
+id -1. Reports are saved as they stand, with their shard, since they may be of any.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_GENERATION, R_SLOT
+from deepspeed_gear.ops.constants import R_FIRST_ROW, R_GENERATION, R_ID, R_SLOT
 from deepspeed_gear.selection.cut import AHEAD, COUNT, CUT_WORDS, KEY, NOTHING
+from deepspeed_gear.selection.reports import SHARD_BITS
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.table import FIRST_ROW, GENERATION
+from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
+
+UNKNOWN = -1  # id of a sample that another shard has
 
 
 def export(stream: Stream, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:
@@ -19,10 +26,11 @@ def export(stream: Stream, slots: np.ndarray, since: int) -> dict[str, np.ndarra
         since: Cuts from this global batch on have not been used.
     """
     unused = np.nonzero(stream.heads[:, KEY] >= since)[0]
-    if not _is_stored(stream, unused, slots):
-        unused = unused[:0]  # prepared from rows that are gone: these batches cannot come any more
-    ring = stream.ring.numpy()[unused].copy()
-    ring[np.arange(stream.spec.batch) >= stream.heads[unused, COUNT, None]] = 0
+    if stream.origins is not None and stream.spec.kind == "pass":
+        unused = unused[:0]  # a pass begins anew
+    ring, own = _own_samples(stream, unused)
+    if not _is_stored(stream.table, ring[own], slots):
+        unused, ring = unused[:0], ring[:0]  # from rows that are gone: these batches cannot come any more
     ring[..., R_SLOT] = np.searchsorted(slots, ring[..., R_SLOT])
     return {
         **stream.masses.export(slots),
@@ -34,29 +42,56 @@ def export(stream: Stream, slots: np.ndarray, since: int) -> dict[str, np.ndarra
     }
 
 
-def _is_stored(stream: Stream, entries: np.ndarray, slots: np.ndarray) -> bool:
-    """Tell whether the trajectories of all samples of ring entries lie in these slots."""
+def _own_samples(stream: Stream, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return ring entries with what this store holds of them, and which samples these are."""
+    ring = stream.ring.numpy()[entries].copy()
     drawn = np.arange(stream.spec.batch) < stream.heads[entries, COUNT, None]
-    records = stream.ring.numpy()[entries][drawn]
-    current = stream.table.slots[records[:, R_SLOT], GENERATION] == records[:, R_GENERATION]
+    ring[~drawn] = 0
+    if stream.origins is None:
+        return ring, drawn
+    shard, origins = stream.table.spec.shard, stream.origins.numpy()[entries]
+    assert shard is not None
+    own = drawn & (ring[..., R_ID] != UNKNOWN) & (origins >> SHARD_BITS == shard.index)
+    ring[own, R_SLOT] = origins[own] & ((1 << SHARD_BITS) - 1)
+    ring[drawn & ~own] = 0
+    ring[drawn & ~own, R_ID] = UNKNOWN
+    return ring, own
+
+
+def _is_stored(table: Table, records: np.ndarray, slots: np.ndarray) -> bool:
+    """Tell whether the trajectories of all samples lie in these slots."""
+    current = table.slots[records[:, R_SLOT], GENERATION] == records[:, R_GENERATION]
     return bool((current & np.isin(records[:, R_SLOT], slots)).all())
 
 
 def restore(stream: Stream, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
     """Continue what `export` has saved; the table's slots are in place. Wants the lock.
 
-    Cuts that were not used are kept if the global batch has still the same size and the ring the room.
+    Cuts that were not used are kept if the global batch has still the same size and the ring the room. Where
+    several nodes hold the table, they must be put into the ring first: `keep_cuts` comes behind that.
     """
     stream.masses.restore(slots, content)
     if stream.draws is not None:
         stream.draws.restore(slots, content)
     stream.position[AHEAD] = NOTHING
-    heads, ring = content["heads"], content["ring"]
-    if ring.shape[1] != stream.spec.batch or len(heads) > stream.spec.depth or len(heads) == 0:
+    if stream.origins is not None or not keeps_cuts(stream, content):
         return
+    ring = content["ring"]
     ring[..., R_SLOT] = slots[ring[..., R_SLOT]]
     ring[..., R_FIRST_ROW] = stream.table.slots[ring[..., R_SLOT], FIRST_ROW]
+    stream.ring.numpy()[content["heads"][:, KEY] % stream.spec.depth] = ring
+    keep_cuts(stream, content)
+
+
+def keeps_cuts(stream: Stream, content: dict[str, np.ndarray]) -> bool:
+    """Whether the stream takes up the cuts that were not used."""
+    heads, ring = content["heads"], content["ring"]
+    return ring.shape[1] == stream.spec.batch and 0 < len(heads) <= stream.spec.depth
+
+
+def keep_cuts(stream: Stream, content: dict[str, np.ndarray]) -> None:
+    """Continue behind cuts whose samples are in the ring. Wants the lock."""
+    heads = content["heads"]
     entries = heads[:, KEY] % stream.spec.depth
-    stream.heads[entries] = heads
-    stream.ring.numpy()[entries], stream.epochs.numpy()[entries] = ring, content["epochs"]
+    stream.heads[entries], stream.epochs.numpy()[entries] = heads, content["epochs"]
     stream.position[:CUT_WORDS] = content["position"]

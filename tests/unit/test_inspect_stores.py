@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import SCHEMA, config_of, environment, shared_files, trajectory
+from snapshot_support import into_shards
 
 from deepspeed_gear import Replay
 from deepspeed_gear.cli import inspect
@@ -174,6 +176,14 @@ def test_a_saved_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "  trajectories  5\n" in capsys.readouterr().out
     assert run(str(tmp_path / "tag"), "--json") == 0
     assert json.loads(capsys.readouterr().out)["tables"] == [found.summary()]
+    shards = tmp_path / "shards" / "gear" / "main"
+    shutil.copytree(tmp_path / "tag" / "gear" / "main", shards)
+    into_shards(shards, 3, "alpha" in SAMPLERS[name] and SAMPLERS[name].get("unit") == "step")
+    for folder in (tmp_path / "shards", shards.parent, shards):
+        assert saved_tables(folder) == [shards]
+    assert of_saved(shards).summary() == found.summary()
+    assert run(str(tmp_path / "shards")) == 0
+    assert "  trajectories  5\n" in capsys.readouterr().out
     with (tmp_path / "tag" / "gear" / "main" / "stream.train.draws.npy").open("r+b") as file:
         file.seek(130)
         file.write(b"\xff")
@@ -208,5 +218,5 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--verify must be of a data set"):
         run("--living", "--verify")
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"manifest.json must be readable"):
+    with pytest.raises(CheckpointError, match=r"must have format 1"):
         run(str(tmp_path))

@@ -12,7 +12,7 @@ import torch
 from gear_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import DataError, PeerError, StoreError
-from deepspeed_gear.ops.constants import APPLIED, CLAMPED, DRAWABLE, ONE_Q62, R_MASS, STALE
+from deepspeed_gear.ops.constants import APPLIED, CLAMPED, DRAWABLE, ONE_Q62, R_MASS, REPORT_NUMBER, STALE
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
@@ -480,14 +480,20 @@ def test_exported_reports_for_what_is_gone_change_nothing(scenes: Any) -> None:
     assert set(stream.masses.values.tolist()) == {0, 1, 70}
 
 
-def test_more_saved_reports_than_the_log_holds_are_refused(scenes: Any) -> None:
+def test_saved_reports_fill_the_logs_of_all_ranks_and_more_are_refused(scenes: Any) -> None:
+    """A checkpoint of many ranks may be loaded where there are few."""
     scene = scenes(log_size=4)
     stream = scene.streams[0]
     report(stream, [(0, 0), (0, 1), (0, 2), (1, 0)], 2)
-    saved = stream.masses.export(np.arange(5))
-    saved["log"] = np.concatenate([saved["log"]] * 2)
+    saved, ranks = stream.masses.export(np.arange(5)), len(stream.masses.reports.asked)
+    assert ranks > 1
+    saved["log"] = np.concatenate([saved["log"]] * ranks)
+    saved["log"][:, REPORT_NUMBER] = np.arange(4 * ranks)
+    stream.masses.restore(np.arange(5), saved)
+    np.testing.assert_array_equal(stream.masses.export(np.arange(5))["log"], saved["log"])
+    saved["log"] = np.concatenate([saved["log"], saved["log"][-1:]])
     before = stream.masses.values.copy()
-    with pytest.raises(StoreError, match="the checkpoint's reports must be at most 4, got 8"):
+    with pytest.raises(StoreError, match=f"must be at most {4 * ranks}, got {4 * ranks + 1}"):
         stream.masses.restore(np.arange(5), saved)
     assert (stream.masses.values == before).all()
 

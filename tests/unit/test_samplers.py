@@ -165,6 +165,7 @@ def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) 
     ids = np.random.default_rng(seed).permutation(100)[: len(items)]
     counts, values = np.array([n for n, _ in items]), np.array([v for _, v in items], dtype)
     window = Window(newest, None if distance is None else "age", distance or 0)
+
     def column(name: str) -> np.ndarray:
         return {"age": values}[name]
 

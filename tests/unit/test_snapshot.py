@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from snapshot_support import into_shards
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.collection.batch import Batch
@@ -92,6 +93,58 @@ def test_the_next_batches_are_those_that_would_have_come(
             assert int(other.read([25])[0]["task"]) == 25, "ids go on where they were"
         replay.load(tmp_path, state)
         assert_equal(expected, take(replay, 12))
+
+
+@pytest.mark.parametrize(("kind", "prefetch", "count"), [("uniform", 2, 2), ("prioritized", 1, 4)])
+def test_shards_are_loaded_into_one_store(kind: str, prefetch: int, count: int, tmp_path: Path) -> None:
+    def take_and_report(replay: Replay, batches: int) -> list[Batch]:
+        found = []
+        for _ in range(batches):
+            found.append(replay.sample().clone())
+            if kind == "prioritized":
+                replay.update_priorities(found[-1], 0.1 + (found[-1].id * 7 + found[-1].anchor) % 11)
+        return found
+
+    filler = Filler()
+    with make(kind, "step", prefetch) as replay:
+        filler.add(replay, 20)
+        take_and_report(replay, 3)
+        replay.remove([2, 3, 11])
+        take_and_report(replay, 2)
+        filler.add(replay, 5)
+        take_and_report(replay, 2)
+        state = replay.save(tmp_path)
+        expected = take_and_report(replay, 6)
+        into_shards(tmp_path / "main", count, kind == "prioritized")
+        replay.load(tmp_path, state)
+        assert_equal(expected, take_and_report(replay, 6))
+        filler.add(replay, 1)
+        assert int(replay.read([25])[0]["task"]) == 25, "ids go on above those of all shards"
+
+
+def test_a_shard_that_is_missing_or_of_another_table_is_named(saved: tuple[Path, dict]) -> None:
+    folder, state = saved
+    into_shards(folder / "main", 3, False)
+    with make("uniform", "step", 0) as replay:
+        (folder / "main" / "shard-1").rename(folder / "aside")
+        with pytest.raises(CheckpointError, match=r"main/shard-1/manifest\.json must be readable"):
+            replay.load(folder, state)
+        (folder / "main" / "shard-2").rename(folder / "main" / "shard-1")
+        (folder / "aside").rename(folder / "main" / "shard-2")
+        with pytest.raises(CheckpointError, match=r"shard-1 must hold shard 1 of 3, got '2 of 3'"):
+            replay.load(folder, state)
+        assert len(replay) == 0
+
+
+def test_shards_do_not_outlive_a_table_that_is_saved_in_one_store(saved: tuple[Path, dict]) -> None:
+    folder, _ = saved
+    into_shards(folder / "main", 2, False)
+    with make("uniform", "step", 0) as replay:
+        Filler().add(replay, 3)
+        take(replay, 1)
+        replay.load(folder, replay.save(folder))
+        assert len(replay) == 3
+        assert not list((folder / "main").glob("shard-*"))
 
 
 @pytest.fixture

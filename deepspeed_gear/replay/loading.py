@@ -1,0 +1,168 @@
+"""A checkpoint's tables into the stores of this run, on any number of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.ops.constants import R_FIRST_ROW, R_ID, R_SLOT
+from deepspeed_gear.parallel.nodes import NodeSelector
+from deepspeed_gear.replay import resharding, snapshot
+from deepspeed_gear.replay.parts import Parts
+from deepspeed_gear.replay.resharding import Content, Division
+from deepspeed_gear.replay.sizes import TRAIN
+from deepspeed_gear.replay.snapshot import SavedTable
+from deepspeed_gear.selection import saved
+from deepspeed_gear.selection.cut import COUNT, KEY, SAMPLES
+from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.table import FIRST_ROW, ID, Table
+
+Sizes = Mapping[str, tuple[int, int]]  # slots and rows of a node's stores, by table
+
+
+class Loading:
+    """The steps of a load. Main thread; the constructor and `tell` are collective, the others are actions.
+
+    Args:
+        parts: Of the Replay.
+        tables: Those that are loaded.
+    """
+
+    def __init__(self, parts: Parts, tables: Mapping[str, Table]) -> None:
+        self._parts, self._names = parts, list(tables)
+        self._tables = tables if parts.leads_shard else {}
+        placement, topology = parts.plan.placement, parts.plan.topology
+        self._spread = sorted(name for name in tables if name in placement.spread)
+        self._found: dict[str, SavedTable] = {}
+        self._divisions: dict[str, Division] = {}
+        self._room: list[Sizes] = []
+        if self._spread:
+            mine = {name: (len(t.slots), t.spec.num_rows) for name, t in self._tables.items()}
+            of_ranks = parts.plan.exchange.gather(mine if parts.leads_shard else None)
+            by_node = {topology.nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}
+            self._room = [by_node[node] for node in placement.order]
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def read(self, folder: Path) -> None:
+        """Read and check everything but the rows themselves; nothing changes.
+
+        Raises:
+            CheckpointError: A file is missing or changed, or the schema differs.
+            StoreFullError: A table is too small.
+        """
+        for name in self._names:  # so that every rank says what is missing
+            snapshot.find_shards(folder / name)
+        for name, table in self._tables.items():
+            found = self._found[name] = snapshot.read_table(folder / name, table.spec.schema)
+            if name in self._spread:
+                self._divisions[name] = self._divide(name, table, found)
+            self._check(name, table, found)
+
+    def _divide(self, name: str, table: Table, found: SavedTable) -> Division:
+        whole = found.whole
+        if whole.slots is None:
+            return resharding.divide_ids(self._parts.plan.placement.bounds[name])
+        train = self._parts.streams.get(name, {}).get(TRAIN)
+        by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
+        room = [sizes[name] for sizes in self._room]
+        return resharding.divide_rows(table.spec.name, whole.slots, by_rows, room)
+
+    def _check(self, name: str, table: Table, found: SavedTable) -> None:
+        slots = found.whole.slots
+        if slots is not None:
+            snapshot.check_room(table, slots[self._chosen(name)])
+        elif len(self._chosen(name)) != len(table.slots):
+            rule = f"must have the {len(table.slots)} trajectories of the data set"
+            raise CheckpointError(str(found.folders[0]), rule, len(self._chosen(name)))
+        snapshot.check_rows(found, self._divisions.get(name), self._index)
+
+    @property
+    def _index(self) -> int:
+        order, node = self._parts.plan.placement.order, self._parts.plan.topology.node
+        return order.index(node)
+
+    def _chosen(self, name: str) -> np.ndarray:
+        """Return the trajectories that this node's store gets. [n], int64."""
+        if name in self._divisions:
+            return self._divisions[name].chosen(self._index)
+        return np.arange(self._found[name].whole.num_slots)
+
+    # ---- replacing ---------------------------------------------------------------------------------
+
+    def replace(self) -> None:
+        """Replace what the tables of this node hold."""
+        for name, table in self._tables.items():
+            found, chosen = self._found[name], self._chosen(name)
+            next_id = found.whole.next_id
+            if name in self._divisions:
+                next_id = resharding.next_id_of(next_id, self._index, len(self._room))
+            with table.lock:
+                if found.whole.slots is not None:
+                    snapshot.load_rows(table, found, chosen, next_id)
+                for stream in self._parts.streams.get(name, {}).values():
+                    saved.restore(stream, np.arange(len(chosen)), self._content(name, stream))
+
+    def _content(self, name: str, stream: Stream) -> Content:
+        whole, stream_name = self._found[name].whole, stream.spec.name
+        if name not in self._divisions:
+            return dict(whole.streams[stream_name])
+        items: np.ndarray | slice | None = None
+        if stream.spec.rule.unit == "step":
+            if whole.slots is not None:
+                items = resharding.items_of(whole.slots, self._chosen(name))
+            else:
+                rows = [sizes[name][1] for sizes in self._room]
+                first = sum(rows[: self._index])
+                items = slice(first, first + rows[self._index])
+        return resharding.part_of(whole, stream_name, self._divisions[name], self._index, items)
+
+    # ---- over nodes --------------------------------------------------------------------------------
+
+    def deliver(self) -> None:
+        """Bring the cuts that nobody has used to the nodes that use them. All nodes together."""
+        for name in self._spread if self._tables else []:
+            for stream in self._parts.streams.get(name, {}).values():
+                selector = stream.selector
+                if isinstance(selector, NodeSelector):
+                    selector.restart()
+                    if stream.spec.name == TRAIN:
+                        self._deliver(name, stream, selector)
+
+    def _deliver(self, name: str, stream: Stream, selector: NodeSelector) -> None:
+        whole, part = self._found[name].whole.streams[TRAIN], self._content(name, stream)
+        if not saved.keeps_cuts(stream, part):
+            return
+        owners = resharding.owners_of(whole, self._divisions[name])
+        for at in np.argsort(part["heads"][:, KEY]).tolist():
+            head = part["heads"][at]
+            key, count = int(head[KEY]), int(head[COUNT])
+            own = np.nonzero(part["ring"][at, :count, R_ID] != saved.UNKNOWN)[0]
+            records = part["ring"][at, own]
+            records[:, R_FIRST_ROW] = stream.table.slots[records[:, R_SLOT], FIRST_ROW]
+            first = int(head[SAMPLES]) - count
+            entry = key % stream.spec.depth
+            selector.deliver(key, entry, first, owners[at, :count], own, torch.from_numpy(records))
+        with stream.table.lock:
+            saved.keep_cuts(stream, part)
+
+    def tell(self) -> None:
+        """Tell every rank which node holds the trajectories that were loaded. Collective."""
+        placement, topology = self._parts.plan.placement, self._parts.plan.topology
+        mine = {}
+        for name, table in self._tables.items():
+            if name in self._spread and table.spec.dataset is None:
+                ids = table.slots[: len(self._chosen(name)), ID].copy()
+                mine[name] = ids, self._found[name].whole.next_id
+        of_ranks = self._parts.plan.exchange.gather(mine if self._parts.leads_shard else None)
+        by_node = {topology.nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}
+        found = [by_node[node] for node in placement.order]
+        for name in found[0]:
+            ids = [one[name][0] for one in found]
+            every, shards = np.concatenate(ids), np.repeat(np.arange(len(ids)), [len(one) for one in ids])
+            order = np.argsort(every)
+            placement.loaded[name] = every[order], shards[order], found[0][name][1]

@@ -1,0 +1,324 @@
+"""One table out of its saved shards, and its shards anew for other nodes. Pure.
+
+The whole of a table lists its trajectories in stored order, shard by shard. What points to a trajectory, as
+a report or a sample of a cut does, holds its position in this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_gear.errors import StoreFullError
+from deepspeed_gear.ops.constants import (
+    HIGHEST_PRIORITY,
+    R_ID,
+    R_SLOT,
+    REPORT_BATCH,
+    REPORT_NUMBER,
+    U_GENERATION,
+    U_SLOT,
+)
+from deepspeed_gear.parallel.plan import shards_of
+from deepspeed_gear.parallel.wire import ANY_SLOT, SHARD_BITS, UNKNOWN
+from deepspeed_gear.selection.cut import COUNT, KEY
+from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, STATE
+
+Content = dict[str, np.ndarray]  # of a stream, as `saved.export` names it
+PER_SLOT, PER_ITEM = ("leaves", "queued", "bases"), ("priorities", "draws")
+CUTS = ("heads", "ring", "epochs")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A shard of a table, or the whole of one, as it was saved.
+
+    Args:
+        slots: Records of its trajectories; None where they are those of a data set. [n, 8], int64.
+        numbers: Their slots in the store that was saved; None: 0 to n - 1. [n], int64, ascending.
+        next_id: The counter that its ids are made from.
+        streams: Content of its streams by name.
+    """
+
+    slots: np.ndarray | None
+    numbers: np.ndarray | None
+    next_id: int
+    streams: dict[str, Content]
+
+    @property
+    def num_slots(self) -> int:
+        """Trajectories."""
+        if self.slots is not None:
+            return len(self.slots)
+        return max((len(content["queued"]) for content in self.streams.values()), default=0)
+
+    def positions_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return where trajectories stand, -1 for those that are not stored. [n] -> [n], int64."""
+        if self.slots is None:
+            return np.where((ids >= 0) & (ids < self.num_slots), ids, -1)
+        committed = np.nonzero(self.slots[:, STATE] == COMMITTED)[0]
+        order = committed[np.argsort(self.slots[committed, ID])]
+        return _found(self.slots[order, ID], ids, order)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which shard gets each trajectory of a whole.
+
+    Args:
+        owner: Its shard. [n], int64.
+        local: Its place in that one, where those of the whole keep their order. [n], int64.
+    """
+
+    owner: np.ndarray
+    local: np.ndarray
+
+    @classmethod
+    def of(cls, owner: np.ndarray) -> Division:
+        """Return the division with these owners."""
+        order = np.argsort(owner, kind="stable")
+        ordered = owner[order]
+        local = np.empty(len(owner), np.int64)
+        local[order] = np.arange(len(owner)) - np.searchsorted(ordered, ordered)
+        return cls(owner, local)
+
+    def chosen(self, index: int) -> np.ndarray:
+        """Return the trajectories of a shard, ascending. [m], int64."""
+        return np.nonzero(self.owner == index)[0]
+
+
+# ---- the whole -----------------------------------------------------------------------------------
+
+
+def merge(shards: Sequence[Saved]) -> Saved:
+    """Return the table that shards are of, as one store would hold it.
+
+    Args:
+        shards: All of them, in order.
+    Returns:
+        Records have the rows of the shards one behind the other; reports by id have slot -1.
+    """
+    before = _before([shard.num_slots for shard in shards])
+    streams = {
+        name: _merge_stream([shard.streams[name] for shard in shards], shards, before)
+        for name in shards[0].streams
+    }
+    return Saved(_merge_slots(shards), None, _next_id([shard.next_id for shard in shards]), streams)
+
+
+def packed(records: np.ndarray) -> np.ndarray:
+    """Return records whose extents lie one behind the other, in the order of their rows. [n, 8]."""
+    order = in_rows(records)
+    result: np.ndarray = records.copy()
+    result[order, FIRST_ROW] = np.cumsum(records[order, NUM_ROWS]) - records[order, NUM_ROWS]
+    return result
+
+
+def in_rows(records: np.ndarray) -> np.ndarray:
+    """Return the order of extents by their rows, which a tree over rows must find again. [n], int64."""
+    return np.argsort(records[:, FIRST_ROW], kind="stable")
+
+
+def _merge_slots(shards: Sequence[Saved]) -> np.ndarray | None:
+    found, row = [], 0
+    for shard in shards:
+        if shard.slots is None:
+            return None
+        records = packed(shard.slots)
+        records[:, FIRST_ROW] += row
+        row += int(records[:, NUM_ROWS].sum())
+        found.append(records)
+    return np.concatenate(found)
+
+
+def _next_id(counters: Sequence[int]) -> int:
+    """Return a number above every id that shards have given: shard i of S gives counter * S + i."""
+    count = len(counters)
+    given = [(counter - 1) * count + index + 1 for index, counter in enumerate(counters) if counter > 0]
+    return max(given, default=0)
+
+
+def _merge_stream(contents: Sequence[Content], shards: Sequence[Saved], before: np.ndarray) -> Content:
+    if len(contents) == 1:
+        return dict(contents[0])
+    names = [name for name in (*PER_SLOT, *PER_ITEM) if all(name in content for content in contents)]
+    whole = {name: np.concatenate([content[name] for content in contents]) for name in names}
+    whole["position"] = contents[0]["position"]
+    whole.update(_merge_cuts(contents, before))
+    if "counts" in contents[0]:
+        counts = np.sum([content["counts"] for content in contents], axis=0)
+        counts[HIGHEST_PRIORITY] = max(int(content["counts"][HIGHEST_PRIORITY]) for content in contents)
+        whole["counts"], whole["alpha"] = counts, contents[0]["alpha"]
+        whole["log"] = _merge_logs([content["log"] for content in contents], shards, before)
+    return whole
+
+
+def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[Saved], before: np.ndarray) -> np.ndarray:
+    """Return all reports, in their order. Those of trajectories that are gone would be ignored: left out."""
+    log = np.concatenate(logs)
+    shard, slot = log[:, U_SLOT] >> SHARD_BITS, log[:, U_SLOT] & ANY_SLOT
+    position = np.full(len(log), -1, np.int64)
+    for index, one in enumerate(shards):
+        of_it = np.nonzero(shard == index)[0]
+        numbers = np.arange(one.num_slots) if one.numbers is None else one.numbers
+        found = _found(numbers, slot[of_it], np.arange(len(numbers)))
+        position[of_it] = np.where(found < 0, -1, found + before[index])
+    log[:, U_SLOT] = position
+    log = log[(position >= 0) | (slot == ANY_SLOT)]
+    return np.asarray(log[np.lexsort((log[:, REPORT_NUMBER], log[:, REPORT_BATCH]))])
+
+
+def _merge_cuts(contents: Sequence[Content], before: np.ndarray) -> Content:
+    """Return the cuts that nobody has used; none, if a sample of theirs is not known."""
+    contents = [_by_key(content) for content in contents]
+    first = contents[0]
+    if any(not np.array_equal(content["heads"][:, KEY], first["heads"][:, KEY]) for content in contents):
+        return {name: first[name][:0] for name in CUTS}
+    ring = np.zeros_like(first["ring"])
+    drawn = np.arange(ring.shape[1]) < first["heads"][:, COUNT, None]
+    known = ~drawn
+    for content, start in zip(contents, before.tolist(), strict=False):
+        own = drawn & (content["ring"][..., R_ID] != UNKNOWN)
+        ring[own] = content["ring"][own]
+        ring[own, R_SLOT] += start
+        known |= own
+    if not known.all():
+        return {name: first[name][:0] for name in CUTS}
+    return {"heads": first["heads"], "ring": ring, "epochs": first["epochs"]}
+
+
+def _by_key(content: Content) -> Content:
+    order = np.argsort(content["heads"][:, KEY])
+    return {name: content[name][order] for name in CUTS}
+
+
+def _before(sizes: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))])
+
+
+def _found(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Look numbers up among ascending ones; -1 where they are not. [n], int64."""
+    if not len(known):
+        return np.full(len(wanted), -1, np.int64)
+    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return np.where(known[at] == wanted, values[at], -1)
+
+
+# ---- its shards ----------------------------------------------------------------------------------
+
+
+def divide_ids(bounds: np.ndarray) -> Division:
+    """Return the division of a data set by the first id of each shard, and the number of ids. [S + 1]."""
+    return Division.of(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)))
+
+
+def divide_rows(name: str, records: np.ndarray, by_rows: bool, room: Sequence[tuple[int, int]]) -> Division:
+    """Divide a table with a capacity into contiguous parts, balanced in rows as far as they fit.
+
+    Args:
+        name: Of the table, for error texts.
+        records: Of its trajectories. [n, 8], int64.
+        by_rows: Whether its stored order is that of rows rather than of slots, as where steps are drawn.
+        room: Slots and rows of each shard.
+    Raises:
+        StoreFullError: They do not fit.
+    """
+    order = in_rows(records) if by_rows else np.arange(len(records))
+    rows = records[order, NUM_ROWS]
+    ends = _before(rows.tolist())
+    wanted = shards_of(rows, len(room))
+
+    def reach(first: int, slots: int, most: int) -> int:
+        return min(first + slots, int(np.searchsorted(ends, ends[first] + most, side="right")) - 1)
+
+    least = [len(rows)]  # where a shard must begin so that it and those behind it hold the rest
+    for slots, most in reversed(room):
+        end = least[-1]
+        least.append(max(0, end - slots, int(np.searchsorted(ends, ends[end] - most))))
+    bounds, starts = [0], least[::-1]
+    for index, (slots, most) in enumerate(room):
+        furthest = reach(bounds[-1], slots, most)
+        if furthest < starts[index + 1]:
+            raise StoreFullError(
+                f"table {name}",
+                f"must hold the {len(rows)} trajectories and {ends[-1]} rows of the checkpoint "
+                f"in {len(room)} parts of whole trajectories",
+                f"{[slots for slots, _ in room]} slots and {[most for _, most in room]} rows",
+                "raise its capacity",
+            )
+        bounds.append(min(furthest, max(int(wanted[index + 1]), starts[index + 1])))
+    owner = np.empty(len(rows), np.int64)
+    owner[order] = np.repeat(np.arange(len(room)), np.diff(bounds))
+    return Division.of(owner)
+
+
+def items_of(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return where the rows of trajectories stand in an array of all trajectories' rows. [m], int64."""
+    before, rows = _before(records[:, NUM_ROWS].tolist()), records[chosen, NUM_ROWS]
+    inside = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
+    return np.asarray(np.repeat(before[chosen], rows) + inside)
+
+
+def next_id_of(next_id: int, index: int, count: int) -> int:
+    """Return the counter of a shard whose ids are all `next_id` or more."""
+    return max(0, -(-(next_id - index) // count))
+
+
+def part_of(
+    whole: Saved, name: str, division: Division, index: int, items: np.ndarray | slice | None
+) -> Content:
+    """Return what a shard holds of a stream, as if it had been saved; its slots are 0 to m - 1.
+
+    Args:
+        whole: What `merge` returns.
+        name: Of the stream.
+        division: Who gets what.
+        index: Of the shard.
+        items: Its rows among those of all trajectories, where items are steps; None: they are trajectories.
+    """
+    content, chosen = whole.streams[name], division.chosen(index)
+    part = {key: content[key][chosen] for key in PER_SLOT if key in content}
+    which = chosen if items is None else items
+    part.update({key: content[key][which] for key in PER_ITEM if key in content})
+    part.update(position=content["position"], heads=content["heads"], epochs=content["epochs"])
+    part["ring"] = _part_of_ring(content, division, index)
+    if "counts" in content:
+        highest = content["counts"][HIGHEST_PRIORITY]
+        part["counts"] = content["counts"].copy() if index == 0 else np.zeros_like(content["counts"])
+        part["counts"][HIGHEST_PRIORITY], part["alpha"] = highest, content["alpha"]
+        part["log"] = _part_of_log(whole, content["log"], division, index)
+    return part
+
+
+def owners_of(content: Content, division: Division) -> np.ndarray:
+    """Return the shard that has each sample of the cuts that nobody has used. [cuts, batch], int64."""
+    if not len(division.owner):
+        return np.zeros(content["ring"].shape[:2], np.int64)
+    return np.asarray(division.owner[content["ring"][..., R_SLOT]])
+
+
+def _part_of_ring(content: Content, division: Division, index: int) -> np.ndarray:
+    ring: np.ndarray = content["ring"].copy()
+    drawn = np.arange(ring.shape[1]) < content["heads"][:, COUNT, None]
+    owner = owners_of(content, division)
+    own, others = drawn & (owner == index), drawn & (owner != index)
+    ring[own, R_SLOT] = division.local[ring[own, R_SLOT]]
+    ring[others] = 0
+    ring[others, R_ID] = UNKNOWN
+    return ring
+
+
+def _part_of_log(whole: Saved, log: np.ndarray, division: Division, index: int) -> np.ndarray:
+    """Return the reports of a shard's own trajectories, so that those of one item stay in their order."""
+    part: np.ndarray = log.copy()
+    by_id = log[:, U_SLOT] < 0
+    position = np.where(by_id, -1, log[:, U_SLOT])
+    position[by_id] = whole.positions_of(log[by_id, U_GENERATION])
+    known = position >= 0
+    slot = np.where(by_id[known], ANY_SLOT, division.local[position[known]])
+    part[known, U_SLOT] = index << SHARD_BITS | slot
+    own = known.copy()
+    own[known] = division.owner[position[known]] == index
+    return np.asarray(part[own])

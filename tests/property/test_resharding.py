@@ -1,0 +1,253 @@
+"""Any shards of a saved table are the whole again, and hold what a store would have saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_gear.errors import StoreFullError
+from deepspeed_gear.ops.constants import (
+    APPLIED,
+    HIGHEST_PRIORITY,
+    NUM_UPDATE_COUNTS,
+    R_ID,
+    R_SLOT,
+    REPORT_BATCH,
+    REPORT_NUMBER,
+    REPORT_WORDS,
+    RESOLUTION_WORDS,
+    SLOT_WORDS,
+    U_GENERATION,
+    U_SLOT,
+)
+from deepspeed_gear.parallel import wire
+from deepspeed_gear.replay import resharding
+from deepspeed_gear.replay.resharding import Division, Saved
+from deepspeed_gear.selection.cut import COUNT, HEAD_WORDS, KEY
+from deepspeed_gear.selection.reports import BY_ID
+from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, RETIRED, STATE
+
+BATCH = 5
+
+
+def stored(random: np.random.Generator, count: int) -> np.ndarray:
+    """Make records whose orders of slots, rows and ids are all different."""
+    records = random.integers(0, 9, (count, SLOT_WORDS))
+    records[:, STATE] = np.where(random.random(count) < 0.8, COMMITTED, RETIRED)
+    records[:, NUM_ROWS] = random.integers(1, 6, count)
+    records[:, ID] = random.permutation(3 * count)[:count]
+    order = random.permutation(count)
+    records[order, FIRST_ROW] = 2 * np.cumsum(records[order, NUM_ROWS])  # with gaps
+    return records
+
+
+def content_of(random: np.random.Generator, records: np.ndarray, by_step: bool, cuts: int) -> dict[str, Any]:
+    """Make the content of a stream with priorities, as one store saves it."""
+    count, items = len(records), int(records[:, NUM_ROWS].sum()) if by_step else len(records)
+    log = random.integers(0, 9, (7 if count else 0, REPORT_WORDS))
+    log[:, U_SLOT] = random.integers(0, max(count, 1), len(log))
+    by_id = np.isin(log[:, U_SLOT], np.nonzero(records[:, STATE] == COMMITTED)[0]) & (
+        random.random(len(log)) < 0.4
+    )
+    log[:, REPORT_NUMBER] = np.where(by_id, BY_ID, 10 + np.arange(len(log)))
+    log[by_id, U_GENERATION] = records[log[by_id, U_SLOT], ID]
+    log[by_id, U_SLOT] = -1
+    heads = random.integers(0, 9, (cuts, HEAD_WORDS))
+    heads[:, KEY], heads[:, COUNT] = 4 + np.arange(cuts), random.integers(0, BATCH + 1, cuts) if count else 0
+    ring = random.integers(0, 9, (cuts, BATCH, RESOLUTION_WORDS))
+    ring[..., R_SLOT] = random.integers(0, max(count, 1), (cuts, BATCH))
+    ring[np.arange(BATCH) >= heads[:, COUNT, None]] = 0
+    counts = random.integers(0, 9, NUM_UPDATE_COUNTS)
+    return {
+        "queued": random.integers(-1, 9, count),
+        "bases": random.integers(0, 9, count),
+        "priorities": random.random(items, np.float32),
+        "draws": random.integers(0, 9, items).astype(np.int32),
+        "counts": counts,
+        "alpha": np.array([3]),
+        "log": log[np.lexsort((log[:, REPORT_NUMBER], log[:, REPORT_BATCH]))],
+        "position": random.integers(0, 9, 11),
+        "heads": heads,
+        "ring": ring,
+        "epochs": random.integers(0, 3, (cuts, BATCH)),
+    }
+
+
+def shards_of(whole: Saved, division: Division, count: int, by_step: bool) -> list[Saved]:
+    """Divide a whole into what the stores of several nodes save."""
+    assert whole.slots is not None
+    found = []
+    for index in range(count):
+        chosen = division.chosen(index)
+        items = resharding.items_of(whole.slots, chosen) if by_step else None
+        part = resharding.part_of(whole, "train", division, index, items)
+        next_id = resharding.next_id_of(whole.next_id, index, count)
+        found.append(Saved(resharding.packed(whole.slots[chosen]), None, next_id, {"train": part}))
+    return found
+
+
+def assert_same(one: Saved, other: Saved) -> None:
+    """Compare content. Where rows lie does not matter; of reports the order of those of one item does."""
+    assert one.slots is not None
+    assert other.slots is not None
+    words = [word for word in range(SLOT_WORDS) if word != FIRST_ROW]
+    np.testing.assert_array_equal(one.slots[:, words], other.slots[:, words])
+    for name, array in one.streams["train"].items():
+        pair = [array, other.streams["train"][name]]
+        if name == "log":
+            pair = [
+                log[np.lexsort(log[:, [U_GENERATION, U_SLOT, REPORT_NUMBER, REPORT_BATCH]].T)] for log in pair
+            ]
+        np.testing.assert_array_equal(*pair, err_msg=name)
+
+
+@given(st.integers(0, 30), st.integers(2, 5), st.booleans(), st.integers(0, 3), st.integers(0, 1 << 31))
+def test_any_shards_of_a_table_are_the_whole_again(
+    size: int, count: int, by_step: bool, cuts: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    records = stored(random, size)
+    content = content_of(random, records, by_step, cuts)
+    whole = resharding.merge([Saved(records, None, 3 * size, {"train": content})])
+    division = resharding.divide_rows("main", records, False, [(size, 1000)] * count)
+    again = resharding.merge(shards_of(whole, division, count, by_step))
+    assert again.next_id >= whole.next_id
+    assert_same(whole, again)
+    assert again.slots is not None
+    order = np.lexsort((records[:, FIRST_ROW], division.owner))  # rows follow shards
+    np.testing.assert_array_equal(resharding.in_rows(again.slots), order)
+
+
+@given(
+    st.integers(0, 30),
+    st.integers(2, 5),
+    st.integers(2, 5),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 1 << 31),
+)
+def test_shards_of_shards_are_those_of_the_whole(
+    size: int, before: int, count: int, by_step: bool, by_rows: bool, seed: int
+) -> None:
+    """Loaded on some nodes, saved there and loaded on others: what the first checkpoint gives these."""
+    random = np.random.default_rng(seed)
+    records = stored(random, size)
+    whole = resharding.merge([Saved(records, None, 0, {"train": content_of(random, records, by_step, 2)})])
+    assert whole.slots is not None
+
+    def divide(table: Saved, number: int) -> list[Saved]:
+        assert table.slots is not None
+        division = resharding.divide_rows("main", table.slots, by_rows, [(size, 1000)] * number)
+        return shards_of(table, division, number, by_step)
+
+    between = resharding.merge(divide(whole, before))
+    for direct, over in zip(divide(whole, count), divide(between, count), strict=True):
+        assert direct.slots is not None
+        assert over.slots is not None
+        if by_rows:  # slots stand in the order of shards: compare trajectories, in the order of rows
+            a, b = resharding.in_rows(direct.slots), resharding.in_rows(over.slots)
+            np.testing.assert_array_equal(direct.slots[a], over.slots[b])
+            items = [resharding.items_of(one.slots, at) for one, at in ((direct, a), (over, b))]
+            for name in ("priorities", "draws") if by_step else ():
+                one, other = direct.streams["train"][name], over.streams["train"][name]
+                np.testing.assert_array_equal(one[items[0]], other[items[1]])
+        else:
+            assert_same(direct, over)
+
+
+def test_a_shard_names_slots_of_its_store_and_knows_its_own_samples_only() -> None:
+    random = np.random.default_rng(0)
+    records = stored(random, 12)
+    whole = resharding.merge([Saved(records, None, 40, {"train": content_of(random, records, True, 3)})])
+    division = resharding.divide_rows("main", records, False, [(12, 1000)] * 3)
+    shards = shards_of(whole, division, 3, True)
+    ring, heads = whole.streams["train"]["ring"], whole.streams["train"]["heads"]
+    drawn = np.arange(BATCH) < heads[:, COUNT, None]
+    for index, shard in enumerate(shards):
+        content = shard.streams["train"]
+        own = drawn & (resharding.owners_of(whole.streams["train"], division) == index)
+        assert (content["ring"][drawn & ~own][:, R_ID] == wire.UNKNOWN).all()
+        np.testing.assert_array_equal(
+            division.chosen(index)[content["ring"][own][:, R_SLOT]], ring[own][:, R_SLOT]
+        )
+        assert (content["log"][:, U_SLOT] >> wire.SHARD_BITS == index).all()
+        assert shard.next_id * 3 + index >= 40
+        assert content["counts"][HIGHEST_PRIORITY] == whole.streams["train"]["counts"][HIGHEST_PRIORITY]
+    applied = [int(shard.streams["train"]["counts"][APPLIED]) for shard in shards]
+    assert applied == [whole.streams["train"]["counts"][APPLIED], 0, 0]
+    assert sum(len(shard.streams["train"]["log"]) for shard in shards) == 7
+
+
+def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
+    """In a log of shard 0: a trajectory of shard 1, one by id, one that is gone, and its own."""
+    empty = np.empty(0, np.int64)
+
+    def shard(ids: list[int], numbers: list[int], words: list[tuple[int, int, int]]) -> Saved:
+        records = np.zeros((len(ids), SLOT_WORDS), np.int64)
+        records[:, STATE], records[:, ID], records[:, NUM_ROWS] = COMMITTED, ids, 2
+        records[:, FIRST_ROW] = 2 * np.arange(len(ids))
+        content = content_of(np.random.default_rng(1), records, False, 0)
+        content["log"] = np.zeros((len(words), REPORT_WORDS), np.int64)
+        for entry, (index, slot, generation) in zip(content["log"], words, strict=True):
+            entry[U_SLOT], entry[U_GENERATION] = index << wire.SHARD_BITS | slot, generation
+            entry[REPORT_NUMBER] = BY_ID if slot == wire.ANY_SLOT else slot
+        return Saved(records, np.array(numbers), 5, {"train": content})
+
+    first = shard([0, 2], [3, 7], [(1, 9, 1), (1, wire.ANY_SLOT, 5), (1, 2, 1), (0, 7, 4)])
+    whole = resharding.merge([first, shard([1, 3, 5], [0, 8, 9], [])])
+    log = whole.streams["train"]["log"]
+    assert log[:, [U_SLOT, U_GENERATION]].tolist() == [[1, 4], [4, 1], [-1, 5]]
+    division = Division.of(np.array([0, 0, 0, 0, 1]))
+    parts = [resharding.part_of(whole, "train", division, index, None)["log"] for index in range(2)]
+    assert (parts[0][:, U_SLOT] & wire.ANY_SLOT).tolist() == [1]
+    assert (parts[1][:, U_SLOT] & wire.ANY_SLOT).tolist() == [0, wire.ANY_SLOT]
+    assert whole.positions_of(np.array([5, 4, 2, -1])).tolist() == [4, -1, 1, -1]
+    assert whole.positions_of(empty).tolist() == []
+
+
+@given(st.lists(st.integers(1, 9), max_size=25), st.integers(1, 4), st.integers(0, 12), st.integers(0, 40))
+def test_a_table_is_divided_wherever_whole_trajectories_fit(
+    rows: list[int], count: int, slots: int, most: int
+) -> None:
+    records = np.zeros((len(rows), SLOT_WORDS), np.int64)
+    records[:, NUM_ROWS] = rows
+    records[:, FIRST_ROW] = np.cumsum(rows) - rows
+    used, filled, shards = 0, 0, 1  # as many as fit into each, one after the other
+    for length in rows:
+        if used + 1 > slots or filled + length > most:
+            used, filled, shards = 0, 0, shards + 1
+        used, filled = used + 1, filled + length
+        fits_alone = slots >= 1 and length <= most
+        if not fits_alone:
+            shards = count + 1
+    try:
+        division = resharding.divide_rows("main", records, True, [(slots, most)] * count)
+    except StoreFullError:
+        assert shards > count
+        return
+    assert shards <= count
+    assert (np.diff(division.owner) >= 0).all()
+    for index in range(count):
+        chosen = division.chosen(index)
+        assert len(chosen) <= slots
+        assert records[chosen, NUM_ROWS].sum() <= most
+
+
+def test_a_data_set_is_divided_by_the_bounds_of_its_ids() -> None:
+    division = resharding.divide_ids(np.array([0, 3, 3, 7]))
+    assert division.owner.tolist() == [0, 0, 0, 2, 2, 2, 2]
+    assert division.local.tolist() == [0, 1, 2, 0, 1, 2, 3]
+
+
+def test_cuts_are_dropped_where_a_shard_has_lost_its_samples() -> None:
+    random = np.random.default_rng(0)
+    records = stored(random, 12)
+    whole = resharding.merge([Saved(records, None, 40, {"train": content_of(random, records, True, 3)})])
+    division = resharding.divide_rows("main", records, False, [(12, 1000)] * 2)
+    shards = shards_of(whole, division, 2, True)
+    for name in ("heads", "ring", "epochs"):
+        shards[1].streams["train"][name] = shards[1].streams["train"][name][:0]
+    assert len(resharding.merge(shards).streams["train"]["heads"]) == 0

@@ -1,0 +1,53 @@
+"""Divides the files of a table that one store has saved into shards, as several nodes save them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from deepspeed_gear.replay import resharding
+from deepspeed_gear.replay.snapshot import MANIFEST, read_table
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.table import FIRST_ROW, NUM_ROWS
+
+
+def into_shards(folder: Path, count: int, by_rows: bool) -> None:
+    """Replace a saved table with a capacity by shards of it.
+
+    Args:
+        folder: Of the table.
+        count: How many.
+        by_rows: Whether its items are steps with priorities.
+    """
+    found = read_table(folder)
+    whole, manifest = found.whole, found.manifests[0]
+    assert whole.slots is not None
+    room = [(len(whole.slots), int(whole.slots[:, NUM_ROWS].sum()))] * count
+    division = resharding.divide_rows("main", whole.slots, by_rows, room)
+    for index in range(count):
+        part, chosen = folder / f"shard-{index}", division.chosen(index)
+        part.mkdir()
+        records = whole.slots[chosen]
+        np.save(part / "slots.npy", resharding.packed(records))
+        np.save(part / "numbers.npy", np.arange(len(chosen)))
+        order = resharding.in_rows(records)
+        rows = [np.arange(first, first + n) for first, n in records[order][:, [FIRST_ROW, NUM_ROWS]].tolist()]
+        for column in Schema.from_json(manifest["schema"]):
+            data = np.load(folder / f"column.{column.name}.npy")
+            chosen_rows = chosen if column.rows == "1" else np.concatenate([np.empty(0, np.int64), *rows])
+            np.save(part / f"column.{column.name}.npy", data[chosen_rows])
+        for name, content in whole.streams.items():
+            by_step = len(content.get("priorities", content.get("draws", chosen))) > len(whole.slots)
+            items = resharding.items_of(whole.slots, chosen) if by_step else None
+            for key, array in resharding.part_of(whole, name, division, index, items).items():
+                np.save(part / f"stream.{name}.{key}.npy", array)
+        next_id = resharding.next_id_of(whole.next_id, index, count)
+        files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in part.glob("*.npy")}
+        own = {"next_id": next_id, "shard": {"index": index, "count": count}, "files": files}
+        (part / MANIFEST).write_text(json.dumps({**manifest, **own}))
+    for path in folder.glob("*.npy"):
+        path.unlink()
+    (folder / MANIFEST).unlink()
