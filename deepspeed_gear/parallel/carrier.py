@@ -78,6 +78,8 @@ class Carrier:
         self._held = {name: _flat(table.held(name)) for name in names}
         self._arrivals = {name: _flat(table.arrivals(name)) for name in names}
         self._row_bytes = {name: table.held(name)[:1].nbytes or _row_bytes(table, name) for name in names}
+        # Messages are kept: fresh memory costs a fault a page. They are gone when `receive` returns.
+        self._packed = self._received = torch.empty(0, dtype=torch.uint8)
         self.takes_own = not table.collects_own_rows
 
     @property
@@ -98,18 +100,25 @@ class Carrier:
         self._ops.n_step_(returns, discount, steps, reward, terminated, truncated, powers, records, n)
         return steps.numpy()
 
-    def carry(self, entry: int, outgoing: Samples, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
-        """Send rows and receive rows.
+    def send(self, outgoing: Samples) -> None:
+        """Send rows; `receive` follows.
+
+        Args:
+            outgoing: What others need of this node, by receiver.
+        """
+        packed, sizes = self._pack(plan_rows(outgoing, self._needs), self._link.count)
+        self._link.send(packed, sizes.tolist())
+
+    def receive(self, entry: int, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
+        """Receive rows.
 
         Args:
             entry: The ring's entry whose arrivals are filled.
-            outgoing: What others need of this node, by receiver.
             incoming: What this node needs, by sender.
         Returns:
             First row and slot of each incoming sample, as `Table.collected` counts them. [n] each, int64.
         """
-        num_nodes = self._link.count
-        send, receive = plan_rows(outgoing, self._needs), plan_rows(incoming, self._needs)
+        receive = plan_rows(incoming, self._needs)
         if receive.num_rows > self._rows[1] or len(receive.slot) > self._slots[1]:
             raise StoreError(
                 f"table {self._table.spec.name}: arrivals",
@@ -117,10 +126,9 @@ class Carrier:
                 f"{receive.num_rows} and {len(receive.slot)}",
                 "this is a fault of gear: please report it",
             )
-        packed, sizes = self._pack(send, num_nodes)
-        places, expected = messages(receive, self._row_bytes, num_nodes)
-        received = torch.empty(int(expected.sum()), dtype=torch.uint8)
-        self._link.swap(packed, sizes.tolist(), received, expected.tolist())
+        places, expected = messages(receive, self._row_bytes, self._link.count)
+        received = self._received = _of_size(self._received, int(expected.sum()))
+        self._link.receive(received, expected.tolist())
         first_row, first_slot = self._rows[0] + entry * self._rows[1], self._slots[0] + entry * self._slots[1]
         for name, pieces in places.items():
             row_bytes = self._row_bytes[name]
@@ -134,7 +142,7 @@ class Carrier:
 
     def _pack(self, plan: RowPlan, num_nodes: int) -> tuple[torch.Tensor, np.ndarray]:
         places, sizes = messages(plan, self._row_bytes, num_nodes)
-        packed = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        packed = self._packed = _of_size(self._packed, int(sizes.sum()))
         starts = self._table.slots[plan.slot, FIRST_ROW]
         for name, pieces in places.items():
             if name in plan.rows:
@@ -149,8 +157,16 @@ class Carrier:
         self, to: torch.Tensor, source: torch.Tensor, at: np.ndarray, first: np.ndarray, size: np.ndarray
     ) -> None:
         if len(size):
-            pieces = torch.from_numpy(np.stack([at, first, size], axis=1).astype(np.int64))
-            self._ops.copy_rows_(to, source, pieces)
+            pieces = np.empty((len(size), 3), np.int64)
+            pieces[:, 0], pieces[:, 1], pieces[:, 2] = at, first, size
+            self._ops.copy_rows_(to, source, torch.from_numpy(pieces))
+
+
+def _of_size(buffer: torch.Tensor, size: int) -> torch.Tensor:
+    """Return so many bytes, in a buffer's memory if they fit."""
+    if size > buffer.untyped_storage().nbytes():
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.as_strided(buffer, (size,), (1,))
 
 
 def _flat(rows: np.ndarray) -> torch.Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ class Link:
         self._ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
         self._purpose = purpose
         self._group: Any = None
+        self._sent: deque[tuple[torch.Tensor, Sequence[int], list[tuple[int, Any]]]] = deque()  # not received
         self._broken: LostNodeError | None = None
         self.check: Callable[[], None] = lambda: None  # raises what is known to be lost
         self.note: Callable[[LostNodeError], None] = lambda error: None  # is told what was found lost
@@ -79,13 +81,21 @@ class Link:
             rows: [n_s, words] for each node, int64.
             counts: Rows from each node. [S].
         """
-        words = rows[0].shape[1]
+        self.send_words(rows)
+        return self.receive_words(rows[0].shape[1], counts)
+
+    def send_words(self, rows: Sequence[np.ndarray]) -> None:
+        """Send each node rows; as `swap_words`."""
         sent = torch.from_numpy(np.concatenate(rows).reshape(-1).view(np.uint8))
+        self.send(sent, [part.nbytes for part in rows])
+
+    def receive_words(self, words: int, counts: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Receive rows of so many words; as `swap_words`."""
         expected = [int(count) * words * 8 for count in counts]
         received = torch.empty(sum(expected), dtype=torch.uint8)
-        self.swap(sent, [len(part) * words * 8 for part in rows], received, expected)
+        self.receive(received, expected)
         found = received.numpy().view(np.int64).reshape(-1, words)
-        return np.split(found, np.cumsum(np.asarray(counts, np.int64))[:-1])
+        return list(np.split(found, np.cumsum(np.asarray(counts, np.int64))[:-1]))
 
     def gather_ragged(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the rows of every node. [n, words], int64 -> [n_s, words] each."""
@@ -105,52 +115,83 @@ class Link:
         Raises:
             LostNodeError: A node does not answer in time, or its connection has ended.
         """
+        self.send(sent, sizes)
+        self.receive(received, expected)
+
+    def send(self, sent: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Send bytes to each node; as `swap`. A `receive` follows for each, in the same order.
+
+        `sent` must not change before that.
+        """
         if self._broken is not None:
             raise self._broken
-        to, source = _pieces(sent, sizes), _pieces(received, expected)
+        works: list[tuple[int, Any]] = []
+        if self.count <= MOST_PAIRS:
+            works = self._in_pairs(dist.isend, sent, sizes)
+        self._sent.append((sent, sizes, works))
+        self.bytes_sent += sum(sizes) - sizes[self.index]
+
+    def receive(self, received: torch.Tensor, expected: Sequence[int]) -> None:
+        """Receive what the other nodes have sent; as `swap`."""
+        if self._broken is not None:
+            raise self._broken
+        sent, sizes, works = self._sent.popleft()
         if sizes[self.index]:
-            source[self.index].copy_(to[self.index])
+            _pieces(received, expected)[self.index].copy_(_pieces(sent, sizes)[self.index])
         begin = time.monotonic()
         if self.count <= MOST_PAIRS:
-            self._in_pairs(to, source)
+            timeout = timedelta(seconds=self.timeout_s)
+            for node, work in [*self._in_pairs(dist.irecv, received, expected), *works]:
+                try:
+                    work.wait(timeout)
+                except RuntimeError as error:
+                    self._fail(node, error)
         else:
             self._at_once(sent, sizes, received, expected)
         self.num_exchanges += 1
         self.last_wait_s = time.monotonic() - begin
-        self.bytes_sent += sum(sizes) - sizes[self.index]
         self.bytes_received += sum(expected) - expected[self.index]
 
-    def _in_pairs(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+    def abandon(self, error: Exception) -> None:
+        """Break the link where an error has left messages behind that nobody receives."""
+        if self._sent and self._broken is None:
+            remedy = "start all ranks again"
+            self._broken = LostNodeError("this node", "must receive all that it was sent", str(error), remedy)
+            self._broken.__cause__ = error
+
+    def _in_pairs(
+        self, transfer: Callable[..., Any], buffer: torch.Tensor, sizes: Sequence[int]
+    ) -> list[tuple[int, Any]]:
+        """Begin to send to, or to receive from, every other node; return what to wait for, by node."""
+        parts, works = _pieces(buffer, sizes), []
         # Each begins with the node behind it, so that not all of them send to the same one first.
-        order = [(self.index + i) % self.count for i in range(1, self.count)]
-        works: list[tuple[int, Any]] = []
-        timeout = timedelta(seconds=self.timeout_s)
-        node = self.index
-        try:
-            for node in order:
-                if len(source[node]):
-                    works.append((node, dist.irecv(source[node], self._ranks[node], group=self._group)))
-            for node in order:
-                if len(to[node]):
-                    works.append((node, dist.isend(to[node], self._ranks[node], group=self._group)))
-            for peer, work in works:
-                node = peer
-                work.wait(timeout)
-        except RuntimeError as error:
-            self._fail(node, error)
+        for node in ((self.index + i) % self.count for i in range(1, self.count)):
+            if sizes[node]:
+                try:
+                    works.append((node, transfer(parts[node], self._ranks[node], group=self._group)))
+                except RuntimeError as error:
+                    self._fail(node, error)
+        return works
 
     def _at_once(
         self, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor, expected: Sequence[int]
     ) -> None:
-        work = dist.all_to_all_single(
-            received, sent, list(expected), list(sizes), group=self._group, async_op=True
-        )
+        order = np.argsort(self._ranks).tolist()  # of the nodes in the group, whose ranks ascend
+        to, source = [sizes[node] for node in order], [expected[node] for node in order]
+        in_order = order == list(range(self.count))
+        given = sent if in_order else torch.cat([_pieces(sent, sizes)[node] for node in order])
+        found = received if in_order else torch.empty_like(received)
+        work = dist.all_to_all_single(found, given, source, to, group=self._group, async_op=True)
         try:
             work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             self._fail(None, error)
+        if not in_order:
+            parts = _pieces(received, expected)
+            for node, part in zip(order, _pieces(found, source), strict=True):
+                parts[node].copy_(part)
 
-    def _fail(self, node: int | None, error: RuntimeError) -> None:
+    def _fail(self, node: int | None, error: RuntimeError) -> NoReturn:
         """Raise what the watch knows, else what the transport says."""
         text = str(error).splitlines()[0]
         name = "another node" if node is None else self.name(node)

@@ -11,9 +11,12 @@ from typing import Any
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.carrier import Carrier, arrivals_of, most_rows
+from deepspeed_gear.parallel.delivery import Goals
 from deepspeed_gear.parallel.exchange import Exchange, rendezvous
 from deepspeed_gear.parallel.link import Link
-from deepspeed_gear.parallel.nodes import Goals, NodeSelector
+from deepspeed_gear.parallel.meeting import Meeting
+from deepspeed_gear.parallel.nodes import NodeSelector
+from deepspeed_gear.parallel.replicas import ReplicaSelector
 from deepspeed_gear.parallel.routes import Routes, routes_of
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.parallel.watch import Watch
@@ -43,7 +46,7 @@ class Links:
 
     train: Link | None = None
     passes: Link | None = None
-    selectors: list[NodeSelector] = field(default_factory=list)
+    selectors: list[Meeting] = field(default_factory=list)
     prepares: bool = False
 
     def leave(self) -> None:
@@ -129,13 +132,21 @@ def connect(
         watch: Over all ranks.
     """
     links = Links(prepares=config.prefetch > 0)
-    leads = topology.leads_node and topology.node in placement.order and bool(routes)
+    every = [stream for of_table in streams.values() for stream in of_table.values()]
+    together = topology.node in placement.order and any(stream.spec.together for stream in every)
+    leads = topology.leads_node and together
     if leads:
         links.train = Link(topology, placement.order, "train", config.timeout_s, group)
         links.passes = Link(topology, placement.order, "passes", config.timeout_s, group)
         _open(links.train, watch)
         _open(links.passes, watch)
     exchange.barrier()
+    for stream in every:  # of replicated tables
+        if together and stream.spec.together and stream.spec.num_shards == 1:
+            stream.follows = not leads
+            if links.train is not None:
+                links.selectors.append(ReplicaSelector(stream, links.train))
+                stream.selector = links.selectors[-1]
     for name, route in routes.items():
         if route.index < 0:
             continue

@@ -175,9 +175,9 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         dataset, split = datasets.get(table), splits[table]
         num_shards = len(placement.order) if table in placement.spread else 1
         weight = weights.get(table)
-        return stream_specs(
-            config, table, plan.fields, split, plan.info, dataset, mixture, num_shards, weight
-        )
+        replicated = len(placement.order) > 1 and num_shards == 1
+        sizes = num_shards, weight, replicated
+        return stream_specs(config, table, plan.fields, split, plan.info, dataset, mixture, *sizes)
 
     sampled = config.sampled_tables
     weights = _weights_of_parts(plan)

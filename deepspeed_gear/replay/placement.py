@@ -130,9 +130,7 @@ def _bounds(name: str, dataset: Dataset, num_nodes: int, replicate: bool) -> np.
     return non_empty(shards_of(dataset.lengths * dataset.schema.row_bytes, num_nodes))
 
 
-def _order(
-    holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted: set[str]
-) -> tuple[int, ...]:
+def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted: set[str]) -> tuple[int, ...]:
     """Return the nodes in the order of their shards: that of the tables that lie on them in parts."""
     known: dict[tuple[int, ...], str] = {}
     for name, shards in found.items():

@@ -67,6 +67,7 @@ def stream_specs(
     mixture: Mixture | None,
     num_shards: int = 1,
     weight_total: float | None = None,
+    replicated: bool = False,
 ) -> list[StreamSpec]:
     """Return the training stream and one evaluation stream per split of a sampled table.
 
@@ -80,12 +81,14 @@ def stream_specs(
         mixture: How many samples come from each table; None for one.
         num_shards: Nodes over which the table is spread.
         weight_total: Sum of the weights of all items where this node has a part only; None: it has all.
+        replicated: Whether several nodes hold the whole table.
 
     Raises:
         DataError: The data set's weights are none.
     """
     sampler = config.item_sampler
     base = MassRule(sampler.unit, False, anchor_rule(config, fields), _conditions(sampler), dict(split))
+    priorities = _priority_rule(sampler, config.prefetch, info)
     train = StreamSpec(
         name=TRAIN,
         kind=_kind(sampler),
@@ -94,11 +97,12 @@ def stream_specs(
         key=key_of(table, TRAIN),
         batch=info.global_batch,
         depth=config.prefetch + SPARE_CUTS,
-        priorities=_priority_rule(sampler, config.prefetch, info),
+        priorities=priorities,
         drop=getattr(sampler, "tail", "wrap") == "drop",
         count=None if mixture is None else partial(mixture.count, config.sampled_tables.index(table)),
         count_draws=config.count_draws,
         num_shards=num_shards,
+        together=num_shards > 1 or (replicated and priorities is not None),
         offset=None if mixture is None else partial(mixture.offset, config.sampled_tables.index(table)),
     )
     specs = [train]
@@ -106,8 +110,8 @@ def stream_specs(
         rule = replace(base, split_index=index + 1)
         batch = info.micro * info.data_world
         key = key_of(table, name)
-        pass_ = StreamSpec(name, "pass", rule, config.seed, key, batch, SPARE_CUTS, num_shards=num_shards)
-        specs.append(pass_)
+        passes = StreamSpec(name, "pass", rule, config.seed, key, batch, SPARE_CUTS)
+        specs.append(replace(passes, num_shards=num_shards, together=num_shards > 1))
     return specs
 
 

@@ -40,6 +40,7 @@ class StreamSpec:
         count: Samples of a global batch by its number, at most `batch`; None: always `batch`.
         count_draws: Keep how often each item was drawn.
         num_shards: Nodes over which the table is spread.
+        together: Whether several nodes make its cuts together.
         offset: By global batch, where its samples begin among those of all tables; None: at 0.
     """
 
@@ -55,6 +56,7 @@ class StreamSpec:
     count: Callable[[int], int] | None = None
     count_draws: bool = False
     num_shards: int = 1
+    together: bool = False
     offset: Callable[[int], int] | None = None
 
     @property
@@ -68,12 +70,11 @@ class StreamSpec:
 
     def regions(self, num_peers: int) -> list[Region]:
         """Return what the cuts of the stream keep in the store; its masses have regions of their own."""
-        over_nodes = [
-            Region(self.at + "origins", "int64", (self.depth, self.batch)),
-            Region(self.at + "notice", "int64", (NOTICE_WORDS,)),
-        ]
+        origins = Region(self.at + "origins", "int64", (self.depth, self.batch))
+        notice = Region(self.at + "notice", "int64", (NOTICE_WORDS,))
         return [
-            *(over_nodes if self.num_shards > 1 else []),
+            *([origins] if self.num_shards > 1 else []),
+            *([notice] if self.together else []),
             Region(self.at + "position", "int64", (HEAD_WORDS,)),
             Region(self.at + "consumed", "int64", (num_peers,)),
             Region(self.at + "heads", "int64", (self.depth, HEAD_WORDS)),

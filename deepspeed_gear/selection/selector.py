@@ -24,6 +24,7 @@ class Selector:
     """
 
     in_store = True  # a cut holds the table's lock from its beginning to its end
+    counts_draws = True  # all that is drawn lies in this store
 
     def __init__(self, spec: StreamSpec, masses: Masses) -> None:
         self.spec, self.masses = spec, masses

@@ -72,7 +72,7 @@ class Stream:
         views = table.views
         self.masses = masses_of(spec)(spec, table)
         self.selector = Selector(spec, self.masses)  # where several nodes hold the table: theirs
-        self.notice = Notice(spec, table) if spec.num_shards > 1 else None
+        self.notice = Notice(spec, table) if spec.together else None
         self.num_items_of_all: int | None = None  # where several nodes hold a data set
         self.follows = False  # another process of the node makes the cuts
         self.draws = Draws(spec, table) if spec.count_draws else None
@@ -238,8 +238,6 @@ class Stream:
         after[SAMPLES] += count
         if selector.in_store:
             self._commit(key, entry, after)
-            if self.draws is not None:
-                self.draws.count(self._ring_words[entry, :count])
         else:
             with self.table.lock:
                 self._commit(key, entry, after)
@@ -249,6 +247,8 @@ class Stream:
         _AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
         head[KEY] = key  # the commit point
         self._advance(entry)
+        if self.draws is not None and self.selector.counts_draws:
+            self.draws.count(self._ring_words[entry, : after[COUNT]])
 
     def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
         """Return the part of a ring entry that a cut fills, and its number of samples."""

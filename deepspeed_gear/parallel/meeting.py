@@ -1,0 +1,143 @@
+"""What nodes say to each other before they make a cut together, so that all of them make it or none does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import numpy as np
+
+from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.ops.constants import HIGHEST_PRIORITY
+from deepspeed_gear.parallel import wire
+from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.selection.selector import Selector
+from deepspeed_gear.selection.stream import Stream
+
+# Words of what a node says first: the last one is for each receiver a word of its own.
+KEY, STATUS, STOP, WAITED_US, WAITING, TOTAL, ITEMS, LEAST, HIGHEST, REPORTS = range(10)
+HELLO_WORDS = 10
+FINE, FAILED = 0, 1
+TEXT_WORDS = 64
+MOST_LEAVE_S = 10.0  # what a node that leaves waits for the others to hear it
+
+
+class Meeting(Selector):
+    """A selector whose cuts begin with a record of every node, and which hears of their failures.
+
+    Args:
+        stream: Of this node's part of the table.
+        link: To the other nodes; shared by the streams of one thread.
+    """
+
+    in_store = False
+
+    def __init__(self, stream: Stream, link: Link) -> None:
+        super().__init__(stream.spec, stream.masses)
+        self.stream, self.link, self._table = stream, link, stream.table
+        self._num_nodes, self._index = link.count, link.index
+        self._records = np.zeros((self._num_nodes, HELLO_WORDS), np.int64)
+        self._totals = np.zeros(self._num_nodes, np.int64)
+        self._waiting = False
+        self._key: int | None = None  # of the cut that is being made
+        self.late_s = np.zeros(self._num_nodes)  # how long the others have waited for each node
+
+    @property
+    def waiting(self) -> bool:
+        return self._waiting
+
+    def _hello(self, error: Exception | None, stop: bool, reports: np.ndarray) -> None:
+        words = np.empty((self._num_nodes, HELLO_WORDS), np.int64)
+        words[:] = self._record()
+        words[:, KEY] = -1 if self._key is None else self._key
+        words[:, STATUS], words[:, STOP] = (FINE if error is None else FAILED), stop
+        words[:, REPORTS] = reports
+        heard = self.link.swap_equal(words)
+        self._records = heard
+        self._note_waits(heard[:, WAITED_US])
+        if heard[:, STOP].any():
+            self.link.left = True
+            self._raise_stop(heard)
+        self._raise_failure(heard, error)
+        if (heard[:, KEY] != words[0, KEY]).any():
+            asked = {self.link.name(i): key for i, key in enumerate(heard[:, KEY].tolist())}
+            raise PeerError(
+                f"stream {self.spec.name}: the nodes",
+                "must ask for the same global batch",
+                asked,
+                "all ranks must take the same batches in the same order",
+            )
+        self._waiting = bool(heard[:, WAITING].any())
+        self._totals = heard[:, TOTAL].copy()
+
+    def leave(self) -> None:
+        """Tell the other nodes that this one makes no further cut, unless one of them has said so."""
+        if not self.link.left:
+            self._key = None
+            patience, self.link.timeout_s = self.link.timeout_s, min(self.link.timeout_s, MOST_LEAVE_S)
+            with contextlib.suppress(PeerError, StoreError):
+                self._hello(None, True, np.zeros(self._num_nodes, np.int64))
+            self.link.timeout_s = patience
+        self.link.left = False
+
+    def _record(self) -> np.ndarray:
+        """Return what the others must know of this node's part."""
+        words = np.zeros(HELLO_WORDS, np.int64)
+        masses = self.masses
+        with self._table.lock:
+            words[WAITING] = masses.waiting and not isinstance(masses, PriorityMasses)
+            words[TOTAL] = masses.total
+            if isinstance(masses, PriorityMasses):
+                words[ITEMS] = masses.num_drawable
+                words[HIGHEST] = masses.counts[HIGHEST_PRIORITY]
+                if masses.rule.normalize == "table":
+                    words[LEAST] = masses.least
+        words[WAITED_US] = int(self.link.last_wait_s * 1e6)
+        return words
+
+    def _note_waits(self, waited_us: np.ndarray) -> None:
+        """Whoever has waited least in the exchange before was the last to come."""
+        self.late_s += (waited_us.max() - waited_us) * 1e-6
+
+    def _raise_stop(self, heard: np.ndarray) -> None:
+        if self.stream.stopped or self._key is None:
+            name = f"stream {self.spec.name}"
+            raise StoreError(name, "must be open", None, "it was closed while it waited")
+        node = int(np.nonzero(heard[:, STOP])[0][0])
+        had = f"it ended before global batch {self._key}"
+        raise PeerError(self.link.name(node), "must take as many batches as this rank", None, had)
+
+    def _raise_failure(self, heard: np.ndarray, error: Exception | None) -> None:
+        """Raise if a node says that it has failed: its own error there, its text elsewhere."""
+        if not heard[:, STATUS].any():
+            return
+        text = "" if error is None else wire.text_of(error)
+        texts = self.link.gather(wire.pack_text(text, TEXT_WORDS))
+        if error is not None:
+            raise error
+        node = int(np.nonzero(heard[:, STATUS])[0][0])
+        raise PeerError(
+            self.link.name(node), "must succeed on every node", None, wire.unpack_text(texts[node])
+        )
+
+    def _apply_together(self, action: Callable[[], None]) -> None:
+        """Change this node's masses, and hear what all have then."""
+        error: Exception | None = None
+        try:
+            with self._table.lock:
+                action()
+        except Exception as caught:
+            error = caught
+        words = self._record()
+        words[STATUS] = FINE if error is None else FAILED
+        heard = self.link.gather(words)
+        self._raise_failure(heard, error)
+        self._records, self._totals = heard, heard[:, TOTAL].copy()
+
+    def fail(self, key: int, error: Exception) -> None:
+        assert self.stream.notice is not None
+        self.stream.notice.write(key, error)
+
+    def restart(self) -> None:
+        """Begin anew: the table holds something else."""

@@ -1,0 +1,65 @@
+"""Cuts where every node holds the whole table: no rows travel, only the priorities that ranks report."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deepspeed_gear.ops.constants import REPORT_WORDS
+from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.parallel.meeting import REPORTS, Meeting
+from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.selection.selector import Check, Selector
+from deepspeed_gear.selection.stream import Stream
+
+
+class ReplicaSelector(Meeting):
+    """The items of a store that equals those of all other nodes, and stays so. One thread at a time.
+
+    Args:
+        stream: Of this node's store, with priorities.
+        link: To the other nodes.
+    """
+
+    def __init__(self, stream: Stream, link: Link) -> None:
+        super().__init__(stream, link)
+        self._here = Selector(stream.spec, stream.masses)
+        self._reports = np.empty((0, REPORT_WORDS), np.int64)
+
+    @property
+    def _priorities(self) -> PriorityMasses:
+        assert isinstance(self.masses, PriorityMasses)
+        return self.masses
+
+    def begin(self, key: int, entry: int, count: int, check: Check) -> None:
+        self._key = key
+        error: Exception | None = None
+        reports = np.zeros(self._num_nodes, np.int64)
+        try:
+            with self._table.lock:
+                self._due = self._priorities.reports.due(key)
+                self._reports = np.concatenate([self._reports[:0], *(rows for _, rows in self._due)])
+            reports[:] = len(self._reports)
+        except Exception as caught:
+            error = caught
+        self._hello(error, self.stream.stopped, reports)
+
+    def apply(self, key: int) -> int:
+        found = self.link.swap_words([self._reports] * self._num_nodes, self._records[:, REPORTS])
+
+        def change() -> None:
+            self._priorities.apply_reports(key, [rows for rows in found if len(rows)])
+            if self._due:
+                self._priorities.reports.take(self._due)
+            self._priorities.check_clamped()
+
+        self._apply_together(change)
+        return self.total
+
+    def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
+        with self._table.lock:
+            self._here.resolve(rows, done, coordinates, first)
+
+    def highest(self, count: int) -> torch.Tensor:
+        with self._table.lock:
+            return self._here.highest(count)
