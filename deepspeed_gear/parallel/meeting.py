@@ -41,6 +41,7 @@ class Meeting(Selector):
         self._totals = np.zeros(self._num_nodes, np.int64)
         self._waiting = False
         self._key: int | None = None  # of the cut that is being made
+        self.num_cuts = 0
         self.late_s = np.zeros(self._num_nodes)  # how long the others have waited for each node
 
     @property
@@ -56,6 +57,7 @@ class Meeting(Selector):
         heard = self.link.swap_equal(words)
         self._records = heard
         self._note_waits(heard[:, WAITED_US])
+        self.num_cuts += 1
         if heard[:, STOP].any():
             self.link.left = True
             self._raise_stop(heard)

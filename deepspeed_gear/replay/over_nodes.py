@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.carrier import Carrier, arrivals_of, most_rows
@@ -48,6 +50,29 @@ class Links:
     passes: Link | None = None
     selectors: list[Meeting] = field(default_factory=list)
     prepares: bool = False
+
+    _taken: tuple[np.ndarray, int, int, int] | None = None
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the exchanges of training batches were since the last call, per cut; nothing elsewhere.
+
+        Returns:
+            `sent_bytes`, `received_bytes`, and for each node `late_ms.<node>`: how long the first node to be
+            ready waited for it.
+        """
+        if self.train is None or not self.selectors:
+            return {}
+        late = np.sum([selector.late_s for selector in self.selectors], axis=0)
+        cuts = sum(selector.num_cuts for selector in self.selectors)
+        now = late, cuts, self.train.bytes_sent, self.train.bytes_received
+        before = self._taken or (np.zeros_like(late), 0, 0, 0)
+        self._taken = late.copy(), cuts, self.train.bytes_sent, self.train.bytes_received
+        waits, made, sent, received = (a - b for a, b in zip(now, before, strict=True))
+        made = max(made, 1)
+        found = {"sent_bytes": sent / made, "received_bytes": received / made}
+        for node, wait in zip(self.train.nodes, waits.tolist(), strict=True):
+            found[f"late_ms.{node}"] = 1e3 * wait / made
+        return found
 
     def leave(self) -> None:
         """Say that this node prepares no further batch; its thread has stopped."""

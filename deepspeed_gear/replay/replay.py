@@ -383,9 +383,11 @@ class Replay:
         """Return what goes to DeepSpeed's monitor.
 
         Means per micro batch since the last call (times, bytes, padding fraction), the epoch, and effective
-        samples, duplicates and age of the newest global batch.
+        samples, duplicates and age of the newest global batch. Over nodes, on the rank that exchanges for its
+        node: bytes per global batch, and how late each node was.
         """
-        return {**self.metrics.take(self._maker.counters), **statistics.of_last_batch(self._train)}
+        taken = self.metrics.take(self._maker.counters)
+        return {**taken, **self._parts.links.take_metrics(), **statistics.of_last_batch(self._train)}
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes of the store, how the training stream draws, and times since the last call.

@@ -138,8 +138,9 @@ def test_a_node_that_is_lost_is_named(how: str, train: Callable[..., NodeRanks],
         results.append((process.returncode, output))
     check_named(results, [0, 1], "node 1 (node1), ranks 2, 3", since)
     if how == "stopped":
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)  # they find themselves alone, and end
+        # They find themselves alone, and end. What has started a rank stops and goes on with it.
+        for pid in [*pids, *(process.pid for process in ranks.processes[2:])]:
+            os.kill(pid, signal.SIGCONT)
     rest = ranks.wait(LATE_S + TIMEOUT_S)[2:]
     if how != "killed":
         for status, output in rest:
