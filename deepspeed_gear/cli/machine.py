@@ -99,7 +99,7 @@ def _data(path: str) -> dict[str, Any]:
     except GearError as error:
         return {"error": parts_of(error)}
     return {
-        "fingerprint": dataset.fingerprint,
+        "fingerprint": dataset.whole_fingerprint,  # nodes may have parts of one whole
         "num_trajectories": len(dataset.lengths),
         "num_steps": int(dataset.lengths.sum()),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from parallel_checks import (
 )
 from parallel_support import MODES
 
+LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
 PROGRAM = ROOT / "tests" / "distributed" / "programs" / "parallel_matrix.py"
 
 
@@ -38,10 +40,11 @@ def alone(dataset: Path) -> dict[str, Arrays]:
 @pytest.mark.parametrize(
     ("modes", "nodes", "ranks"),
     [
-        (["zero:3x4", "pipe:2x2", "pipe:2x1x2"], 2, 2),
+        (["zero:3x4", "pipe:2x2"], 2, 2),
         (["tensor:2x2"], 4, 1),
-        (["ulysses:2x2"], 4, 1),
-        (["pipe:3"], 3, 1),
+        pytest.param(["zero:3x4", "pipe:2x2", "pipe:2x1x2"], 4, 1, marks=LONG),
+        pytest.param(["ulysses:2x2"], 4, 1, marks=LONG),
+        pytest.param(["pipe:3"], 3, 1, marks=LONG),
     ],
     ids=lambda value: " then ".join(value) if isinstance(value, list) else str(value),
 )
@@ -61,7 +64,6 @@ def test_the_same_batches_over_nodes(
         "steps": STEPS,
         "out": str(tmp_path),
         "modes": replicas,
-        "resume": False,
     }
     wanted = tmp_path / "task.json"
     wanted.write_text(json.dumps(task))

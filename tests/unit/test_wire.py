@@ -63,7 +63,8 @@ def reports(draw: st.DrawFn) -> tuple[np.ndarray, int]:
     found = np.zeros((draw(st.integers(0, 5)), 6), np.int64)
     for row in found:
         by_id = draw(st.booleans())
-        row[U_SLOT] = draw(st.integers(0, 3)) << wire.SHARD_BITS | draw(words_32)
+        slot = draw(st.integers(0, wire.ANY_SLOT - 1))
+        row[U_SLOT] = draw(st.integers(0, 3)) << wire.SHARD_BITS | (wire.ANY_SLOT if by_id else slot)
         row[U_GENERATION] = draw(words_62 if by_id else words_32)
         row[[U_ANCHOR, U_PRIORITY]] = draw(words_32), draw(words_32)
         back = st.integers(0, MOST_BACK - 1) | st.sampled_from([0, MOST_BACK - 1])

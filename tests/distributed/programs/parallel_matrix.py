@@ -239,13 +239,12 @@ def train_cases(wanted: dict[str, Any], mode: str, replicas: int, out: Path) -> 
                 rows.append({key: np.concatenate([part[key] for part in found]) for key in found[0]})
             if number == 2 and hasattr(engine, "gear_batches"):
                 evaluate(engine, losses)
-            if number == SAVED and wanted.get("resume", True):
+            if number == SAVED:
                 engine.save_checkpoint(f"{out}/{name}")
         replay = engine.gear
         assert Topology.from_engine(engine) == replay.topology
         place, known = replay.topology.place, replay.statistics()
-        if wanted.get("resume", True):
-            check_resume(engine, f"{out}/{name}", rows)
+        check_resume(engine, f"{out}/{name}", rows)
         found_here = {
             "coordinates": dict(zip(("pipe", "data", "sequence", "tensor"), place.coordinates, strict=True)),
             "node": replay.topology.node,
