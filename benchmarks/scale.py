@@ -51,8 +51,8 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (wire, "pack_resolutions", "pack resolutions"),
     (wire, "unpack_resolutions", "unpack resolutions"),
     (Routes, "destinations", "destinations"),
-    (Delivery, "_send_rows", "samples whose rows are sent"),
-    (Delivery, "_receive_rows", "samples whose rows are received"),
+    (Delivery, "_pack_rows", "samples whose rows are sent"),
+    (Delivery, "_swap_rows", "samples whose rows are received"),
 )
 Row = dict[str, Any]
 
@@ -60,7 +60,7 @@ Row = dict[str, Any]
 @contextlib.contextmanager
 def timed_parts(timers: Timers) -> Iterator[None]:
     """Time the parts of a plan, wherever they are called from."""
-    owners = [*PARTS, *((Wire, name, LINK) for name in ("swap_equal", "send_words", "receive_words"))]
+    owners = [*PARTS, *((Wire, name, LINK) for name in ("swap_equal", "begin_words"))]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in owners]
     try:
         for owner, name, part in owners:

@@ -73,32 +73,32 @@ class Watch:
     """
 
     def __init__(self, carrier: Any, stream: Any) -> None:
-        self.carry_s = self.cut_s = self.swap_s = self._link_s = 0.0
+        self.carry_s = self.cut_s = self.swap_s = self._pack_s = 0.0
         self.sizes: list[int] = []
         self.expected: list[int] = []
-        send, receive, cut, link = carrier.send, carrier.receive, stream._cut, carrier._link
-        link_send, link_receive = link.send, link.receive
+        pack, carry, cut, link = carrier.pack, carrier.carry, stream._cut, carrier._link
+        begin_exchange = link.begin
 
-        def timed_link_send(sent: Any, sizes: Sequence[int]) -> None:
+        def timed_begin(sent: Any, sizes: Sequence[int], received: Any, expected: Sequence[int]) -> Any:
             begin = time.perf_counter()
-            link_send(sent, sizes)
-            self._link_s, self.sizes = time.perf_counter() - begin, list(sizes)
+            wait = begin_exchange(sent, sizes, received, expected)
+            self.sizes, self.expected = list(sizes), list(expected)
 
-        def timed_link_receive(received: Any, expected: Sequence[int]) -> None:
-            begin = time.perf_counter()
-            link_receive(received, expected)
-            self._link_s, self.expected = time.perf_counter() - begin, list(expected)
+            def timed_wait() -> None:
+                wait()
+                self.swap_s = time.perf_counter() - begin
 
-        def timed_send(*arguments: Any) -> None:
-            begin = time.perf_counter()
-            send(*arguments)
-            self.carry_s, self.swap_s = time.perf_counter() - begin, self._link_s
+            return timed_wait
 
-        def timed_receive(*arguments: Any) -> Any:
+        def timed_pack(*arguments: Any) -> None:
             begin = time.perf_counter()
-            found = receive(*arguments)
-            self.carry_s += time.perf_counter() - begin
-            self.swap_s += self._link_s
+            pack(*arguments)
+            self._pack_s = time.perf_counter() - begin
+
+        def timed_carry(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            found = carry(*arguments)
+            self.carry_s = self._pack_s + time.perf_counter() - begin
             return found
 
         def timed_cut(*arguments: Any) -> None:
@@ -106,8 +106,7 @@ class Watch:
             cut(*arguments)
             self.cut_s = time.perf_counter() - begin
 
-        carrier.send, carrier.receive, stream._cut = timed_send, timed_receive, timed_cut
-        link.send, link.receive = timed_link_send, timed_link_receive
+        carrier.pack, carrier.carry, stream._cut, link.begin = timed_pack, timed_carry, timed_cut, timed_begin
 
 
 # ---- bare exchanges ------------------------------------------------------------------------------
@@ -309,16 +308,20 @@ def _times_of_cuts(shared: Shared) -> dict[str, list[float]]:
     """Time the cuts from now on, their exchanges, and what is done between these. Seconds."""
     times: dict[str, list[float]] = {"cut": [], "exchanges": []}
     link, stream = shared.link, shared._selector.stream
-    send, receive, cut = link.send, link.receive, stream._cut
+    begin_exchange, cut = link.begin, stream._cut
     spent = [0.0]
 
-    def timed(of: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
+    def timed_begin(*arguments: Any) -> Callable[[], None]:
+        begin = time.perf_counter()
+        wait = begin_exchange(*arguments)
+        spent[0] += time.perf_counter() - begin
+
+        def timed_wait() -> None:
             begin = time.perf_counter()
-            of(*arguments)
+            wait()
             spent[0] += time.perf_counter() - begin
 
-        return call
+        return timed_wait
 
     def timed_cut(*arguments: Any) -> None:
         spent[0], begin = 0.0, time.perf_counter()
@@ -326,7 +329,7 @@ def _times_of_cuts(shared: Shared) -> dict[str, list[float]]:
         times["cut"].append(time.perf_counter() - begin)
         times["exchanges"].append(spent[0])
 
-    link.send, link.receive, stream._cut = timed(send), timed(receive), timed_cut  # type: ignore[method-assign]
+    link.begin, stream._cut = timed_begin, timed_cut  # type: ignore[method-assign]
     return times
 
 

@@ -76,15 +76,13 @@ class Wire:
         self.sent += 8 * HELLO_WORDS
         return words
 
-    def send_words(self, rows: Sequence[np.ndarray]) -> None:
+    def begin_words(self, rows: Sequence[np.ndarray], counts: np.ndarray) -> Callable[[], list[np.ndarray]]:
+        assert [len(part) for part in self.heard] == counts.tolist()
         self.sent += [part.nbytes for part in rows]
-
-    def receive_words(self, words: int, counts: np.ndarray) -> list[np.ndarray]:
-        assert [part.shape for part in self.heard] == [(count, words) for count in counts.tolist()]
-        return self.heard
+        return lambda: self.heard
 
     def abandon(self, error: Exception) -> None:
-        """Nothing is under way."""
+        """No other node waits."""
 
 
 class Planner:
@@ -101,11 +99,11 @@ class Planner:
     def steps_of(self, records: torch.Tensor) -> None:
         """No window follows n-step steps."""
 
-    def send(self, outgoing: Samples) -> None:
+    def pack(self, outgoing: Samples) -> None:
         """Plan and count what would be sent."""
         self.sent += self._messages(self._plan(outgoing, self._needs), ROW_BYTES, self._count)[1]
 
-    def receive(self, entry: int, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
+    def carry(self, entry: int, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
         """Plan and count what would be received; return where it would lie."""
         plan = self._plan(incoming, self._needs)
         self.received += self._messages(plan, ROW_BYTES, self._count)[1]
