@@ -26,7 +26,9 @@ from support.planning import ROW_BYTES, WINDOW, Batch, Node, Wire, routes_at
 from support.report import Disturbance, document, print_table, write_json
 
 from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.nodes import HELLO_WORDS, NodeSelector
+from deepspeed_gear.parallel.delivery import Delivery
+from deepspeed_gear.parallel.meeting import HELLO_WORDS
+from deepspeed_gear.parallel.nodes import NodeSelector
 from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.selection.masses import Masses
 
@@ -42,12 +44,15 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (Routes, "wanted", "wanted"),
     (NodeSelector, "resolve", "own samples, owners"),
     (Masses, "resolve_numbered", "resolve own samples: resolve_"),
-    (NodeSelector, "finish", "ring, origins"),
-    (NodeSelector, "_swap_resolutions", "resolutions by node, counts"),
+    (NodeSelector, "finish", "own records together"),
+    (Delivery, "_receive", "ring, origins"),
+    (Delivery, "_send_resolutions", "resolutions by node"),
+    (Delivery, "_receive_resolutions", "resolutions from nodes"),
     (wire, "pack_resolutions", "pack resolutions"),
     (wire, "unpack_resolutions", "unpack resolutions"),
     (Routes, "destinations", "destinations"),
-    (NodeSelector, "_swap_rows", "samples whose rows travel"),
+    (Delivery, "_pack_rows", "samples whose rows are sent"),
+    (Delivery, "_swap_rows", "samples whose rows are received"),
 )
 Row = dict[str, Any]
 
@@ -55,7 +60,7 @@ Row = dict[str, Any]
 @contextlib.contextmanager
 def timed_parts(timers: Timers) -> Iterator[None]:
     """Time the parts of a plan, wherever they are called from."""
-    owners = [*PARTS, (Wire, "swap_equal", LINK), (Wire, "swap_words", LINK)]
+    owners = [*PARTS, *((Wire, name, LINK) for name in ("swap_equal", "begin_words"))]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in owners]
     try:
         for owner, name, part in owners:

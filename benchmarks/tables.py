@@ -164,6 +164,45 @@ def scale(rows: Rows) -> str:
     return "\n\n".join(f"{title}\n\n{table}".lstrip() for title, table in parts.items())
 
 
+def exchange(rows: Rows) -> str:
+    """Return what a replay over several nodes costs."""
+    of = {what: [row for row in rows if row["what"] == what] for what in {row["what"] for row in rows}}
+    case = [("workload", "workload", ""), ("window", "window", ""), ("B of a rank", "B", ",d")]
+    judged = [("judged", "judged", ".3g"), ("bound", "bound", ",.3g"), ("holds", "holds", "")]
+    carried = [*case, ("bytes", "bytes", ",.0f"), ("cut ms", "cut_ms", ".2f"), ("rows ms", "carry_ms", ".2f")]
+    carried += [("of it messages ms", "swap_ms", ".2f"), ("all_to_all_single ms", "bare_ms", ".2f")]
+    carried += [("isend, irecv ms", "pairs_ms", ".2f"), ("rows MB/s", "mb_per_s", ",.1f")]
+    carried += [("all_to_all_single MB/s", "bare_mb_per_s", ",.1f"), *judged]
+    owned = [
+        ("system", "system", ""),
+        ("B of a rank", "B", ",d"),
+        ("batches/s of all", "batches_per_s", ",.0f"),
+    ]
+    owned += [("in step", "in_step_per_s", ",.0f"), *judged, ("exchanges", "num_exchanges", ".1f")]
+    owned += [("cut ms", "cut_ms", ".2f"), ("of it exchanges ms", "exchanges_ms", ".2f")]
+    counted = [*case, ("rows needed", "needed", ",.0f"), ("remote samples", "remote", ",.0f")]
+    counted += [("sent", "sent", ",.0f"), ("on the wire", "wire", ",.0f"), ("bound", "bound", ",.0f")]
+    counted += judged[2:]
+    items = [("items", "items", ",d"), ("sent", "sent", ",.0f"), ("sent / first sent", "judged", ".3f")]
+    kinds = [key for key in of["messages"][0] if key.endswith(" ms")]
+    sent = [("nodes", "nodes", "d"), ("bytes", "bytes", ",d"), *((kind, kind, ".3f") for kind in kinds)]
+    trained = [("prefetch", "prefetch", "d"), ("step ms", "step_ms", ".1f"), ("wait ms", "wait_ms", ".2f")]
+    trained += [("sample ms", "sample_ms", ".1f"), ("B of a rank", "batch", ".0f"), *judged]
+    parts = {
+        "Rows of a batch against bare messages of as many bytes (judged: all_to_all_single ms / rows ms):": (
+            _table(of["bandwidth"], carried)
+        ),
+        "Prioritized batches with updates (judged: batches/s over those of one owner):": (
+            _table(of["prioritized"], owned)
+        ),
+        "Bytes of a global batch, sent by all nodes:": _table(of["bytes"], counted),
+        "Bytes of a prioritized selection without the rows:": _table(of["selection"], [*items, *judged[1:]]),
+        "Messages to every other node:": _table(of["messages"], sent),
+        "Training (judged: wait / step):": _table(of["training"], trained),
+    }
+    return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
+
+
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "one thread": ("gather", one_thread),
     "fixed cost": ("fixed_cost", fixed_cost),
@@ -173,6 +212,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "determinism": ("determinism", determinism),
     "select": ("select", selection),
     "scale": ("scale", scale),
+    "exchange": ("exchange", exchange),
 }
 
 

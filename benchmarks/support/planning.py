@@ -19,7 +19,8 @@ from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.ops import functional, load_backend
 from deepspeed_gear.ops.constants import FAN_OUT, R_ANCHOR, R_ID, R_NUM_STEPS, R_SLOT
 from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.nodes import HELLO_WORDS, TOTAL, NodeSelector
+from deepspeed_gear.parallel.meeting import HELLO_WORDS, TOTAL
+from deepspeed_gear.parallel.nodes import NodeSelector
 from deepspeed_gear.parallel.plan import grid
 from deepspeed_gear.parallel.routes import Routes, routes_of
 from deepspeed_gear.parallel.rows import Samples, messages, plan_rows
@@ -75,10 +76,13 @@ class Wire:
         self.sent += 8 * HELLO_WORDS
         return words
 
-    def swap_words(self, rows: Sequence[np.ndarray], counts: np.ndarray) -> list[np.ndarray]:
+    def begin_words(self, rows: Sequence[np.ndarray], counts: np.ndarray) -> Callable[[], list[np.ndarray]]:
         assert [len(part) for part in self.heard] == counts.tolist()
         self.sent += [part.nbytes for part in rows]
-        return self.heard
+        return lambda: self.heard
+
+    def abandon(self, error: Exception) -> None:
+        """No other node waits."""
 
 
 class Planner:
@@ -95,11 +99,15 @@ class Planner:
     def steps_of(self, records: torch.Tensor) -> None:
         """No window follows n-step steps."""
 
-    def carry(self, entry: int, outgoing: Samples, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
-        send, receive = self._plan(outgoing, self._needs), self._plan(incoming, self._needs)
-        self.sent += self._messages(send, ROW_BYTES, self._count)[1]
-        self.received += self._messages(receive, ROW_BYTES, self._count)[1]
-        return receive.shift, receive.trajectory
+    def pack(self, outgoing: Samples) -> None:
+        """Plan and count what would be sent."""
+        self.sent += self._messages(self._plan(outgoing, self._needs), ROW_BYTES, self._count)[1]
+
+    def carry(self, entry: int, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
+        """Plan and count what would be received; return where it would lie."""
+        plan = self._plan(incoming, self._needs)
+        self.received += self._messages(plan, ROW_BYTES, self._count)[1]
+        return plan.shift, plan.trajectory
 
 
 class Batch(NamedTuple):

@@ -78,8 +78,9 @@ class Carrier:
         self._held = {name: _flat(table.held(name)) for name in names}
         self._arrivals = {name: _flat(table.arrivals(name)) for name in names}
         self._row_bytes = {name: table.held(name)[:1].nbytes or _row_bytes(table, name) for name in names}
-        # Messages are kept: fresh memory costs a fault a page. They are gone when `receive` returns.
+        # Messages are kept: fresh memory costs a fault a page. They are gone when `carry` returns.
         self._packed = self._received = torch.empty(0, dtype=torch.uint8)
+        self._to_send = self._packed, np.zeros(link.count, np.int64)
         self.takes_own = not table.collects_own_rows
 
     @property
@@ -100,17 +101,16 @@ class Carrier:
         self._ops.n_step_(returns, discount, steps, reward, terminated, truncated, powers, records, n)
         return steps.numpy()
 
-    def send(self, outgoing: Samples) -> None:
-        """Send rows; `receive` follows.
+    def pack(self, outgoing: Samples) -> None:
+        """Plan and pack rows; `carry` sends them.
 
         Args:
             outgoing: What others need of this node, by receiver.
         """
-        packed, sizes = self._pack(plan_rows(outgoing, self._needs), self._link.count)
-        self._link.send(packed, sizes.tolist())
+        self._to_send = self._pack(plan_rows(outgoing, self._needs), self._link.count)
 
-    def receive(self, entry: int, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
-        """Receive rows.
+    def carry(self, entry: int, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
+        """Send what is packed, and receive rows.
 
         Args:
             entry: The ring's entry whose arrivals are filled.
@@ -128,7 +128,8 @@ class Carrier:
             )
         places, expected = messages(receive, self._row_bytes, self._link.count)
         received = self._received = _of_size(self._received, int(expected.sum()))
-        self._link.receive(received, expected.tolist())
+        packed, sizes = self._to_send
+        self._link.swap(packed, sizes.tolist(), received, expected.tolist())
         first_row, first_slot = self._rows[0] + entry * self._rows[1], self._slots[0] + entry * self._slots[1]
         for name, pieces in places.items():
             row_bytes = self._row_bytes[name]

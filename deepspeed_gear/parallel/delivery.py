@@ -93,6 +93,21 @@ class Own(NamedTuple):
     samples: Samples
 
 
+class Begun(NamedTuple):
+    """Resolutions that are under way.
+
+    Args:
+        least: The smallest mass that this node has drawn.
+        node, which: Where its samples go, as `Routes.destinations`.
+        wait: Returns the words of each node.
+    """
+
+    least: int
+    node: np.ndarray
+    which: np.ndarray
+    wait: Callable[[], list[np.ndarray]]
+
+
 class Delivery:
     """Sends what other nodes lack of a cut, and fills this node's ring and arrivals. One thread at a time.
 
@@ -118,16 +133,16 @@ class Delivery:
             records: Their resolutions. [n, 8], int64.
         """
         mine = Found(own, np.full_like(own, self._index), records.numpy(), self._carrier.steps_of(records))
-        least, node, which = self._send_resolutions(cut, mine)
-        kept = self._send_rows(cut, mine, node, which)  # before the others' resolutions have come
+        begun = self._send_resolutions(cut, mine)
         try:
-            self._receive(cut, mine, least, kept)
+            kept = self._pack_rows(cut, mine, begun.node, begun.which)  # while the others' resolutions come
+            self._receive(cut, mine, begun, kept)
         except Exception as error:
             self._link.abandon(error)
             raise
 
-    def _receive(self, cut: NodeCut, mine: Found, least: int, kept: Own | None) -> None:
-        theirs = self._receive_resolutions(cut, mine, least)
+    def _receive(self, cut: NodeCut, mine: Found, begun: Begun, kept: Own | None) -> None:
+        theirs = self._receive_resolutions(cut, mine, begun)
         ring = self._stream.ring[cut.entry].numpy()
         ring[: cut.count] = 0
         ring[: cut.count, R_ID] = wire.UNKNOWN
@@ -137,14 +152,10 @@ class Delivery:
         origins = self._stream.origins[cut.entry].numpy()
         for found in (mine, theirs):
             origins[found.sample] = found.holder << wire.SHARD_BITS | found.records[:, R_SLOT]
-        self._receive_rows(cut, theirs, kept, ring)
+        self._swap_rows(cut, theirs, kept, ring)
 
-    def _send_resolutions(self, cut: NodeCut, mine: Found) -> tuple[int, np.ndarray, np.ndarray]:
-        """Tell each node what it needs of this node's resolutions.
-
-        Returns:
-            The smallest mass that this node has drawn, and where its samples go, as `Routes.destinations`.
-        """
+    def _send_resolutions(self, cut: NodeCut, mine: Found) -> Begun:
+        """Begin to tell each node what it needs of this node's resolutions."""
         packed = wire.pack_resolutions(mine.records, mine.steps)
         node, which = self._routes.destinations(mine.sample, cut.offset)
         parts = np.split(which, np.searchsorted(node, np.arange(1, self._num_nodes)))
@@ -154,16 +165,14 @@ class Delivery:
         head[0, 0] = least = int(mine.records[:, R_MASS].min(initial=wire.MOST))
         sent = [np.concatenate([head, packed[part]]) for part in parts]
         sent[self._index] = sent[self._index][:0]
-        self._link.send_words(sent)
-        return least, node, which
-
-    def _receive_resolutions(self, cut: NodeCut, mine: Found, least: int) -> Found:
-        """Return what the others say."""
         counts = 1 + np.bincount(cut.owner, minlength=self._num_nodes)
         counts[self._index] = 0
-        words = wire.resolution_words(mine.steps is not None)
-        heard = [rows for rows in self._link.receive_words(words, counts) if len(rows)]
-        self.least_drawn = min([least, *(int(rows[0, 0]) for rows in heard)])
+        return Begun(least, node, which, self._link.begin_words(sent, counts))
+
+    def _receive_resolutions(self, cut: NodeCut, mine: Found, begun: Begun) -> Found:
+        """Return what the others say."""
+        heard = [rows for rows in begun.wait() if len(rows)]
+        self.least_drawn = min([begun.least, *(int(rows[0, 0]) for rows in heard)])
         order = np.argsort(cut.owner, kind="stable")
         order = order[cut.owner[order] != self._index]
         records, steps = wire.unpack_resolutions(np.concatenate([rows[1:] for rows in heard]))
@@ -171,24 +180,24 @@ class Delivery:
         records[:, R_NUMBER] = cut.first + index
         return Found(index, cut.owner[order], records, steps)
 
-    def _send_rows(self, cut: NodeCut, mine: Found, node: np.ndarray, which: np.ndarray) -> Own | None:
-        """Send the rows that other nodes lack; return what this node copies for itself."""
+    def _pack_rows(self, cut: NodeCut, mine: Found, node: np.ndarray, which: np.ndarray) -> Own | None:
+        """Pack the rows that other nodes lack; return what this node copies for itself."""
         outgoing, own = self._samples(cut, mine.part(which), node, node), None
         if self._carrier.takes_own:
             here = mine.part(np.nonzero(np.isin(mine.sample, cut.wanted))[0])
             own = Own(here, self._samples(cut, here, here.holder, here.holder))
             outgoing = _together(outgoing, own.samples)
-        self._carrier.send(outgoing)
+        self._carrier.pack(outgoing)
         return own
 
-    def _receive_rows(self, cut: NodeCut, theirs: Found, own: Own | None, ring: np.ndarray) -> None:
-        """Say where the rows lie that this node has got."""
+    def _swap_rows(self, cut: NodeCut, theirs: Found, own: Own | None, ring: np.ndarray) -> None:
+        """Exchange rows, and say where those lie that this node has got."""
         needed = np.nonzero(np.isin(theirs.sample, cut.wanted))[0] if cut.needs_all else slice(None)
         got = theirs.part(needed)
         incoming = self._samples(cut, got, got.holder, np.full_like(got.holder, self._index))
         if own is not None:
             got, incoming = got.with_(own.found), _together(incoming, own.samples)
-        first_row, slot = self._carrier.receive(cut.entry, incoming)
+        first_row, slot = self._carrier.carry(cut.entry, incoming)
         ring[got.sample, R_FIRST_ROW], ring[got.sample, R_SLOT] = first_row, slot
 
     def _samples(self, cut: NodeCut, found: Found, peer: np.ndarray, reader: np.ndarray) -> Samples:

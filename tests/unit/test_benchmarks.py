@@ -123,6 +123,29 @@ def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: 
     assert (drawn.items == 33).all()
 
 
+def test_the_bound_of_bytes(load: Load) -> None:
+    exchange = load("exchange")
+    assert exchange.bound_of_bytes(1000.0, 10.0, 2, 3) == 1.05 * 1000 + 64 * 10 + 2 * 3 * 16384
+
+
+def test_a_turn_takes_as_long_as_its_last_rank(load: Load) -> None:
+    ranks = [{"carry": [1.0, 5.0, 2.0]}, {"carry": [4.0, 1.0, 3.0]}]
+    assert load("exchange").slowest(ranks, "carry") == 4.0
+
+
+def test_exchange_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
+    reason = load("support.nodes").why_no_nodes()
+    if reason is not None:
+        result = run_python("benchmarks/exchange.py", "--quick")
+        assert result.returncode == 1
+        assert reason in result.stderr
+        pytest.skip(reason)
+    rows = rows_of(run_python, tmp_path / "exchange.json", "exchange", "--parts", "traffic")
+    assert {row["what"] for row in rows} == {"bytes", "selection"}
+    assert all(row["holds"] for row in rows if "holds" in row)
+    assert all(row["wire"] > row["sent"] >= row["needed"] > 0 for row in rows if row["what"] == "bytes")
+
+
 def test_select_hides_no_module_of_the_standard_library(run_python: Run) -> None:
     code = "import sys; sys.path.insert(0, 'benchmarks'); import select, subprocess; select.poll()"
     result = run_python("-c", code)
