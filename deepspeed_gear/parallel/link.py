@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed_gear.errors import LostNodeError
 from deepspeed_gear.parallel.exchange import lane
 from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.parallel.watch import SOME_NODE
 
 GRACE_S = 5.0  # beyond our own wait, so that gloo's wait ends after it
 
@@ -164,7 +165,7 @@ class Link:
     def _fail(self, error: RuntimeError) -> NoReturn:
         """Raise what the watch knows, else what the transport says."""
         text = str(error).splitlines()[0]
-        name = self.name(1 - self.index) if self.count == 2 else "another node"
+        name = self.name(1 - self.index) if self.count == 2 else SOME_NODE
         rule = f"must answer in gear.timeout_s = {self.timeout_s} s"
         remedy = "look for the first error in the logs of its ranks, and at the network"
         self._broken = LostNodeError(name, rule, text, remedy)

@@ -32,6 +32,7 @@ WORDS, TEXT_BYTES = 8, 2048
 MOST_BEAT_S = 1.0
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114
+SOME_NODE = "another node"  # name of a failure of which nothing else is known
 
 
 class Watch:
@@ -149,7 +150,8 @@ class Watch:
 
     def note(self, failure: LostNodeError) -> None:
         """Take up what an exchange has found, unless more is known in a moment: which rank it was."""
-        until = time.monotonic() + 2 * self._beat_s
+        patience = 2 * self._beat_s + (self._timeout_s if failure.name == SOME_NODE else 0)
+        until = time.monotonic() + patience
         while self._failure is None and time.monotonic() < until and not self._stop.is_set():
             time.sleep(self._beat_s / 8)
         if self._failure is None:
