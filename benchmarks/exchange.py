@@ -134,6 +134,31 @@ def messages(run: Nodes, quick: bool) -> Rows:
     return rows
 
 
+def growth(run: Nodes, quick: bool) -> Rows:
+    """Compare batches on 1, 2 and 4 nodes with what the plan of benchmarks/scale.py predicts for them.
+
+    A batch's time is its plan's, three exchanges of a few bytes, and the node's bytes at the speed of large
+    messages, both as measured between as many nodes.
+    """
+    rows: Rows = []
+    batch, steps, scale = (8, 5, 0.01) if quick else (256, 60, 0.1)
+    for count in (1, 2) if quick else (1, 2, 4):
+        found = run.run(f"{WORK}:batches", "W1", "20", batch, steps, scale, count=count)
+        planned = run_one(count, 1, batch, 3 if quick else 15)
+        waits = carried = 0.0
+        if count > 1:
+            kind = "all_to_all_single"
+            small, large = (run.run(f"{WORK}:messages", size, 5, count=count) for size in (96, MIB))
+            waits = 3e3 * slowest(small, kind)
+            carried = 1e3 * slowest(large, kind) * planned["node_bytes"] / ((count - 1) * MIB)
+        sample_ms = float(np.mean([rank["sample_ms"] for rank in found]))
+        sent = float(np.mean([rank["sent"] for rank in found]))
+        row = {"what": "growth", "nodes": count, "B": batch, "sample_ms": sample_ms, "sent": sent}
+        predicted = {"plan_ms": planned["plan_ms"], "predicted_ms": planned["plan_ms"] + waits + carried}
+        rows.append({**row, **predicted, "predicted_sent": planned["node_bytes"]})
+    return rows
+
+
 def training(run: Nodes, quick: bool) -> Rows:
     """Find the share of a training step that waits for data."""
     rows: Rows = []
@@ -156,6 +181,7 @@ PARTS: dict[str, Callable[[Nodes, bool], Rows]] = {
     "prioritized": prioritized,
     "traffic": traffic,
     "messages": messages,
+    "growth": growth,
     "training": training,
 }
 
@@ -174,7 +200,8 @@ def main() -> None:
         sys.exit(f"exchange.py: no nodes can be made on this machine: {reason}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("exchange.py: ended"))  # takes the nodes down
     disturbance, rows = Disturbance(), []
-    with nodes(2 if options.quick or "messages" not in options.parts else 4) as run:
+    wide = {"messages", "growth"} & set(options.parts)
+    with nodes(4 if wide and not options.quick else 2) as run:
         for part in options.parts:
             found = PARTS[part](run, options.quick)
             rows += found

@@ -363,6 +363,25 @@ def traffic(name: str, window: str, batch: int, steps: int, scale: float) -> dic
     return {"sent": counted["sent"], "wire": counted["tx_bytes"], "needed": needed, "remote": remote}
 
 
+def batches(name: str, window: str, batch: int, steps: int, scale: float) -> dict[str, float]:
+    """Time batches of a rank, and count what its node sends for each."""
+    load, world = workload(name, scale), dist.get_world_size()
+    with Replay(uniform(load, window, batch), schemas={"main": load.schema}) as replay:
+        for number in range(dist.get_rank(), load.num_trajectories, world):
+            replay.add(load.make(number))
+        link = replay._parts.links.train
+        times, before = [], 0
+        for step in range(_WARM_UP + steps):
+            dist.barrier()
+            begin = time.perf_counter()
+            replay.sample()
+            times.append(time.perf_counter() - begin)
+            if step == _WARM_UP - 1 and link is not None:
+                before = link.bytes_sent
+        sent = 0 if link is None else (link.bytes_sent - before) / steps
+    return {"sample_ms": 1e3 * float(np.median(times[_WARM_UP:])), "sent": sent}
+
+
 def selection(num_items: int, batch: int, steps: int) -> dict[str, float]:
     """Count what the selection of prioritized batches sends, whatever the rows: per step."""
     length = max(1, num_items // 100)

@@ -65,6 +65,14 @@ class Prefetcher(Generic[T]):
             raise error
         return result  # type: ignore[return-value]
 
+    def ready(self) -> T | None:
+        """Return the next result if it is there already; None if it is not, or is an error."""
+        with self._results.mutex:
+            first = self._results.queue[0] if self._results.queue else None
+        if first is None or first[1] is not None:
+            return None
+        return self._results.get_nowait()[0]
+
     def stop(self) -> None:
         """End the thread; results that wait are dropped."""
         self._stop.set()

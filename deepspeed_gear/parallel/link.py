@@ -153,6 +153,39 @@ class Link:
 
         return wait
 
+    def begin_pairs(self, words: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin `gather` with messages between pairs; return what waits for it. [n], int64 -> [S, n], int64.
+
+        Unlike a collective under way they may stay unanswered for any time, and do not keep a process from
+        ending.
+        """
+        if self._broken is not None:
+            raise self._broken
+        sent = torch.from_numpy(np.array(words, np.int64))
+        received = sent.repeat(self.count, 1)
+        others = [(self.index + i) % self.count for i in range(1, self.count)]
+        works: list[tuple[int, Any]] = []
+        try:
+            for node in others:
+                works.append((node, dist.irecv(received[node], self._ranks[node], group=self._group)))
+            for node in others:
+                works.append((node, dist.isend(sent, self._ranks[node], group=self._group)))
+        except RuntimeError as error:
+            self._fail(error)
+
+        def wait() -> np.ndarray:
+            begin, until = time.monotonic(), time.monotonic() + self.timeout_s
+            for node, work in works:
+                try:
+                    work.wait(timedelta(seconds=max(until - time.monotonic(), 1e-3)))
+                except RuntimeError as error:
+                    self._fail(error, node)
+            self.num_exchanges += 1
+            self.last_wait_s = time.monotonic() - begin
+            return np.asarray(received.numpy())
+
+        return wait
+
     def abandon(self, error: Exception) -> None:
         """Break the link: an error keeps this node from an exchange that the others wait in."""
         if self._broken is None:
@@ -162,10 +195,11 @@ class Link:
             )
             self._broken.__cause__ = error
 
-    def _fail(self, error: RuntimeError) -> NoReturn:
+    def _fail(self, error: RuntimeError, node: int | None = None) -> NoReturn:
         """Raise what the watch knows, else what the transport says."""
         text = str(error).splitlines()[0]
-        name = self.name(1 - self.index) if self.count == 2 else SOME_NODE
+        node = 1 - self.index if node is None and self.count == 2 else node
+        name = SOME_NODE if node is None else self.name(node)
         rule = f"must answer in gear.timeout_s = {self.timeout_s} s"
         remedy = "look for the first error in the logs of its ranks, and at the network"
         self._broken = LostNodeError(name, rule, text, remedy)

@@ -117,6 +117,8 @@ def go_on(parts: Parts, feed: Feed, state: Mapping[str, Any]) -> Passes:
     """
     plan, exchange = parts.plan, parts.plan.exchange
     exchange.agree("loading the state", lambda: position.check(state, plan.config, fingerprint(parts)))
+    if parts.status is not None:
+        parts.status.drain()
     _pause(parts, feed)
     if parts.status is not None:
         parts.status.restart()

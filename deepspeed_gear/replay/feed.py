@@ -80,7 +80,8 @@ class Feed:
         self._status, self._every_micro, self._check = status, turns == "micro", check
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part of a global batch
         self._digest, self._leads = NO_DIGEST, leads
-        self._held: Made | None = None  # made, and not returned yet, since another rank has failed
+        self._held: Made | None = None  # made, and not returned yet: a rank has failed, or it is early
+        self._is_early = False
         self._start = 0  # global batch at which the numbering of micro batches begins
         self._used = 0  # micro batches that the user has had since then
         self._heads: list[list[int]] | None = None  # of the last global batch used; None: see _position
@@ -97,18 +98,43 @@ class Feed:
         number, micro = divmod(self._used, self._info.accumulation)
         ends = micro == self._info.accumulation - 1
         if self._held is None:
-            self._held = self._made(self._start + number)
-            if self._verify_every:
-                self._see(self._held, self._start + number)
+            self._hold(self._made(self._start + number))
+        elif self._is_early:
+            self._ask(self._start + number)
+        self._is_early = False
         if self._status is not None and (ends or self._every_micro):
             self._status.reach(self.take_digest())
             self._status.wait()
         made, self._held = self._held, None
+        assert made is not None
         self._used += 1
         if ends:
             self._heads = made.heads
+        if self._status is not None and self._status.is_early and self.prefetchers:
+            self._hold_next(self._status)
         self._metrics.waited(time.perf_counter() - begin, made.heads[0][EPOCH])
         return made.batch
+
+    def _hold(self, made: Made) -> None:
+        """Keep a micro batch until its turn is over."""
+        self._held = made
+        if self._verify_every:
+            self._see(made, self._start + self._used // self._info.accumulation)
+
+    def _hold_next(self, status: Status) -> None:
+        """Reach the next turn already if its batch is there: nodes then hear of it while the model trains."""
+        made = self.prefetchers[0].ready()
+        if made is None:
+            return
+        self._hold(made)
+        self._is_early = True
+        if self._every_micro or (self._used + 1) % self._info.accumulation == 0:
+            status.reach(self.take_digest())
+            status.begin()
+
+    def _ask(self, key: int) -> None:
+        for stream in self._streams:
+            stream.masses.ask(key)
 
     def take_digest(self) -> int:
         """Return the digest of this rank's part of a global batch that is to be verified, once; else 0."""
@@ -116,8 +142,7 @@ class Feed:
         return digest
 
     def _made(self, key: int) -> Made:
-        for stream in self._streams:
-            stream.masses.ask(key)
+        self._ask(key)
         try:
             return self._prepared() if self._prefetch else self._make(self._used)
         except Exception as error:
@@ -148,7 +173,7 @@ class Feed:
 
     def go_on_at(self, at: position.Position) -> None:
         """Continue at a position, at which the streams are already."""
-        self._heads, self._position, self._held = None, at, None
+        self._heads, self._position, self._held, self._is_early = None, at, None, False
         self._seen, self._digest = hashlib.blake2b(digest_size=8), NO_DIGEST
         self._start, self._used = position.batches(at), 0
 

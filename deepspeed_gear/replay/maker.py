@@ -36,6 +36,7 @@ class BatchMaker:
         device: Where batches go.
         relabelling: Goals by hindsight.
         burn_in: Steps that only warm up.
+        held: Prepared batches that are kept beside those that wait.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class BatchMaker:
         device: torch.device,
         relabelling: Relabelling,
         burn_in: BurnIn | None,
+        held: int = 0,
     ) -> None:
         self._config, self._needs, self._statistics = config, needs, statistics
         self._info, self._engine_dtype, self._device = info, engine_dtype, device
+        self._held = held
         self.transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
@@ -176,7 +179,8 @@ class BatchMaker:
 
     def _collector(self, stream: Stream) -> Collector:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation
-        depth = max(2, info.accumulation) + (ahead + 1 if ahead and stream.spec.name == TRAIN else 0)
+        prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
+        depth = max(2, info.accumulation) + prepared
         return Collector(
             self._needs.fields,
             stream.table,

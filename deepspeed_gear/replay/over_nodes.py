@@ -238,7 +238,7 @@ def _open(link: Link, watch: Watch | None) -> None:
 
 
 def status_of(
-    topology: Topology, table: Table, turns: Turns, timeout_s: float, watch: Watch | None, group: Any
+    topology: Topology, table: Table, turns: Turns, config: GearConfig, watch: Watch | None, group: Any
 ) -> Status:
     """Return the turns of the ranks. Collective over the leaders of nodes.
 
@@ -246,11 +246,11 @@ def status_of(
         topology: Where the ranks sit.
         table: Whose store holds their words.
         turns: Where they wait for each other.
-        timeout_s: How long.
+        config: The config.
         watch: Over all ranks; None for one node.
         group: Whose ranks the topology counts; None for all.
     """
-    only_readers = turns != "schedule"
+    only_readers, timeout_s = turns != "schedule", config.timeout_s
     if watch is None:
         return Status(table, topology, only_readers, timeout_s)
     order = topology.holders if only_readers else list(range(topology.num_nodes))
@@ -259,4 +259,5 @@ def status_of(
     if over_nodes and topology.leads_node:
         link = Link(topology, order, "turns", timeout_s, group)
         _open(link, watch)
-    return Status(table, topology, only_readers, timeout_s, link, over_nodes, watch.check)
+    early = only_readers and config.prefetch > 0
+    return Status(table, topology, only_readers, timeout_s, link, over_nodes, early, watch.check)

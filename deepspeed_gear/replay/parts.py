@@ -197,7 +197,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
     try:
         watch = watch_over(exchange, topology, tables[sampled[0]], config.timeout_s)
         if turns is not None:
-            status = status_of(topology, tables[sampled[0]], turns, config.timeout_s, watch, plan.group)
+            status = status_of(topology, tables[sampled[0]], turns, config, watch, plan.group)
         train = _train(config, streams)
         maker = exchange.agree("the fields", lambda: _maker(plan, train, engine_dtype, device))
         links = connect(
@@ -264,6 +264,7 @@ def _maker(plan: Plan, train: list[Stream], engine_dtype: torch.dtype, device: t
         device,
         Relabelling(config, fields, mine),
         BurnIn.of(config, fields, mine),
+        int(plan.topology.num_nodes > 1),
     )
 
 

@@ -30,6 +30,7 @@ T = TypeVar("T")
 REACHED, FAILED, ENDED, RELEASED, DIGESTS = 0, 1, 2, 3, 4  # words of a rank; digests of even and odd turns
 WORDS, TEXT_BYTES = 8, 2048
 TURN, STATUS, VERIFIES, SAID_WORDS = 0, 1, 2, 3  # what leaders tell each other
+MOST_DRAIN_S = 3.0  # what a rank that ends waits for other nodes
 GRACE_S = 2.0  # ranks wait longer for their leader than it waits for other nodes
 NO_DIGEST = 0
 _AWAKE_S, _POLL_S = 500e-6, 200e-6
@@ -45,6 +46,7 @@ class Status:
         timeout_s: How long one waits for another.
         link: To the leaders of the other nodes, on a leader.
         over_nodes: Whether there are other nodes.
+        early: Whether ranks may reach a turn before they wait for it.
         check: Raises if a rank of any node is lost.
     """
 
@@ -56,10 +58,13 @@ class Status:
         timeout_s: float,
         link: Link | None = None,
         over_nodes: bool = False,
+        early: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._table, self._timeout_s, self._topology = table, timeout_s, topology
         self._link, self._over_nodes, self._check_others = link, over_nodes, check
+        self.is_early = early and over_nodes
+        self._flying: Callable[[], np.ndarray] | None = None  # what waits for the message of the next turn
         self._ranks = topology.peers
         self._places = [topology.places[rank] for rank in self._ranks]
         members = [p for p, place in enumerate(self._places) if place.reads or not only_readers]
@@ -130,9 +135,27 @@ class Status:
                 self._tell(self._link, text)
         self._is_open = False
 
+    def begin(self) -> None:
+        """Tell the other nodes already that this one has had the turn, if all its ranks have reached it."""
+        if self._link is None or not self._is_open or self._flying is not None or self._behind():
+            return
+        if all(self._words[peer, FAILED] < self._count for peer in self._members):
+            self._flying = self._say(self._link, failed=False)
+
     def end(self) -> None:
         """Say that this rank takes no more turns."""
         self._mine[ENDED] = 1
+        self.drain(MOST_DRAIN_S)
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Let no message of a turn be under way: every leader sends and receives one more. Collective."""
+        if self._link is None or not self.is_early:
+            return
+        patience = self._link.timeout_s
+        self._link.timeout_s = min(patience, timeout_s or patience)
+        with contextlib.suppress(PeerError):
+            (self._flying or self._link.begin_pairs(np.zeros(SAID_WORDS, np.int64)))()
+        self._link.timeout_s, self._flying = patience, None
 
     def restart(self) -> None:
         """Begin again, as when a checkpoint is loaded: between two barriers of all ranks."""
@@ -200,9 +223,12 @@ class Status:
         Raises:
             PeerError: It failed on another node.
         """
-        digests = self._digests()
-        verifies = any(digest for _, _, digest in digests)
-        heard = link.gather(np.array([self._count, bool(text), verifies]))
+        digests, wait = self._digests(), self._flying or self._say(link, bool(text))
+        self._flying, heard = None, wait()
+        if (heard[:, TURN] != self._count).any():
+            node = int(np.nonzero(heard[:, TURN] != self._count)[0][0])
+            had = f"it ended before turn {self._count}"
+            raise PeerError(link.name(node), "must take as many batches as this rank", None, had)
         texts = None
         if heard[:, STATUS].any():
             texts = link.gather(wire.pack_text(text, TEXT_BYTES // 8))
@@ -213,6 +239,11 @@ class Status:
             raise PeerError(link.name(node), "must succeed on every rank", None, said)
         if every and texts is None:
             self._compare_digests([(int(a), int(b), int(c)) for rows in every for a, b, c in rows])
+
+    def _say(self, link: Link, failed: bool) -> Callable[[], np.ndarray]:
+        """Send turn, status and whether digests are to be compared; return what waits for the others'."""
+        verifies = any(digest for _, _, digest in self._digests())
+        return link.begin_pairs(np.array([self._count, failed, verifies]))
 
     def _publish(self, text: str) -> None:
         """Say to the ranks of the node why the turn is over."""
