@@ -1,4 +1,4 @@
-"""What a replay over several nodes costs: rows, prioritized batches, bytes, messages, waits in training.
+"""What a replay over several nodes costs: rows, prioritized batches, bytes, messages, growth, training.
 
     python benchmarks/exchange.py --json F [--quick] [--parts bandwidth ...]
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scale import run_one
 from support import ROOT
 from support.nodes import Nodes, nodes, why_no_nodes
 from support.report import Disturbance, document, print_table, write_json

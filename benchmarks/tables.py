@@ -188,6 +188,9 @@ def exchange(rows: Rows) -> str:
     sent = [("nodes", "nodes", "d"), ("bytes", "bytes", ",d"), *((kind, kind, ".3f") for kind in kinds)]
     trained = [("prefetch", "prefetch", "d"), ("step ms", "step_ms", ".1f"), ("wait ms", "wait_ms", ".2f")]
     trained += [("sample ms", "sample_ms", ".1f"), ("B of a rank", "batch", ".0f"), *judged]
+    grown = [("nodes", "nodes", "d"), ("B of a rank", "B", ",d"), ("batch ms", "sample_ms", ".2f")]
+    grown += [("plan ms", "plan_ms", ".2f"), ("predicted ms", "predicted_ms", ".2f")]
+    grown += [("a node sent", "sent", ",.0f"), ("predicted", "predicted_sent", ",.0f")]
     parts = {
         "Rows of a batch against bare messages of as many bytes (judged: all_to_all_single ms / rows ms):": (
             _table(of["bandwidth"], carried)
@@ -198,6 +201,7 @@ def exchange(rows: Rows) -> str:
         "Bytes of a global batch, sent by all nodes:": _table(of["bytes"], counted),
         "Bytes of a prioritized selection without the rows:": _table(of["selection"], [*items, *judged[1:]]),
         "Messages to every other node:": _table(of["messages"], sent),
+        "Batches of windows of 20 steps, and what benchmarks/scale.py predicts:": _table(of["growth"], grown),
         "Training (judged: wait / step):": _table(of["training"], trained),
     }
     return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
