@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_gear.errors import LostNodeError
+from deepspeed_gear.errors import LostNodeError, PeerError, StoreError
 from deepspeed_gear.parallel.exchange import lane
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.parallel.watch import SOME_NODE
@@ -152,6 +153,18 @@ class Link:
                     parts[node].copy_(part)
 
         return wait
+
+    @contextlib.contextmanager
+    def parting(self, timeout_s: float) -> Iterator[None]:
+        """Wait no longer than this for nodes that may have left already, and call none of them lost."""
+        kept = self.timeout_s, self.check, self.note
+        self.timeout_s = min(self.timeout_s, timeout_s)
+        self.check, self.note = lambda: None, lambda error: None
+        try:
+            with contextlib.suppress(PeerError, StoreError):
+                yield
+        finally:
+            self.timeout_s, self.check, self.note = kept
 
     def begin_pairs(self, words: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin `gather` with messages between pairs; return what waits for it. [n], int64 -> [S, n], int64.

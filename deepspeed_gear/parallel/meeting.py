@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -77,10 +76,8 @@ class Meeting(Selector):
         """Tell the other nodes that this one makes no further cut, unless one of them has said so."""
         if not self.link.left:
             self._key = None
-            patience, self.link.timeout_s = self.link.timeout_s, min(self.link.timeout_s, MOST_LEAVE_S)
-            with contextlib.suppress(PeerError, StoreError):
+            with self.link.parting(MOST_LEAVE_S):
                 self._hello(None, True, np.zeros(self._num_nodes, np.int64))
-            self.link.timeout_s = patience
         self.link.left = False
 
     def _record(self) -> np.ndarray:

@@ -151,11 +151,9 @@ class Status:
         """Let no message of a turn be under way: every leader sends and receives one more. Collective."""
         if self._link is None or not self.is_early:
             return
-        patience = self._link.timeout_s
-        self._link.timeout_s = min(patience, timeout_s or patience)
-        with contextlib.suppress(PeerError):
+        with self._link.parting(timeout_s or self._link.timeout_s):
             (self._flying or self._link.begin_pairs(np.zeros(SAID_WORDS, np.int64)))()
-        self._link.timeout_s, self._flying = patience, None
+        self._flying = None
 
     def restart(self) -> None:
         """Begin again, as when a checkpoint is loaded: between two barriers of all ranks."""

@@ -150,6 +150,16 @@ def test_a_node_that_is_lost_is_named(how: str, train: Callable[..., NodeRanks],
     check_clean(cluster)
 
 
+def test_a_rank_may_go_on_when_the_others_have_ended(cluster: Cluster, tmp_path: Path, data: Path) -> None:
+    """As the one that evaluates: nobody is lost, and nobody is ended."""
+    plan = {"refused": [], "section": config_of(data, timeout_s=TIMEOUT_S, prefetch=2)}
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "steps": 5, "linger": 4 * TIMEOUT_S}))
+    for status, output in NodeRanks(cluster, tmp_path).wait(60.0):
+        assert status == 0, output
+        assert "error" not in output.lower(), output
+    check_clean(cluster)
+
+
 def test_what_differs_or_does_not_fit_is_refused_on_every_node(
     cluster: Cluster, tmp_path: Path, data: Path
 ) -> None:

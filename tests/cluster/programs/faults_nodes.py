@@ -3,7 +3,8 @@
     faults_nodes.py FOLDER
 
 FOLDER/plan.json: `refused` (for each attempt, the gear section of each rank) and `section` (what to train on
-then; None: nothing). Every rank writes FOLDER/step-RANK after its third step.
+then; None: nothing), perhaps `steps`, and for how many seconds rank 0 goes on behind them (`linger`). Every
+rank writes FOLDER/step-RANK after its third step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ for attempt, sections in enumerate(plan["refused"]):
 if plan["section"] is not None:
     with Replay(plan["section"], info=info) as replay:
         step = 0
-        while True:
+        while plan.get("steps") is None or step < plan["steps"]:
             batch = replay.sample()
             gradient = batch["observation"].sum()
             dist.all_reduce(gradient)
@@ -40,4 +42,6 @@ if plan["section"] is not None:
             step += 1
             if step == 3:
                 (folder / f"step-{rank}").touch()
+        if rank == 0:
+            time.sleep(plan.get("linger", 0.0))  # one call, as a long evaluation may be
 dist.destroy_process_group()
