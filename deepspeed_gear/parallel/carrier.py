@@ -70,8 +70,8 @@ class Carrier:
     ) -> None:
         self._table, self._link, self._needs, self._ops = table, link, needs, table.ops
         self._rows, self._slots = rows, slots
-        self._follows = any(read.follows for need in needs for read in need.reads)
-        self._n_step = n_step if self._follows else None
+        follows = any(read.follows for need in needs for read in need.reads)
+        self._n_step = n_step if follows else None
         names = {read.column for need in needs for read in need.reads}
         names.update(name for need in needs for name in need.per_trajectory)
         names.update(goal for need in needs for goal, _ in need.goals)
@@ -82,11 +82,6 @@ class Carrier:
         self._packed = self._received = torch.empty(0, dtype=torch.uint8)
         self._to_send = self._packed, np.zeros(link.count, np.int64)
         self.takes_own = not table.collects_own_rows
-
-    @property
-    def follows(self) -> bool:
-        """Whether windows follow n-step steps, which only the node that holds the rows can count."""
-        return self._follows
 
     def steps_of(self, records: torch.Tensor) -> np.ndarray | None:
         """Return the steps of the n-step returns of this node's records, where windows follow them. [n]."""

@@ -21,7 +21,7 @@ from deepspeed_gear.parallel.window import edge_over_nodes
 from deepspeed_gear.selection.age import AgeMasses, items_of
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Check
-from deepspeed_gear.selection.shards import merge_top
+from deepspeed_gear.selection.shards import assign, merge_top
 from deepspeed_gear.selection.stream import Stream
 
 
@@ -171,7 +171,7 @@ class NodeSelector(Meeting):
         cut.own.append(own + done)
         cut.records.append(records)
         begin, end = np.searchsorted(cut.asked, [done, done + len(points)])
-        cut.owner[begin:end] = np.searchsorted(ends, points[cut.asked[begin:end] - done], side="right")
+        cut.owner[begin:end], _ = assign(points[cut.asked[begin:end] - done], self._totals.tolist())
 
     def highest(self, count: int) -> torch.Tensor:
         masses = self.masses

@@ -1,4 +1,4 @@
-"""One distribution over several shards: what each shard says of itself, and which draws are its own. Pure.
+"""One distribution over several shards: which shard a draw hits, and the items of highest priority. Pure.
 
 Coordinates run over the shards in their order, so the draws over all shards are those of one table that holds
 the same items in the same order.
@@ -7,36 +7,8 @@ the same items in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a cut needs to know of a shard.
-
-    Args:
-        total: Sum of its masses.
-        num_items: Items with a mass.
-        least: Its smallest mass that is not 0; 0 if there is none.
-        highest: The highest priority that was reported to it.
-    """
-
-    total: int
-    num_items: int
-    least: int
-    highest: float
-
-
-def combine(records: Sequence[Record]) -> Record:
-    """Return the record of all shards together."""
-    return Record(
-        sum(record.total for record in records),
-        sum(record.num_items for record in records),
-        min((record.least for record in records if record.least), default=0),
-        max((record.highest for record in records), default=0.0),
-    )
 
 
 def assign(coordinates: np.ndarray, totals: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepspeed_gear.ops import functional
-from deepspeed_gear.selection.shards import Record, assign, combine, merge_top
+from deepspeed_gear.selection.shards import assign, merge_top
 
 SIZES = {1: [1000], 3: [1, 700, 299], 8: [33, 0, 32, 1, 400, 31, 500, 3]}
 
@@ -58,9 +58,3 @@ def test_top_k_over_shards_is_that_of_one_table(num_shards: int, count: int) -> 
     shard, item = merge_top(values, [i.numpy() for i in items], count)
     wanted = functional.top_k(priorities, masses, count)
     assert (starts[shard] + item).tolist() == wanted[wanted >= 0].tolist()
-
-
-def test_records_combine() -> None:
-    records = [Record(5, 2, 2, 1.0), Record(0, 0, 0, 0.0), Record(9, 1, 9, 7.5)]
-    assert combine(records) == Record(14, 3, 2, 7.5)
-    assert combine(records[1:2]) == Record(0, 0, 0, 0.0)
