@@ -52,6 +52,10 @@ class StoreFullError(StoreError):
     """A table or the machine's shared memory has no room."""
 
 
+class NotReadyError(StoreError):
+    """Who samples or adds is ahead of the others, as far as the table's rate admits; try again later."""
+
+
 class BuildError(GearError, RuntimeError):
     """The native op cannot be built or loaded."""
 

@@ -366,6 +366,7 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
         assert ends[-1] <= table.spec.num_rows
         for stream in streams:
             masses = stream.masses
+            masses.take_changes()
             sums = masses.sums.clone()
             stream.ops.tree_build_(sums, masses.num_items)
             assert sums.equal(masses.sums), "an inner node is not the sum of its children"

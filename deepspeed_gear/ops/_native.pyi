@@ -6,6 +6,7 @@ bytes.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -99,3 +100,54 @@ def gather_(
     /,
 ) -> None: ...
 def copy_rows_(to: Tensor, source: Tensor, pieces: Tensor, /) -> None: ...
+
+# Lists and writers of a store (store/extents.py says what they mean). A refusal is negative.
+
+def store_open(words: Sequence[int], /) -> Any:
+    """Return a store of addresses in shared memory, which the caller keeps mapped (store/native.py)."""
+
+def store_columns(store: Any, columns: Sequence[tuple[int, int, int, int, tuple[int, ...]]], /) -> None:
+    """Set the columns: address, code of `rows`, kind, bytes of an item, shape of a row."""
+
+def store_life(
+    store: Any, pins: Sequence[tuple[int, int, int]], removal: int, rate: Sequence[float], /
+) -> None:
+    """Set what keeps trajectories, who goes when there is no room, and who waits."""
+
+def store_reserve(store: Any, num_rows: int, num_steps: int, /) -> int:
+    """Take a slot and a run of rows. Wants the lock."""
+
+def store_make_room(store: Any, num_rows: int, num_steps: int, /) -> int:
+    """Reserve, letting trajectories go. Wants the lock."""
+
+def store_commit(store: Any, slot: int, num_steps: int, num_rows: int, born: int, /) -> int:
+    """Publish a reserved slot; return its id. Wants the lock."""
+
+def store_retire(store: Any, slot: int, /) -> None:
+    """End a committed trajectory. Wants the lock."""
+
+def store_free(store: Any, slot: int, /) -> None:
+    """Give a slot and its rows back. Wants the lock."""
+
+def store_may_insert(store: Any, num_steps: int, /) -> bool:
+    """Return whether the rate admits a trajectory now. Wants the lock."""
+
+def store_add(
+    store: Any, columns: Sequence[Any], num_steps: int, timeout_s: float, /
+) -> tuple[int, int] | None:
+    """Make room for a trajectory, copy and commit it; takes the lock.
+
+    Returns:
+        Its id, or a refusal, and its slot, -1 if none was reserved. None: a column is not a buffer of the
+        stored form; nothing has happened.
+    """
+
+def rows_targets(columns: Sequence[tuple[int, int, int, tuple[int, ...]]], /) -> Any:
+    """Return places of rows: address, kind, bytes of an item, shape of a row."""
+
+def rows_put(targets: Any, columns: Sequence[Any], rows: Any, /) -> int:
+    """Copy row i of each buffer to row rows[i] of its target; a negative row is left out. Releases nothing.
+
+    Returns:
+        -1, or the index of the first buffer that is not of the target's form; then nothing has happened.
+    """

@@ -167,6 +167,7 @@ class NodeSelector(Meeting):
         if len(own):
             with self._table.lock:
                 self.masses.resolve_numbered(records, torch.from_numpy(points[own] - low), own + first)
+                self.stream.pin(cut.key, records)
         cut.first = first - done
         cut.own.append(own + done)
         cut.records.append(records)
@@ -239,6 +240,7 @@ class NodeSelector(Meeting):
         cut = self._cut = self._new_cut(key, entry, len(owner))
         self._key = key
         cut.first, cut.owner = first, owner[cut.asked]
+        self.stream.pin(key, records)
         self._delivery.fill(cut, own, records)
 
     def restart(self) -> None:

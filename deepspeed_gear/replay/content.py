@@ -2,54 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from deepspeed_gear.errors import DataError, StoreError, StoreFullError
-from deepspeed_gear.selection.cut import KEY
-from deepspeed_gear.selection.stream import Stream, reclaim
+from deepspeed_gear.errors import StoreError
+from deepspeed_gear.selection.readers import Readers
+from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import COMMITTED, STATE, Table
+from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
+from deepspeed_gear.writer.room import Room, quiet
+
+
+def inserter_of(
+    table: Table,
+    streams: list[Stream],
+    max_length: int | None,
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> Inserter:
+    """Return what adds trajectories to a table, so that all its streams know them from their next cut on.
+
+    Args:
+        table: With a capacity.
+        streams: Those that draw from it.
+        max_length: Steps of the longest trajectory.
+        timeout_s: Longest wait for room.
+        check: Called while it waits; raises to end the wait.
+    """
+    refuse_read_only(table)
+    name, rules = f"table {table.spec.name}", [stream.spec.rule for stream in streams]
+    checks = [partial(rule.check, name) for rule in rules if rule.weight is not None]
+    custom = [stream.masses for stream in streams if stream.spec.rule.custom is not None]
+
+    def committed(slot: int) -> None:
+        for masses in custom:  # a program's own masses may fail: here, not in the next cut
+            masses.of(np.array([slot]))
+
+    readers, more = Readers(table), committed if custom else None
+    return Inserter(table, readers, timeout_s, max_length, tuple(checks), more, True, check)
 
 
 def add(table: Table, streams: list[Stream], trajectory: Mapping[str, Any], max_length: int | None) -> int:
-    """Store a trajectory and queue its masses. Returns its id."""
-    arrays, num_steps = table.check(trajectory)
-    if max_length is not None and num_steps > max_length:
-        raise DataError(
-            f"table {table.spec.name}: trajectory",
-            f"must have at most max_length = {max_length} steps",
-            num_steps,
-        )
-    for stream in streams:
-        stream.spec.rule.check(f"table {table.spec.name}", arrays)
-    with table.lock:
-        try:
-            slot = table.reserve(num_steps)
-        except StoreFullError:
-            reclaim(table, streams)
-            slot = table.reserve(num_steps)
-    try:
-        table.write(slot, arrays)
-    except BaseException:
-        with table.lock:
-            table.free(np.array([slot]))
-        raise
-    with table.lock:
-        number = table.commit(slot, int(streams[0].position[KEY]) if streams else 0)
-        slots = np.array([slot])
-        try:
-            masses = [stream.masses.of(slots) for stream in streams]
-        except BaseException:  # a program's own masses may fail
-            table.retire(slot)
-            raise
-        for stream, mass in zip(streams, masses, strict=True):
-            stream.queue(slots, mass)
-            if stream.draws is not None:
-                stream.draws.forget(slots)
-    return number
+    """Store a trajectory. Returns its id."""
+    return inserter_of(table, streams, max_length, table.lock.timeout_s).add(trajectory)
 
 
 def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -64,41 +63,28 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torc
     return [{name: _as_column(rows, schema[name].torch_dtype) for name, rows in t.items()} for t in found]
 
 
-def remove(table: Table, streams: list[Stream], ids: Sequence[int] | torch.Tensor) -> int:
+def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
     """Retire trajectories; ids that are not stored are ignored. Returns how many there were."""
-    _check_writable(table)
-    with table.lock:
+    refuse_read_only(table)
+    room = Room(table, Readers(table), table.lock.timeout_s)
+    with quiet(table, table.lock.timeout_s):
         slots = table.slots_of(np.asarray(ids, np.int64).reshape(-1))
         slots = np.unique(slots[slots >= 0])
-        _retire(table, streams, slots)
+        for slot in slots.tolist():
+            room.retire(slot)
     return len(slots)
 
 
 def clear(table: Table, streams: list[Stream]) -> None:
     """Retire everything and end the epoch."""
-    _check_writable(table)
-    with table.lock:
-        _retire(table, streams, np.nonzero(table.slots[:, STATE] == COMMITTED)[0])
+    refuse_read_only(table)
+    room = Room(table, Readers(table), table.lock.timeout_s)
+    with quiet(table, table.lock.timeout_s):
+        for slot in np.nonzero(table.slots[:, STATE] == COMMITTED)[0].tolist():
+            room.retire(slot)
         for stream in streams:
             stream.restart()
-        reclaim(table, streams)
-
-
-def _retire(table: Table, streams: list[Stream], slots: np.ndarray) -> None:
-    for slot in slots.tolist():
-        table.retire(slot)
-    for stream in streams:
-        stream.queue(slots, np.zeros(len(slots), np.int64))
-
-
-def _check_writable(table: Table) -> None:
-    if table.spec.dataset is not None:
-        raise StoreError(
-            f"table {table.spec.name}",
-            "must have a capacity to be changed",
-            None,
-            "it holds a read-only data set",
-        )
+        room.free_retired()
 
 
 def _as_column(rows: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

@@ -293,7 +293,7 @@ class Replay:
         """
         self._check_open()
         target = self._table(table)
-        return content.remove(target, self._streams_of(target), ids)
+        return content.remove(target, ids)
 
     def clear(self, table: str | None = None) -> None:
         """Remove everything from a table; an epoch that is under way ends.

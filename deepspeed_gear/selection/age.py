@@ -24,7 +24,9 @@ class AgeMasses(Masses):
         super().apply_slots()
 
     def apply_slots(self) -> None:
-        if self.waiting and self.spec.num_shards == 1:
+        waiting = self.waiting
+        self.take_changes()
+        if waiting and self.spec.num_shards == 1:
             self._requeue_window(None)
         super().apply_slots()
 

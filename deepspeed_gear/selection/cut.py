@@ -17,7 +17,7 @@ KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL, COUNT, FILLERS, NUMERATOR, 
 HEAD_WORDS = 16
 CUT_WORDS = 11  # those that a cut sets
 NOTICE_WORDS = 256
-DONE, AHEAD = 11, 12  # words of the position only
+DONE, AHEAD, RECOVERED = 11, 12, 13  # words of the position only
 PASS_SHIFT = 32  # a pass over an evaluation split: key = pass << 32 | batch
 
 

@@ -33,4 +33,5 @@ def stratify_(coordinates: torch.Tensor, total: int) -> None:
 def regions_of(spec: StreamSpec, table: TableSpec) -> list[Region]:
     """Return what a stream keeps in the store of a table."""
     masses = masses_of(spec).regions(spec, table.num_slots, table.num_rows, table.num_peers)
-    return [*spec.regions(table.num_peers), *masses, *Draws.regions(spec, table)]
+    pins = [] if table.dataset is not None else [Region(spec.at + "last_drawn", "int64", (table.num_slots,))]
+    return [*spec.regions(table.num_peers), *masses, *Draws.regions(spec, table), *pins]

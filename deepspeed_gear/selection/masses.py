@@ -1,11 +1,13 @@
 """The masses of a stream's items: a tree of integer sums in the store, and the changes that wait for a cut.
 
-A changed slot is queued with the mass that its rule gives it; the next cut puts the queue into the tree. So
-a tree never changes under a draw. The slot table is the truth: after a death, whatever the queue has missed
-is found by comparing the two.
+Whoever changes a slot, in any process, notes it in the table's log. The next cut queues the masses that the
+rule gives to these slots, and puts the queue into the tree. So a tree never changes under a draw. The slot
+table is the truth: after a death, or if more has changed than the log holds, the two are compared.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,11 +25,13 @@ from deepspeed_gear.ops.constants import (
 from deepspeed_gear.selection.cut import NOTHING, StreamSpec
 from deepspeed_gear.selection.philox import below, philox
 from deepspeed_gear.selection.rules import UNIT_CODES
+from deepspeed_gear.store.extents import CHANGED
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import COMMITTED, ID, NUM_STEPS, STATE, Table
 
-NUM_DIRTY, APPLYING = 0, 1  # words of the changes
+NUM_DIRTY, APPLYING, SEEN = 0, 1, 3  # words of the changes; 2 is PriorityMasses' own
 CHANGE_WORDS = 8
+_NO_SLOTS = np.empty(0, np.int64)
 
 
 class Masses:
@@ -45,6 +49,8 @@ class Masses:
         views = table.views
         self.num_items = self.count_items(spec, len(table.slots), table.spec.num_rows)
         self.words = views[spec.at + "changes"].data
+        self._control: memoryview = table.control.data
+        self.on_change: Callable[[np.ndarray], None] | None = None  # is told which slots hold something new
         self.queued: np.ndarray = views[spec.at + "queued"]
         self._dirty: np.ndarray = views[spec.at + "dirty"]
         self.sums = torch.from_numpy(views[spec.at + "sums"])
@@ -74,6 +80,7 @@ class Masses:
     def initialise(self) -> None:
         """Set the masses of what the table holds."""
         self.queued[:] = NOTHING
+        self.words[SEEN] = self._control[CHANGED]
         slots = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
         self._set(slots, self.of(slots))
         self._build()
@@ -87,21 +94,48 @@ class Masses:
 
     # ---- changes ---------------------------------------------------------------------------------
 
+    def take_changes(self) -> np.ndarray:
+        """Queue what has changed in the table since this was last called; return these slots. [n], int64."""
+        seen, changed = self.words[SEEN], self._control[CHANGED]
+        if seen == changed or self.table.extents is None:
+            return _NO_SLOTS
+        slots = self.table.extents.changed_since(seen)
+        if slots is None:
+            slots = self._differing()
+        self.queue(slots, self._wanted(slots))
+        self.words[SEEN] = changed
+        if self.on_change is not None:
+            self.on_change(slots[self.table.slots[slots, STATE] == COMMITTED])
+        return slots
+
+    def _wanted(self, slots: np.ndarray) -> np.ndarray:
+        """Return the masses that slots are to have. [n] -> [n], int64."""
+        wanted, committed = np.zeros(len(slots), np.int64), self.table.slots[slots, STATE] == COMMITTED
+        wanted[committed] = self.of(slots[committed])
+        return wanted
+
+    def _differing(self) -> np.ndarray:
+        """Return the slots whose masses, queued ones included, are not what the slot table says. [n]."""
+        effective = np.where(self.queued != NOTHING, self.queued, self.applied)
+        return np.nonzero(effective != self._wanted(np.arange(len(effective))))[0]
+
     def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Queue changes for the next cut; the last one of a slot wins."""
-        for slot, mass in zip(slots.tolist(), masses.tolist(), strict=True):
-            if self.queued[slot] == NOTHING:
-                count = self.words[NUM_DIRTY]
-                self._dirty[count] = slot
-                self.queued[slot] = mass
-                self.words[NUM_DIRTY] = count + 1
-            else:
-                self.queued[slot] = mass
+        """Queue changes for the next cut; the last one of a slot wins.
+
+        Args:
+            slots: Each once. [n], int64.
+            masses: [n], int64.
+        """
+        new = slots[self.queued[slots] == NOTHING]
+        count = self.words[NUM_DIRTY]
+        self._dirty[count : count + len(new)] = new
+        self.queued[slots] = masses
+        self.words[NUM_DIRTY] = count + len(new)
 
     @property
     def waiting(self) -> bool:
         """Whether the next cut would change the tree."""
-        return self.words[NUM_DIRTY] != 0
+        return self.words[NUM_DIRTY] != 0 or self.words[SEEN] != self._control[CHANGED]
 
     def ask(self, key: int) -> None:
         """Say that this process asks for a global batch."""
@@ -132,7 +166,8 @@ class Masses:
         self.apply_slots()
 
     def apply_slots(self) -> None:
-        """Put what is queued into the tree. A death in between is mended by `recover`."""
+        """Put what has changed into the tree. A death in between is mended by `recover`."""
+        self.take_changes()
         count = self.words[NUM_DIRTY]
         if count == 0:
             return
@@ -153,12 +188,9 @@ class Masses:
         else:
             self._requeue()
         # A slot that was committed or retired without its change being queued: the slot table is the truth.
-        effective = np.where(self.queued != NOTHING, self.queued, self.applied)
-        committed = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
-        wanted = np.zeros(len(effective), np.int64)
-        wanted[committed] = self.of(committed)
-        missed = np.nonzero(effective != wanted)[0]
-        self.queue(missed, wanted[missed])
+        missed = self._differing()
+        self.queue(missed, self._wanted(missed))
+        self.words[SEEN] = self._control[CHANGED]
         self._build()
 
     @property
@@ -230,6 +262,7 @@ class Masses:
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
         """Return what is known of slots."""
+        self.take_changes()
         return {"leaves": self.leaves[slots], "queued": self.queued[slots]}
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
@@ -238,6 +271,7 @@ class Masses:
         self.leaves[slots], self.queued[slots] = content["leaves"], content["queued"]
         self._requeue()
         self._build()
+        self.words[SEEN] = self._control[CHANGED]
 
     def _requeue(self) -> None:
         """Derive the list of queued slots from their masses."""

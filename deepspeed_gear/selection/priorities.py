@@ -26,12 +26,23 @@ from deepspeed_gear.ops.constants import (
     U_SLOT,
     minima_size,
 )
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.masses import Masses
+from deepspeed_gear.selection.cut import NOTHING, StreamSpec
+from deepspeed_gear.selection.masses import SEEN, Masses
 from deepspeed_gear.selection.reports import Reports
 from deepspeed_gear.selection.rules import UNIT_CODES
+from deepspeed_gear.store.extents import CHANGED
 from deepspeed_gear.store.layout import Region
-from deepspeed_gear.store.table import FIRST_ROW, GENERATION, ID, NUM_ROWS, NUM_STEPS, Table
+from deepspeed_gear.store.table import (
+    COMMITTED,
+    FIRST_ROW,
+    GENERATION,
+    ID,
+    NUM_ROWS,
+    NUM_STEPS,
+    RETIRED,
+    STATE,
+    Table,
+)
 
 ShardOf = Callable[[np.ndarray], np.ndarray]  # ids -> shard that has them, -1 for none. [n] -> [n], int64
 ALPHA = 2  # a word of the changes
@@ -57,6 +68,7 @@ class PriorityMasses(Masses):
         self.by_step = spec.rule.unit == "step"
         self._row_slots = views[at + "row_slots"] if self.by_step else np.empty(0, np.int32)
         self._bases: np.ndarray = views[at + "bases"]
+        self._generations: np.ndarray = views[at + "generations"]  # of what has its first priority
         self.reports = Reports(spec, table)
         self.shard_of: ShardOf | None = None  # where several nodes hold the table
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
@@ -79,6 +91,7 @@ class PriorityMasses(Masses):
             Region(spec.at + "priorities", "float32", (items,)),
             Region(spec.at + "counts", "int64", (NUM_UPDATE_COUNTS,)),
             Region(spec.at + "bases", "int64", (num_slots,)),
+            Region(spec.at + "generations", "int64", (num_slots,)),
             *Reports.regions(spec, num_peers),
         ]
         if spec.rule.unit == "step":
@@ -207,7 +220,14 @@ class PriorityMasses(Masses):
             )
 
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Give new items their first priority, and take that of items that are gone."""
+        """Give new items their first priority, and take that of items that are gone.
+
+        Rows of a slot that is free already may be another trajectory's; whoever freed it has cleared them.
+        """
+        if self.by_step and self.table.extents is not None:
+            there = np.isin(self.table.slots[slots, STATE], (COMMITTED, RETIRED))
+            self._bases[slots[~there]] = 0
+            slots, masses = slots[there], masses[there]
         items, admitted = self._items_of(slots, masses)
         priorities = np.where(admitted, self._initial(), np.float32(0))
         new = torch.empty(len(items), dtype=torch.int64)
@@ -220,6 +240,13 @@ class PriorityMasses(Masses):
             self.ops.minima_update_(self._minima, self.sums, self.num_items, changed)
         self.counts[DRAWABLE] += np.count_nonzero(new.numpy()) - before
         self._bases[slots] = masses
+        self._generations[slots] = self.table.slots[slots, GENERATION]
+
+    def _differing(self) -> np.ndarray:
+        differing = super()._differing()
+        records, unqueued = self.table.slots, self.queued == NOTHING
+        other = unqueued & (self._bases != 0) & (records[:, GENERATION] != self._generations)
+        return np.union1d(differing, np.nonzero(other)[0])
 
     def _items_of(self, slots: np.ndarray, bases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return all items of slots, and which of them may be drawn. [m], int64, and [m], bool."""
@@ -337,6 +364,7 @@ class PriorityMasses(Masses):
     # ---- content ---------------------------------------------------------------------------------
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
+        self.take_changes()
         items, _ = self._items_of(slots, self._bases[slots])
         log, counts = self.reports.waiting(), self.counts.copy()
         if self.spec.num_shards == 1:  # else they are of any shard
@@ -359,6 +387,7 @@ class PriorityMasses(Masses):
         items, _ = self._items_of(slots, content["bases"])
         self.values[items] = content["priorities"]
         self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
+        self._generations[slots] = self.table.slots[slots, GENERATION]
         self.counts[:], self.words[ALPHA] = content["counts"], int(content["alpha"][0])
         log = content["log"].copy()
         if self.spec.num_shards == 1:
@@ -368,3 +397,4 @@ class PriorityMasses(Masses):
         self.reports.restore(log)
         self._requeue()
         self._build()
+        self.words[SEEN] = self._control[CHANGED]

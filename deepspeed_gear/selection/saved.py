@@ -95,3 +95,6 @@ def keep_cuts(stream: Stream, content: dict[str, np.ndarray]) -> None:
     entries = heads[:, KEY] % stream.spec.depth
     stream.heads[entries], stream.epochs.numpy()[entries] = heads, content["epochs"]
     stream.position[:CUT_WORDS] = content["position"]
+    if stream.origins is None:
+        for entry, head in zip(entries.tolist(), heads, strict=True):
+            stream.pin(int(head[KEY]), stream.ring[entry, : int(head[COUNT])])

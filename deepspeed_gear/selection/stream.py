@@ -42,6 +42,7 @@ from deepspeed_gear.selection.cut import (
     NOTHING,
     NUMERATOR,
     PASS_SHIFT,
+    RECOVERED,
     SAMPLES,
     TOTAL,
     Cut,
@@ -53,6 +54,7 @@ from deepspeed_gear.selection.notice import Notice
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Selector
+from deepspeed_gear.store.extents import RECOVERIES
 from deepspeed_gear.store.table import Table
 
 _POLL_S, _IDLE_S = 100e-6, 500e-6
@@ -84,6 +86,7 @@ class Stream:
         self.epochs = torch.from_numpy(views[spec.at + "epochs"])
         # Words one by one: behind a batch that has emptied the caches, a NumPy call takes 10 us and more.
         self._words: memoryview = self.position.data
+        self._control: memoryview = table.control.data
         self._heads: list[memoryview] = [head.data for head in self.heads]
         self._entries = list(zip(self.ring, self.epochs, strict=True))
         self.origins = torch.from_numpy(views[spec.at + "origins"]) if spec.num_shards > 1 else None
@@ -91,6 +94,9 @@ class Stream:
         self._coordinates = torch.empty(spec.batch, dtype=torch.int64)
         self._consumed_words: memoryview = self.consumed.data
         self._peer, self._num_peers = table.memory.peer, len(self.consumed)
+        self.last_drawn: np.ndarray | None = views.get(spec.at + "last_drawn")  # cut of each slot
+        if self.draws is not None:
+            self.masses.on_change = self.draws.forget
         self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
         self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
         self.stopped = False  # set by another thread: ends a wait of `take`
@@ -109,16 +115,14 @@ class Stream:
     def initialise(self) -> None:
         """Set masses and position in new memory, before it is linked."""
         self.heads[:, KEY] = self.position[AHEAD] = NOTHING
+        if self.last_drawn is not None:
+            self.last_drawn[:] = NOTHING
         self.masses.initialise()
 
-    def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Queue changes for the next cut; the last one of a slot wins. Wants the lock."""
-        self.position[AHEAD] = NOTHING
-        self.masses.queue(slots, masses)
-
     def _recover(self) -> None:
-        """Make the stream whole after a process died inside it."""
+        """Make the stream whole after a process died inside the store."""
         self.position[AHEAD] = NOTHING
+        self.position[RECOVERED] = self.table.control[RECOVERIES]
         self.masses.recover()
         newest = int(self.heads[:, KEY].argmax())
         if self.heads[newest, KEY] >= self.position[KEY] and self.heads[newest, KEY] != NOTHING:
@@ -153,6 +157,8 @@ class Stream:
                     )
                 late, slow = self.peers.late(held), self.masses.late(key)
                 ready = not late and not slow and not self.follows
+                if self._words[RECOVERED] != self._control[RECOVERIES]:
+                    self._recover()  # a process without streams has found a dead one
                 if ready and self.selector.in_store:
                     self._cut(key, entry)
                     return self._seen(key, entry)
@@ -225,11 +231,14 @@ class Stream:
         if self.spec.kind in ORDERS:
             self._walk(key, rows, self._entries[entry][1], torch.empty(count, dtype=torch.int64), after)
         elif count:
+            is_ahead = self._words[AHEAD] == key and not self.masses.waiting
             after[TOTAL] = self._checked(selector.apply(key))
             if self.spec.kind not in DRAWS:
                 self._take_first(rows, after[SAMPLES])
-            elif self._words[AHEAD] != key:
+            elif not is_ahead:
                 self._draw(rows, count, after[SAMPLES], after[TOTAL])
+            if selector.in_store:
+                self.pin(key, rows)
         selector.finish()
         if count and isinstance(self.masses, PriorityMasses):
             masses = self._drawn_masses[entry]
@@ -255,6 +264,16 @@ class Stream:
         rows = self._entries[entry][0]
         count = self.spec.batch if self.spec.count is None else self.spec.count(key)
         return (rows if count == self.spec.batch else rows[:count]), count
+
+    def pin(self, key: int, records: torch.Tensor) -> None:
+        """Keep what a cut has drawn from being freed until all processes have consumed it. Wants the lock.
+
+        Args:
+            key: Of the cut.
+            records: Resolutions, with slots of this store. [n, 8], int64.
+        """
+        if self.last_drawn is not None:
+            self.last_drawn[records[:, R_SLOT].numpy()] = key
 
     def _draw_ahead(self, key: int) -> None:
         """Draw for the next cut, where several ranks want it and nothing is known that comes before it."""
@@ -339,6 +358,8 @@ class Stream:
             else:
                 torch.arange(at, at + n, out=part)
             self.selector.resolve(rows, done, part, after[SAMPLES] + done)
+            if self.selector.in_store:
+                self.pin(key, rows[done : done + n])
             if self.spec.kind == "pass" and after[FILLERS]:
                 after[EPOCH_FIRST] = after[SAMPLES] + done + n - after[EPOCH_SIZE]
             done += n
@@ -386,41 +407,15 @@ class Stream:
             self.position[DONE] = 0
             self.position[EPOCH_FIRST], self.position[EPOCH_SIZE] = self.position[SAMPLES], 0
 
-    # ---- freeing ---------------------------------------------------------------------------------
-
-    def needs(self, slots: np.ndarray) -> np.ndarray:
-        """Return which retired slots this stream may still read. Wants the lock. [n] -> [n], bool."""
-        position, ring = self.position, self.ring[:, :, R_SLOT].numpy()
-        num_walked = position[SAMPLES] + position[DONE] - position[EPOCH_FIRST]
-        is_still = self.spec.kind not in ORDERS or num_walked >= position[EPOCH_SIZE]
-        if is_still and self.spec.num_shards == 1:
-            self.masses.apply_slots()  # nothing is drawn before the next cut, so it sees the same tree
-        waiting = self.masses.applied[slots] != 0
-        for entry, head in enumerate(self.heads):
-            if head[KEY] != NOTHING and self.peers.late(int(head[KEY])):
-                waiting |= np.isin(slots, ring[entry])
-        entry, done = int(position[KEY]) % self.spec.depth, int(position[DONE])
-        return np.asarray(waiting | np.isin(slots, ring[entry, :done]))
-
     # ---- position --------------------------------------------------------------------------------
 
     def seek(self, key: int, samples: int, epoch: int, epoch_first: int, epoch_size: int) -> None:
         """Continue at a global batch. Wants the lock."""
         self.heads[:, KEY] = NOTHING
+        if self.last_drawn is not None:
+            self.last_drawn[:] = NOTHING
         self.consumed[:] = key
         self.masses.restart(key)
         self.position[DONE], self.position[AHEAD] = 0, NOTHING
         words = [KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL]
         self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)
-
-
-def reclaim(table: Table, streams: list[Stream]) -> None:
-    """Free the slots of dead writers, and the retired ones that no stream needs any more. Wants the lock."""
-    table.free(table.abandoned())
-    slots = table.retired()
-    if len(slots) == 0:
-        return
-    needed = np.zeros(len(slots), bool)
-    for stream in streams:
-        needed |= stream.needs(slots)
-    table.free(slots[~needed])

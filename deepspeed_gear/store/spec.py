@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.extents import LINK_WORDS
 from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region
+from deepspeed_gear.store.life import Life
 
-CONTROL_WORDS, PEER_WORDS = 16, 8
+CONTROL_WORDS, PEER_WORDS, LIFE_WORDS = 32, 8, 4
+LEAST_LOG = 1024  # changed slots that are told one by one
 RETURN_TO_GO = "derived/return_to_go"  # region of the derived column; no column can have this name
 
 
@@ -45,6 +48,8 @@ class TableSpec:
         shard: The part of the table that this store holds; None for everything.
         arrival_rows: Extra rows of every step column, for rows of trajectories that other nodes hold.
         arrival_slots: Extra rows of every column of one row per trajectory, likewise.
+        num_writers: Processes besides these that may attach to write.
+        life: How long trajectories stay, and how far writers may be ahead.
     """
 
     name: str
@@ -58,6 +63,8 @@ class TableSpec:
     shard: Shard | None = None
     arrival_rows: int = 0
     arrival_slots: int = 0
+    num_writers: int = 0
+    life: Life = field(default_factory=Life)
 
     @property
     def has_arrivals(self) -> bool:
@@ -81,9 +88,15 @@ class TableSpec:
         """Return what lies in shared memory."""
         regions = [
             Region("control", "int64", (CONTROL_WORDS,)),
-            Region("peers", "int64", (self.num_peers, PEER_WORDS)),
+            Region("peers", "int64", (self.num_peers + self.num_writers, PEER_WORDS)),
             Region("slots", "int64", (self.num_slots, SLOT_WORDS)),
         ]
+        if self.dataset is None:
+            regions += [
+                Region("links", "int64", (self.num_slots + 2, LINK_WORDS)),
+                Region("log", "int64", (max(LEAST_LOG, self.num_slots),)),
+                Region("life", "int64", (self.num_slots, LIFE_WORDS)),
+            ]
         if self.in_memory:
             regions += [
                 self._region("column", column, self.num_slots, self.num_rows) for column in self.schema

@@ -18,18 +18,54 @@ from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.columns import Columns, as_tensor, part_of
 from deepspeed_gear.store.dataset import Dataset
-from deepspeed_gear.store.free_rows import FreeRows
+from deepspeed_gear.store.extents import (
+    BORN,
+    COMMITTED,
+    FIRST_ROW,
+    FREE,
+    FREE_ROWS,
+    GENERATION,
+    ID,
+    NEXT_ID,
+    NO_SLOT,
+    NUM_COMMITTED,
+    NUM_ROWS,
+    NUM_STEPS,
+    OWNER,
+    RECOVERIES,
+    RESERVED,
+    RETIRED,
+    STATE,
+    STEPS_COMMITTED,
+    Extents,
+    NativeExtents,
+)
 from deepspeed_gear.store.layout import Layout, Region, read_header, write_header
 from deepspeed_gear.store.lock import StoreLock
 from deepspeed_gear.store.memory import SharedMemory
+from deepspeed_gear.store.native import open_store
 from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec, table_layout
-from deepspeed_gear.store.trajectory import as_numbers, check_trajectory
+from deepspeed_gear.store.trajectory import as_numbers
 
-FREE, RESERVED, COMMITTED, RETIRED = range(4)
-STATE, GENERATION, ID, FIRST_ROW, NUM_STEPS, NUM_ROWS, OWNER, BORN = range(
-    8
-)  # words of a slot; common/slot.h
-VERSION, NEXT_ID, NUM_COMMITTED, STEPS_COMMITTED = range(4)  # control words
+__all__ = [
+    "BORN",
+    "COMMITTED",
+    "FIRST_ROW",
+    "FREE",
+    "GENERATION",
+    "ID",
+    "NEXT_ID",
+    "NUM_COMMITTED",
+    "NUM_ROWS",
+    "NUM_STEPS",
+    "OWNER",
+    "PEER_PID",
+    "RESERVED",
+    "RETIRED",
+    "STATE",
+    "STEPS_COMMITTED",
+    "Table",
+]
 PEER_PID = 0  # words of a peer
 
 
@@ -53,9 +89,8 @@ class Table:
         self.columns: dict[str, np.ndarray] = self._columns.by_name
         self._recoveries: list[Callable[[], None]] = [self._recover]
         self.lock = StoreLock(memory, ops.native, timeout_s, self._run_recoveries)
-        self._free_rows: FreeRows | None = None
-        self._free_slots: list[int] = []
-        self._known_version = -1
+        self.handle: Any = None  # of the native store
+        self.extents = self._open_extents() if spec.dataset is None else None
 
     @classmethod
     def create(
@@ -86,6 +121,8 @@ class Table:
         try:
             table = cls(spec, memory, layout, ops, timeout_s)
             table.lock.initialise()
+            if table.extents is not None:
+                table.extents.rebuild()
             if spec.dataset is not None:
                 table._load(spec.dataset)
             write_header(memory.buffer, layout, nonce)
@@ -218,16 +255,14 @@ class Table:
 
     # ---- writing ---------------------------------------------------------------------------------
 
-    def check(self, trajectory: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], int]:
-        """Check a trajectory before anything changes; see `check_trajectory`."""
-        if not self.spec.in_memory or self.spec.dataset is not None:
-            raise StoreError(
-                f"table {self.spec.name}",
-                "must have a capacity to be added to",
-                None,
-                "it holds a read-only data set",
-            )
-        return check_trajectory(f"table {self.spec.name}", self.spec.schema, trajectory)
+    @property
+    def _extents(self) -> Extents:
+        assert self.extents is not None, "a data set has no free rows"
+        return self.extents
+
+    def rows_for(self, num_steps: int) -> int:
+        """Return the rows that a trajectory takes."""
+        return num_steps + (1 if self.spec.schema.has_final_row else 0)
 
     def reserve(self, num_steps: int) -> int:
         """Take a slot and an extent for a trajectory of at most `num_steps` steps. Wants the lock.
@@ -235,30 +270,24 @@ class Table:
         Raises:
             StoreFullError: There is no free slot or no run of rows that is long enough.
         """
-        self._refresh()
-        name, rows = f"table {self.spec.name}", num_steps + (1 if self.spec.schema.has_final_row else 0)
-        assert self._free_rows is not None
-        if not self._free_slots:
-            raise StoreFullError(
-                name, f"must have a free slot of {len(self.slots)}", None, "raise capacity_trajectories"
-            )
-        first = self._free_rows.take(rows)
-        if first is None:
-            free, longest = self._free_rows.total, self._free_rows.longest
-            raise StoreFullError(
-                name,
-                f"must have {rows} free rows in a run",
-                f"{free} free, longest run {longest}",
-                "raise capacity_steps, or remove trajectories",
-            )
-        slot = self._free_slots.pop()
-        record = self.slots[slot]
-        record[GENERATION] += 1
-        record[FIRST_ROW], record[NUM_STEPS], record[NUM_ROWS] = first, num_steps, rows
-        record[OWNER] = self.memory.peer
-        record[STATE] = RESERVED
-        self._changed()
+        slot = self._extents.reserve(self.rows_for(num_steps), num_steps)
+        if slot < 0:
+            raise self.full(slot, num_steps)
         return slot
+
+    def full(self, refusal: int, num_steps: int) -> StoreFullError:
+        """Return the error of a trajectory that finds no room."""
+        name = f"table {self.spec.name}"
+        if refusal == NO_SLOT:
+            rule, remedy = f"must have a free slot of {len(self.slots)}", "raise capacity_trajectories"
+            return StoreFullError(name, rule, None, remedy)
+        free, longest = int(self.control[FREE_ROWS]), self._extents.longest_run
+        return StoreFullError(
+            name,
+            f"must have {self.rows_for(num_steps)} free rows in a run",
+            f"{free} free, longest run {longest}",
+            "raise capacity_steps, remove trajectories, or let old ones go (remove)",
+        )
 
     def write(self, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Fill a reserved slot's rows. Needs no lock: they belong to this process."""
@@ -276,34 +305,21 @@ class Table:
         """
         record = self.slots[slot]
         assert record[STATE] == RESERVED, record
-        record[BORN] = born
-        shard = self.spec.shard or Shard()
-        record[ID] = self.control[NEXT_ID] * shard.count + shard.index  # unique over the nodes
-        self.control[NEXT_ID] += 1
-        record[STATE] = COMMITTED  # the commit point
-        self.control[NUM_COMMITTED] += 1
-        self.control[STEPS_COMMITTED] += record[NUM_STEPS]
-        self._changed()
-        return int(record[ID])
+        return self._extents.commit(slot, int(record[NUM_STEPS]), int(record[NUM_ROWS]), born)
 
     def retire(self, slot: int) -> None:
         """End a committed trajectory; its extent is freed by `free` when nobody needs it. Wants the lock."""
         assert self.slots[slot, STATE] == COMMITTED
-        self.slots[slot, STATE] = RETIRED
-        self.control[NUM_COMMITTED] -= 1
-        self.control[STEPS_COMMITTED] -= self.slots[slot, NUM_STEPS]
-        self._changed()
+        self._extents.retire(slot)
 
     def free(self, slots: np.ndarray) -> None:
         """Give retired or reserved slots and their rows back. Wants the lock."""
-        if len(slots):
-            self.slots[slots, STATE] = FREE
-            self._free_rows = None  # so that the next `reserve` finds them
-            self._changed()
+        for slot in slots.tolist():
+            self._extents.free(slot)
 
     def retired(self) -> np.ndarray:
-        """Return the slots that wait to be freed. Wants the lock."""
-        return np.nonzero(self.slots[:, STATE] == RETIRED)[0]
+        """Return the slots that wait to be freed, in the order in which they were retired. Wants the lock."""
+        return np.empty(0, np.int64) if self.extents is None else self.extents.retired()
 
     def abandoned(self) -> np.ndarray:
         """Return the slots that a process had reserved when it died. Wants the lock."""
@@ -325,44 +341,47 @@ class Table:
             next_id: The counter that ids are made from: of this shard, as `control[NEXT_ID]` holds it.
         """
         self.control[NEXT_ID] = next_id
-        self._count()
-        self.control[VERSION] += 1
+        if self.extents is not None:
+            self.extents.rebuild()
         used = self.slots[self.slots[:, STATE] != FREE]
         self._derive(np.ascontiguousarray(used[:, [FIRST_ROW, NUM_STEPS]]))
 
     def _run_recoveries(self) -> None:
+        self.control[RECOVERIES] += 1
         for recover in self._recoveries:
             recover()
 
     def _recover(self) -> None:
-        self.free(self.abandoned())
-        if self.spec.dataset is None:
-            used = self.slots[self.slots[:, STATE] == COMMITTED, ID]
-            count = (self.spec.shard or Shard()).count
-            behind = int(used.max(initial=-1)) // count + 1
-            self.control[NEXT_ID] = max(int(self.control[NEXT_ID]), behind)
-        self._count()
-        self._changed()
+        if self.extents is None:
+            return
+        self.slots[self.abandoned(), STATE] = FREE
+        used = self.slots[self.slots[:, STATE] == COMMITTED, ID]
+        count = (self.spec.shard or Shard()).count
+        behind = int(used.max(initial=-1)) // count + 1
+        self.control[NEXT_ID] = max(int(self.control[NEXT_ID]), behind)
+        self.extents.rebuild()
 
     def _count(self) -> None:
         committed = self.slots[:, STATE] == COMMITTED
         self.control[NUM_COMMITTED] = int(committed.sum())
         self.control[STEPS_COMMITTED] = int(self.slots[committed, NUM_STEPS].sum())
 
-    def _changed(self) -> None:
-        """Tell other processes that what they derived is stale; what this one derived it keeps up to date."""
-        current = self._known_version == int(self.control[VERSION])
-        self.control[VERSION] += 1
-        if current:
-            self._known_version = int(self.control[VERSION])
-
-    def _refresh(self) -> None:
-        if self._known_version == int(self.control[VERSION]) and self._free_rows is not None:
-            return
-        used = self.slots[self.slots[:, STATE] != FREE]
-        self._free_rows = FreeRows(self.spec.num_rows, used[:, FIRST_ROW], used[:, NUM_ROWS])
-        self._free_slots = np.nonzero(self.slots[:, STATE] == FREE)[0][::-1].tolist()
-        self._known_version = int(self.control[VERSION])
+    def _open_extents(self) -> Extents:
+        """Return the lists of free rows and slots, changed by C++ where there is the native module."""
+        shard, views, native = self.spec.shard or Shard(), self.views, self.ops.native
+        arguments = (
+            self.control,
+            self.slots,
+            views["links"],
+            views["log"],
+            self.spec.num_rows,
+            (shard.index, shard.count),
+            self.memory.peer,
+        )
+        if native is None:
+            return Extents(*arguments)
+        self.handle = open_store(native, self.spec, self.memory, views, self._columns, self.spec.num_rows)
+        return NativeExtents(native, self.handle, *arguments)
 
     def _load(self, dataset: Dataset) -> None:
         """Fill the slots from the shard's part of a data set and, for an in-memory table, its columns."""
@@ -391,5 +410,4 @@ class Table:
 
     def close(self) -> None:
         """Detach; the last process removes the store."""
-        self._free_rows = None
         self.memory.close()

@@ -75,7 +75,7 @@ def test_death_while_removing(backend: str, stride: int) -> None:
         return StoreScene(backend, [stream_spec(batch=6)], LENGTHS, num_slots=5)
 
     def act(table: Any, streams: Any) -> None:
-        content.remove(table, streams, [1, 3])
+        content.remove(table, [1, 3])
 
     for scene in every_death(make, act, stride):
         check_whole(scene.table, scene.streams)
@@ -95,7 +95,7 @@ def test_death_while_cutting(backend: str, stride: int, kind: str) -> None:
         scene = StoreScene(backend, [stream_spec(kind, "step", 10)], LENGTHS)  # 15 steps
         sampled(scene.streams[0], 0)
         scene.add(3)
-        content.remove(scene.table, scene.streams, [0, 4])
+        content.remove(scene.table, [0, 4])
         return scene
 
     def act(table: Any, streams: Any) -> None:
@@ -117,7 +117,7 @@ def test_death_inside_an_op(backend: str) -> None:
     stream = scene.streams[0]
     before = sampled(stream, 0)
     scene.add(3)
-    content.remove(scene.table, scene.streams, [0, 4])
+    content.remove(scene.table, [0, 4])
 
     def die() -> None:
         _, (other,) = scene.attach(1)
@@ -154,7 +154,7 @@ def test_random_deaths(backend: str, kind: str) -> None:
             with contextlib.suppress(StoreFullError):
                 number = content.add(table, streams, trajectory(number, mine.randint(1, 9)), None)
             if mine.random() < 0.8:
-                content.remove(table, streams, [mine.randint(max(0, number - 12), number)])
+                content.remove(table, [mine.randint(max(0, number - 12), number)])
             for _ in range(3):
                 key = int(streams[0].position[0])
                 streams[0].consume(key - 1)  # it always wants the newest

@@ -80,7 +80,7 @@ def contradicted(backend: str, unit: str) -> StoreScene:
     report(other, [(2, 0)], [6])
     table.close()
     scene.add(3)
-    content.remove(scene.table, scene.streams, [1, 4])
+    content.remove(scene.table, [1, 4])
     stream.masses.ask(FOREVER)
     return scene
 
@@ -205,7 +205,7 @@ def test_random_deaths(backend: str, unit: str) -> None:
             if random_.random() < 0.3:
                 with contextlib.suppress(StoreFullError):
                     number = content.add(table, [mine], trajectory(number, random_.randint(1, 9)), None)
-                content.remove(table, [mine], [random_.randint(max(peers + 1, number - 9), number + 1)])
+                content.remove(table, [random_.randint(max(peers + 1, number - 9), number + 1)])
 
     def value(peer: int) -> float:
         with scene.table.lock:

@@ -96,7 +96,7 @@ class PriorityMachine(RuleBasedStateMachine):
     @rule(data=st.data(), peer=st.integers(0, NUM_PEERS - 1))
     def remove(self, data: st.DataObject, peer: int) -> None:
         gone = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
-        assert content.remove(self.tables[peer], [self.streams[peer]], gone) == len(gone)
+        assert content.remove(self.tables[peer], gone) == len(gone)
         for number in gone:
             del self.stored[number]
 

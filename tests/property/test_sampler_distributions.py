@@ -215,7 +215,7 @@ def test_removed_items_leave_the_others_their_shares(scenes: Any) -> None:
     scene = scenes("random", "step", [5] * 8, priorities=priority_rule(alpha=1.0))
     prioritized(scene, priorities)
     counted(scene, 1)
-    content.remove(scene.table, scene.streams, [2, 7])
+    content.remove(scene.table, [2, 7])
     wanted = np.where(np.isin(np.arange(8), [2, 7]), 0, priorities.reshape(8, 5).sum(1))
     assert p_value(counted(scene), wanted) > 1e-3
 

@@ -16,6 +16,7 @@ from deepspeed_gear.ops.constants import APPLIED, CLAMPED, DRAWABLE, ONE_Q62, R_
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
+from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.reports import BY_ID, NEVER
 from deepspeed_gear.store.table import GENERATION
 
@@ -110,7 +111,7 @@ def test_items_that_are_gone_have_no_mass(scenes: Any, unit: str) -> None:
     scene = scenes(unit=unit, batch=500)
     stream = scene.streams[0]
     assert set(cut(stream, 0).resolutions[:, 0].tolist()) == set(range(5))
-    content.remove(scene.table, scene.streams, [1, 3])
+    content.remove(scene.table, [1, 3])
     scene.add(4)
     assert set(cut(stream, 1).resolutions[:, 0].tolist()) == {0, 2, 4, 5}
     num_items = 4 if unit == "trajectory" else 3 + 7 + 5 + 4
@@ -126,7 +127,7 @@ def test_rows_that_are_used_again_have_only_their_new_items(scenes: Any) -> None
         key = 2 * round_
         cut(stream, key)
         report(stream, [(round_ + 1, 0)], 5)
-        content.remove(scene.table, scene.streams, [round_])
+        content.remove(scene.table, [round_])
         cut(stream, key + 1)
         scene.add(1 + round_)
         check_whole(scene.table, scene.streams)
@@ -278,7 +279,7 @@ def test_reports_for_what_is_gone_are_ignored_and_counted(scenes: Any) -> None:
     stream = scene.streams[0]
     cut(stream, 0)
     gone = handles(stream, [(0, 0), (0, 2), (1, 1)])
-    content.remove(scene.table, scene.streams, [0])
+    content.remove(scene.table, [0])
     stream.masses.reports.add_items(gone, np.full(3, 9, np.float32), 0)
     scene.add(3)  # in the slot and the rows of the one that is gone
     cut(stream, 1)
@@ -427,10 +428,10 @@ def busy(scenes: Any, unit: str) -> tuple[StoreScene, Any]:
     stream, (table, (other,)) = scene.streams[0], scene.attach(1)
     report(stream, [(2, 3), (3, 9), (0, 0)], [7, 0.25, 3])
     cut(stream, 0, other)
-    content.remove(scene.table, scene.streams, [1])
+    content.remove(scene.table, [1])
     cut(stream, 1, other)
     scene.add(6)
-    content.remove(scene.table, scene.streams, [4])
+    content.remove(scene.table, [4])
     report(other, [(2, 3), (5, 0)], [11, 12], 3)
     report(stream, [(2, 3), (5, 0)], [13, 14], 2)
     report(stream, [(3, 9)], [15])
@@ -468,9 +469,9 @@ def test_exported_reports_for_what_is_gone_change_nothing(scenes: Any) -> None:
     stream = scene.streams[0]
     cut(stream, 0)
     report(stream, [(1, 0), (4, 0), (3, 0)], [50, 60, 70])
-    content.remove(scene.table, scene.streams, [1, 4])
+    content.remove(scene.table, [1, 4])
     with scene.table.lock:
-        assert stream.needs(np.array([1, 4])).tolist() == [False, False]
+        assert Readers(scene.table).pinned(np.array([1, 4])).tolist() == [False, False]
         scene.table.free(np.array([1, 4]))
         slots = np.array([0, 2, 3])
         saved = stream.masses.export(slots)

@@ -117,7 +117,7 @@ def test_changes_take_effect_at_the_next_cut(scenes: Any) -> None:
     stream = scene.streams[0]
     assert set(draws(stream, 0, 1)[:, 0]) == {0, 1}
     scene.add(5)
-    content.remove(scene.table, scene.streams, [0])
+    content.remove(scene.table, [0])
     assert set(draws(stream, 1, 1)[:, 0]) == {1, 2}
     check_whole(scene.table, scene.streams)
 
@@ -125,7 +125,7 @@ def test_changes_take_effect_at_the_next_cut(scenes: Any) -> None:
 def test_added_and_removed_between_two_cuts(scenes: Any) -> None:
     scene = scenes(stream_spec(batch=500), lengths=[3])
     for _ in range(100):  # more changes than slots
-        content.remove(scene.table, scene.streams, [scene.add(2)])
+        content.remove(scene.table, [scene.add(2)])
     assert set(draws(scene.streams[0], 0, 1)[:, 0]) == {0}
     check_whole(scene.table, scene.streams)
 
@@ -191,7 +191,7 @@ def test_an_epoch_is_frozen_while_items_go(scenes: Any) -> None:
     scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6], num_slots=3)
     stream = scene.streams[0]
     first = epochs_of(stream, 0, 1)
-    content.remove(scene.table, scene.streams, [0])
+    content.remove(scene.table, [0])
     scene.add(1)
     with pytest.raises(StoreError, match="must have a free slot of 3"):
         scene.add(1)  # the removed one is still to be visited
@@ -206,7 +206,7 @@ def test_rows_are_free_at_the_end_of_an_epoch(scenes: Any) -> None:
     """Exactly at the end nothing of the epoch is left to visit, so its removed items are free."""
     scene = scenes(stream_spec("epoch", "step", 3), lengths=[3], num_slots=1)
     epochs_of(scene.streams[0], 0, 1)
-    content.remove(scene.table, scene.streams, [0])
+    content.remove(scene.table, [0])
     assert scene.add(2) == 1
     assert sorted(epochs_of(scene.streams[0], 1, 1)[1]) == [(1, 0), (1, 1)]
 
@@ -216,7 +216,7 @@ def test_an_epoch_that_ends_in_an_empty_table(scenes: Any) -> None:
     scene = scenes(stream_spec("epoch", "step", 4), lengths=[1] * 6, num_slots=6)
     stream = scene.streams[0]
     first = epochs_of(stream, 0, 1)[0]
-    content.remove(scene.table, scene.streams, list(range(6)))
+    content.remove(scene.table, list(range(6)))
     for _ in range(2):
         with pytest.raises(StoreError, match="must hold at least one item"):
             stream.take(1)
@@ -377,7 +377,7 @@ def test_what_a_peer_still_reads_is_not_freed(scenes: Any) -> None:
     table, (other,) = scene.attach(1)
     cut = other.take(0)
     draws(scene.streams[0], 0, 1)
-    content.remove(scene.table, scene.streams, [0])
+    content.remove(scene.table, [0])
     with pytest.raises(StoreError, match="must have a free slot"):
         scene.add(3)
     assert set(cut.resolutions[:, 0].tolist()) == {0}

@@ -92,7 +92,7 @@ def test_ids_are_for_ever_and_generations_count(scene: StoreScene) -> None:
     assert [scene.add(2) for _ in range(5)] == [0, 1, 2, 3, 4]
     slot = int(table.slots_of(np.array([3]))[0])
     generation = int(table.slots[slot, GENERATION])
-    content.remove(table, [], [3])
+    content.remove(table, [3])
     assert scene.add(2) == 5
     assert int(table.slots_of(np.array([5]))[0]) == slot
     assert table.slots[slot, GENERATION] == generation + 1
@@ -129,7 +129,7 @@ def test_freed_rows_are_used_again(scene: StoreScene) -> None:
     for _ in range(4):
         scene.add(4)
     for number in range(30):
-        content.remove(scene.table, [], [number])
+        content.remove(scene.table, [number])
         assert scene.add(4) == number + 4
     assert scene.table.num_trajectories == 4
 
@@ -140,7 +140,7 @@ def test_changes_of_others_are_seen(scene: StoreScene) -> None:
     content.add(other, [], trajectory(1, 9), None)  # knows that 10 of the 20 rows are taken
     with pytest.raises(StoreFullError):
         content.add(scene.table, [], trajectory(2, 1), None)
-    content.remove(other, [], [0])
+    content.remove(other, [0])
     assert content.add(scene.table, [], trajectory(2, 9), None) == 2
     for number in (1, 2):
         assert same(read(other, number), trajectory(number, 9))
@@ -261,11 +261,11 @@ def test_a_data_set_is_all_committed(tmp_path: Any, in_memory: bool) -> None:
         assert same(read(table, number), trajectory(number, steps, **ends))
     assert table.control[NEXT_ID] == 3
     with pytest.raises(
-        StoreError, match="must have a capacity to be added to; it holds a read-only data set"
+        StoreError, match="must have a capacity to be added to or changed; it holds a read-only data set"
     ):
         content.add(table, [], trajectory(3, 2), None)
-    with pytest.raises(StoreError, match="must have a capacity to be changed"):
-        content.remove(table, [], [0])
+    with pytest.raises(StoreError, match="must have a capacity to be added to or changed"):
+        content.remove(table, [0])
     table.close()
 
 

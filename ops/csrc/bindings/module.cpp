@@ -3,6 +3,7 @@
 
 #include "bindings/direct.h"
 #include "bindings/ops.h"
+#include "bindings/store.h"
 #include "cpu/mutex.h"
 
 namespace {
@@ -49,6 +50,7 @@ PyObject* PyMutexOwner(PyObject*, PyObject* address) {
   return PyLong_FromLongLong(__atomic_load_n(&mutex->owner, __ATOMIC_RELAXED));
 }
 
+using gear::direct::Function;
 using gear::direct::Method;
 
 PyMethodDef kMethods[] = {
@@ -93,6 +95,23 @@ PyMethodDef kMethods[] = {
         "gather_(outs, masks, counters, columns, shifts, gains, resolutions, n_steps, spec, "
         "pad_values, threads) -> None"),
     Method<gear::CopyPieces>("copy_rows_", "copy_rows_(to, source, pieces) -> None"),
+    Function<gear::direct::OpenStoreAt>("store_open", "store_open(words) -> store"),
+    Function<gear::direct::SetColumns>("store_columns", "store_columns(store, columns) -> None"),
+    Function<gear::direct::SetLife>("store_life", "store_life(store, pins, removal, rate) -> None"),
+    Function<gear::direct::ReserveRows>("store_reserve",
+                                        "store_reserve(store, num_rows, num_steps) -> slot"),
+    Function<gear::direct::MakeRoom>("store_make_room",
+                                     "store_make_room(store, num_rows, num_steps) -> slot"),
+    Function<gear::direct::CommitSlot>(
+        "store_commit", "store_commit(store, slot, num_steps, num_rows, born) -> id"),
+    Function<gear::direct::RetireSlot>("store_retire", "store_retire(store, slot) -> None"),
+    Function<gear::direct::FreeSlot>("store_free", "store_free(store, slot) -> None"),
+    Function<gear::direct::MayInsertNow>("store_may_insert",
+                                         "store_may_insert(store, num_steps) -> bool"),
+    Function<gear::direct::AddTrajectory>(
+        "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
+    Function<gear::direct::MakeTargets>("rows_targets", "rows_targets(columns) -> targets"),
+    Function<gear::direct::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

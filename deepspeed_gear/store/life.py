@@ -1,0 +1,105 @@
+"""How long trajectories stay in a table, and how far who writes and who samples may be ahead. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepspeed_gear.store.extents import BY_CALLER, KEEP, NEWEST, OLDEST
+
+Removal = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
+REMOVAL_CODES = {"none": KEEP, "fifo": OLDEST, "lifo": NEWEST}
+UNLIMITED = (1 << 62) - 1
+TIMES_SAMPLED, PRESENT, VERSION, OPEN = range(4)  # words of a slot's life
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How many samples are drawn for each item that is added, as Reverb's rate limiters say it.
+
+    With I items ever added and S samples ever drawn, the difference I * samples_per_insert - S stays in
+    [least, most] once `min_size` items are held: whoever would leave it waits.
+
+    Args:
+        unit: What an item is.
+        min_size: No sample is drawn as long as fewer items are held, and as many may always be added.
+        samples_per_insert: The ratio.
+        least, most: Of the difference.
+
+    Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
+    """
+
+    unit: Literal["step", "trajectory"]
+    min_size: int
+    samples_per_insert: float
+    least: float
+    most: float
+
+    @classmethod
+    def ratio(
+        cls, unit: Literal["step", "trajectory"], min_size: int, samples_per_insert: float, buffer: float
+    ) -> Rate:
+        """Allow the difference to stray by `buffer` from what it is at `min_size` items."""
+        offset = samples_per_insert * min_size
+        return cls(unit, min_size, samples_per_insert, offset - buffer, offset + buffer)
+
+    @classmethod
+    def least_size(cls, unit: Literal["step", "trajectory"], min_size: int) -> Rate:
+        """Wait for `min_size` items only."""
+        return cls(unit, min_size, 1.0, -math.inf, math.inf)
+
+    @classmethod
+    def queue(cls, unit: Literal["step", "trajectory"], size: int) -> Rate:
+        """Let at most `size` items wait to be drawn."""
+        return cls(unit, 1, 1.0, 0.0, float(size))
+
+    def may_sample(self, size: int, inserted: int, sampled: int, count: int) -> bool:
+        """Return whether so many samples may be drawn.
+
+        Args:
+            size: Items held.
+            inserted: Items ever added.
+            sampled: Samples ever drawn.
+            count: Samples wanted.
+        """
+        return size >= self.min_size and inserted * self.samples_per_insert - sampled - count >= self.least
+
+    def may_insert(self, size: int, inserted: int, sampled: int, count: int = 1) -> bool:
+        """Return whether so many items may be added; arguments as `may_sample`."""
+        if size + count <= self.min_size:
+            return True
+        return (inserted + count) * self.samples_per_insert - sampled <= self.most
+
+
+@dataclass(frozen=True)
+class Life:
+    """How long trajectories stay.
+
+    Args:
+        removal: Who goes when there is no room.
+        column: Per-trajectory column whose lowest values go first, with "keep_best".
+        max_steps, max_trajectories: Limits below what there is room for.
+        max_times_sampled: Trajectories go when they were drawn so often; 0: never.
+        rate: Who waits for whom; None: nobody.
+    """
+
+    removal: Removal = "none"
+    column: str | None = None
+    max_steps: int = UNLIMITED
+    max_trajectories: int = UNLIMITED
+    max_times_sampled: int = 0
+    rate: Rate | None = None
+
+    @property
+    def removal_code(self) -> int:
+        """Return what C++ does by itself."""
+        return REMOVAL_CODES.get(self.removal, BY_CALLER)
+
+    @property
+    def rate_words(self) -> tuple[Any, ...]:
+        """Return the rate as `store_life` takes it."""
+        rate = self.rate
+        if rate is None:
+            return ()
+        return rate.unit == "step", rate.min_size, rate.samples_per_insert, rate.most

@@ -1,0 +1,76 @@
+"""A store as C++ sees it: addresses in shared memory, which whoever holds the memory keeps mapped."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.schema import Column
+from deepspeed_gear.store.columns import Columns
+from deepspeed_gear.store.layout import HOLDER_OFFSET, MUTEX_OFFSET
+from deepspeed_gear.store.memory import SharedMemory
+from deepspeed_gear.store.spec import Shard, TableSpec
+
+ROWS_CODES = {"T": 0, "T+1": 1, "1": 2}
+_KINDS = {"f": "f", "i": "i", "u": "u", "b": "b"}
+TRAIN_POSITION = "stream/train/position"
+
+
+def open_store(
+    native: ModuleType,
+    spec: TableSpec,
+    memory: SharedMemory,
+    views: dict[str, np.ndarray],
+    columns: Columns,
+    num_rows: int,
+) -> Any:
+    """Return the handle of a table with a capacity.
+
+    Args:
+        native: The native module.
+        spec: The table.
+        memory: Of the store.
+        views: Its regions.
+        columns: Its columns.
+        num_rows: Rows of its own.
+    """
+    base = address(np.frombuffer(memory.buffer, np.uint8, 1))
+    shard, life = spec.shard or Shard(), spec.life
+    position = address(views[TRAIN_POSITION]) if TRAIN_POSITION in views else 0
+    handle = native.store_open(
+        (
+            base + MUTEX_OFFSET,
+            base + HOLDER_OFFSET,
+            *(address(views[name]) for name in ("control", "links", "log", "slots")),
+            spec.num_slots,
+            num_rows,
+            len(views["log"]),
+            shard.index,
+            shard.count,
+            memory.peer,
+            life.max_trajectories,
+            life.max_steps,
+            position,
+        )
+    )
+    native.store_columns(
+        handle,
+        [
+            (address(columns.by_name[column.name]), ROWS_CODES[column.rows], *form_of(column))
+            for column in spec.schema
+        ],
+    )
+    return handle
+
+
+def form_of(column: Column) -> tuple[int, int, tuple[int, ...]]:
+    """Return kind, bytes of an item and shape of a column's rows, as the native module compares buffers."""
+    dtype = column.numpy_dtype
+    return ord(_KINDS[dtype.kind]), dtype.itemsize, column.shape
+
+
+def address(array: np.ndarray) -> int:
+    """Return where an array lies."""
+    return int(array.ctypes.data)

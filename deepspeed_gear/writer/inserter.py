@@ -1,0 +1,177 @@
+"""Adds whole trajectories to a table: checks, makes room, copies, commits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.selection.cut import KEY
+from deepspeed_gear.selection.readers import Readers
+from deepspeed_gear.store.extents import BY_CALLER, LOCK_BROKEN, LOCK_TIMEOUT, MUST_RECOVER
+from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.trajectory import check_trajectory
+from deepspeed_gear.writer.room import Room
+
+Check = Callable[[dict[str, np.ndarray]], None]
+Committed = Callable[[int], None]
+
+
+class Inserter:
+    """The way of this process into a table with a capacity.
+
+    Where everything is as it is stored and the oldest or nobody goes, one call of the native module does it
+    all; else plain Python, which means the same.
+
+    Thread safety: one thread at a time; other processes may do the same.
+
+    Args:
+        table: This process's store of it.
+        readers: Of the store.
+        timeout_s: Longest wait for room.
+        max_length: Steps of the longest trajectory; None: as many as fit.
+        checks: Called with the columns of a trajectory before anything changes; they raise DataError.
+        committed: Called with the lock held behind a commit, with the slot; it may raise to take it back.
+        samples: Whether this process samples too: it must not wait for itself.
+        check: Called while it waits; raises to end the wait.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        readers: Readers,
+        timeout_s: float,
+        max_length: int | None = None,
+        checks: tuple[Check, ...] = (),
+        committed: Committed | None = None,
+        samples: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.table, self._readers, self._timeout_s = table, readers, timeout_s
+        self._max_length, self._checks, self._committed = max_length, checks, committed
+        self.room = Room(table, readers, timeout_s, samples, check)
+        self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
+        steps = next((c for c in table.spec.schema if c.rows != "1"), None)
+        assert steps is not None
+        self._measured, self._extra = steps.name, int(steps.rows == "T+1")
+        self._position = table.views.get("stream/train/position")
+        self._native = self._open_native()
+
+    def _open_native(self) -> Any:
+        """Return the native module if it can do an addition as a whole."""
+        native, life = self.table.ops.native, self.table.spec.life
+        if native is None or self.table.handle is None:
+            return None
+        plain = not self._readers.have_step_priorities and not self._readers.orders
+        rate = life.rate_words
+        code = life.removal_code if plain else (BY_CALLER if life.removal != "none" else life.removal_code)
+        native.store_life(self.table.handle, self._readers.pins, code, rate)
+        whole = plain and code != BY_CALLER and self._committed is None and not self.table.spec.return_to_go
+        return native if whole else None
+
+    # ---- adding ----------------------------------------------------------------------------------
+
+    def add(self, trajectory: Mapping[str, Any]) -> int:
+        """Store a trajectory, waiting for room and for its turn as the table's life says. Returns its id.
+
+        Args:
+            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape].
+        Raises:
+            DataError: It does not fit the schema; nothing has changed.
+            StoreFullError: There is no room, and the table lets nobody go.
+            NotReadyError: The ranks have not sampled in time.
+        """
+        if self._native is not None and not self._checks:
+            added = self._add_as_it_is(trajectory)
+            if added is not None:
+                return added
+        arrays, num_steps = check_trajectory(self._name, self.table.spec.schema, trajectory)
+        self._check_length(num_steps)
+        for check in self._checks:
+            check(arrays)
+        columns = [np.ascontiguousarray(arrays[name]) for name in self._names]
+        return self._add(columns, num_steps)
+
+    def _add_as_it_is(self, trajectory: Mapping[str, Any]) -> int | None:
+        """Add a trajectory whose arrays are as they are stored; None, and nothing happened, if one is not."""
+        try:
+            columns = [trajectory[name] for name in self._names]
+            num_steps = len(trajectory[self._measured]) - self._extra
+        except (KeyError, TypeError):
+            return None
+        if len(trajectory) != len(columns) or num_steps < 1:
+            return None
+        if self._max_length is not None and num_steps > self._max_length:
+            return None
+        found = self._native.store_add(self.table.handle, columns, num_steps, self._timeout_s)
+        if found is None:
+            return None
+        return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)
+
+    def _check_length(self, num_steps: int) -> None:
+        if self._max_length is not None and num_steps > self._max_length:
+            rule = f"must have at most max_length = {self._max_length} steps"
+            raise DataError(f"{self._name}: trajectory", rule, num_steps)
+
+    def _add(self, columns: list[np.ndarray], num_steps: int) -> int:
+        if self._native is None:
+            return self._add_plainly(columns, num_steps)
+        found = self._native.store_add(self.table.handle, columns, num_steps, self._timeout_s)
+        if found is None:  # what is no buffer of the stored form, such as bfloat16 without steps
+            return self._add_plainly(columns, num_steps)
+        return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)
+
+    def _again(self, columns: list[Any], num_steps: int, refusal: int, slot: int) -> int:
+        """Go on where the native module could not."""
+        if slot >= 0:  # written already: only the commit is missing
+            with self.table.lock:
+                return self._commit(slot)
+        if refusal in (LOCK_TIMEOUT, LOCK_BROKEN, MUST_RECOVER):
+            with self.table.lock:  # names the holder, or repairs
+                pass
+        return self._add_plainly([np.asarray(column) for column in columns], num_steps)
+
+    def _add_plainly(self, columns: list[np.ndarray], num_steps: int) -> int:
+        slot = self.reserve(num_steps)
+        try:
+            self.table.write(slot, dict(zip(self._names, columns, strict=True)))
+        except BaseException:
+            with self.table.lock:
+                self.table.free(np.array([slot]))
+            raise
+        with self.table.lock:
+            return self._commit(slot)
+
+    def reserve(self, num_steps: int) -> int:
+        """Take a slot for a trajectory of at most so many steps, waiting for room; as `add`."""
+        until = time.monotonic() + self._timeout_s
+        while True:
+            with self.table.lock:
+                slot = self.room.reserve(num_steps)
+            if slot >= 0:
+                return slot
+            self.room.wait(slot, num_steps, until)
+
+    def _commit(self, slot: int) -> int:
+        number = self.table.commit(slot, 0 if self._position is None else int(self._position[KEY]))
+        if self._committed is not None:
+            try:
+                self._committed(slot)
+            except BaseException:
+                self.room.retire(slot)
+                raise
+        return number
+
+
+def refuse_read_only(table: Table) -> None:
+    """Refuse what would change a data set.
+
+    Raises:
+        StoreError: The table holds one.
+    """
+    if table.spec.dataset is not None:
+        rule, remedy = "must have a capacity to be added to or changed", "it holds a read-only data set"
+        raise StoreError(f"table {table.spec.name}", rule, None, remedy)

@@ -1,0 +1,207 @@
+"""Room for new trajectories: who goes, and who waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from deepspeed_gear.errors import NotReadyError, StoreError
+from deepspeed_gear.selection.philox import below, philox
+from deepspeed_gear.selection.readers import Readers
+from deepspeed_gear.store.extents import (
+    AHEAD,
+    CUTTING,
+    FREE_ROWS,
+    INSERTED,
+    NEXT_ID,
+    NO_ROWS,
+    NO_SLOT,
+    NUM_COMMITTED,
+    PINNED,
+    SCATTERED,
+    STEPS_COMMITTED,
+    STEPS_INSERTED,
+)
+from deepspeed_gear.store.life import OPEN
+from deepspeed_gear.store.table import COMMITTED, ID, NUM_ROWS, STATE, Table
+
+_POLL_S = 200e-6
+FOR_REMOVAL = 7  # purpose of the random words that choose who goes
+
+
+class Room:
+    """The room of a table for what this process adds.
+
+    Thread and process safety: methods whose docstrings say so want the table's lock, `wait` takes none.
+
+    Args:
+        table: With a capacity.
+        readers: Of its store.
+        timeout_s: Longest wait.
+        samples: Whether this process samples too: it must not wait for itself.
+        check: Called while it waits; raises to end the wait.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        readers: Readers,
+        timeout_s: float,
+        samples: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.table, self.readers, self.timeout_s, self.check = table, readers, timeout_s, check
+        self._samples = samples
+        self.life = table.spec.life
+        self.waited_s = 0.0  # of this process
+        self._position = table.views.get("stream/train/position")
+
+    # ---- rates -----------------------------------------------------------------------------------
+
+    def may_insert(self, num_steps: int) -> bool:
+        """Return whether the rate admits a trajectory now."""
+        rate, control = self.life.rate, self.table.control
+        if rate is None:
+            return True
+        by_step = rate.unit == "step"
+        size = control[STEPS_COMMITTED if by_step else NUM_COMMITTED]
+        inserted = control[STEPS_INSERTED if by_step else INSERTED]
+        shard = self.table.spec.shard
+        sampled = 0.0 if self._position is None else float(self._position[1])
+        sampled /= 1 if shard is None else shard.count
+        return rate.may_insert(int(size), int(inserted), int(sampled), num_steps if by_step else 1)
+
+    # ---- reserving -------------------------------------------------------------------------------
+
+    def reserve(self, num_steps: int) -> int:
+        """Take a slot for a trajectory, letting others go as the table's life says. Wants the lock.
+
+        Returns:
+            The slot, or a refusal: AHEAD, PINNED, or what keeps it out of a table that lets nobody go.
+        """
+        if not self.may_insert(num_steps):
+            return AHEAD
+        extents = self.table.extents
+        assert extents is not None
+        num_rows, is_clear = self.table.rows_for(num_steps), False
+        while True:
+            found = NO_ROWS if self._is_over(num_steps) else extents.reserve(num_rows, num_steps)
+            if found >= 0:
+                return found
+            if not is_clear:
+                self.free_retired()
+                is_clear = True
+                continue
+            if self.life.removal == "none":
+                return self._unless_waiting(found)
+            if self.table.control[CUTTING] or self._will_fit(num_rows, num_steps):
+                return PINNED
+            victim = self._victim()
+            if victim < 0:
+                return self._unless_waiting(found)
+            self.retire(victim)
+            self.free_retired()
+
+    def _is_over(self, num_steps: int) -> bool:
+        control, life = self.table.control, self.life
+        over = control[NUM_COMMITTED] + 1 > life.max_trajectories
+        return bool(over or control[STEPS_COMMITTED] + num_steps > life.max_steps)
+
+    def _unless_waiting(self, refusal: int) -> int:
+        """Return PINNED where room comes as soon as retired trajectories are read no more."""
+        return PINNED if len(self.table.retired()) and not self._samples else refusal
+
+    def _will_fit(self, num_rows: int, num_steps: int) -> bool:
+        if self._is_over(num_steps) or not len(self.table.retired()):
+            return False
+        waiting = int(self.table.slots[self.table.retired(), NUM_ROWS].sum())
+        return int(self.table.control[FREE_ROWS]) + waiting >= num_rows
+
+    def retire(self, slot: int) -> None:
+        """End a trajectory. Wants the lock."""
+        self.table.retire(slot)
+        self.readers.forget(slot)
+
+    def free_retired(self) -> None:
+        """Free what nobody reads any more, and what dead processes had reserved. Wants the lock."""
+        self.table.free(self.table.abandoned())
+        slots = self.table.retired()
+        if len(slots):
+            self.table.free(slots[~self.readers.pinned(slots)])
+
+    # ---- who goes --------------------------------------------------------------------------------
+
+    def _victim(self) -> int:
+        """Return the committed slot that goes next, -1 if there is none."""
+        extents, kind = self.table.extents, self.life.removal
+        assert extents is not None
+        if kind in ("fifo", "lifo"):
+            return extents.oldest() if kind == "fifo" else extents.newest()
+        slots = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
+        slots = slots[self.table.views["life"][slots, OPEN] == 0]
+        if not len(slots):
+            return -1
+        if kind == "uniform":
+            return int(slots[self._drawn(len(slots))])
+        values = self._values(slots)
+        ids = self.table.slots[slots, ID]
+        return int(slots[np.lexsort((ids, values))[0]])
+
+    def _drawn(self, count: int) -> int:
+        number = np.array([self.table.control[NEXT_ID]], np.uint64)
+        words = philox(0, number, 0, np.array([[FOR_REMOVAL]], np.uint64))
+        return int(below(tuple(quarter[0] for quarter in words), np.array([count]))[0])
+
+    def _values(self, slots: np.ndarray) -> np.ndarray:
+        if self.life.column is not None:
+            values = np.asarray(self.table.values(self.life.column, slots), np.float64)
+            return np.where(np.isnan(values), -np.inf, values)
+        return self.readers.highest_priorities(slots)
+
+    # ---- waiting ---------------------------------------------------------------------------------
+
+    def wait(self, refusal: int, num_steps: int, until: float) -> None:
+        """Wait a moment for what refused a trajectory to change.
+
+        Raises:
+            NotReadyError: Nothing has changed in time.
+            StoreFullError: Nobody has to go, and there is no room.
+        """
+        if refusal in (NO_SLOT, NO_ROWS, SCATTERED):
+            raise self.table.full(refusal, num_steps)
+        self.check()
+        waits_for_itself = self._samples and (refusal == AHEAD or self.readers.are_frozen)
+        if waits_for_itself or time.monotonic() > until:
+            raise self.too_late(refusal, 0.0 if waits_for_itself else self.timeout_s)
+        time.sleep(_POLL_S)
+        self.waited_s += _POLL_S
+
+    def too_late(self, refusal: int, waited_s: float) -> NotReadyError:
+        """Return the error of a wait that was too long."""
+        waited = "first" if waited_s == 0 else f"within {waited_s:g} s"
+        if refusal == AHEAD:
+            rule, remedy = f"must be sampled from {waited}, as its rate says", "raise rate.error_buffer"
+        else:
+            rule, remedy = f"must be read no more {waited}, where room is needed", "raise the capacity"
+        return NotReadyError(f"table {self.table.spec.name}", rule, None, f"sample, or {remedy}")
+
+
+@contextmanager
+def quiet(table: Table, timeout_s: float) -> Iterator[None]:
+    """Hold the lock while no cut over several nodes is under way, which draws from what is stored now.
+
+    Raises:
+        StoreError: One is under way for too long.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        with table.lock:
+            if not table.control[CUTTING]:
+                yield
+                return
+        if time.monotonic() > until:
+            raise StoreError(f"table {table.spec.name}", f"must be at rest within {timeout_s} s", None)
+        time.sleep(_POLL_S)
