@@ -27,7 +27,7 @@ enum Control : int64_t {
   kInserted,  // trajectories, and steps, that were ever committed
   kStepsInserted,
   kRecoveries,  // how often derived state was rebuilt behind a death
-  kCutting,  // cuts over several nodes are under way: nothing may be retired
+  kCutting,     // cuts over several nodes are under way: nothing may be retired
 };
 
 // Words of a slot's links. Two lists, each with a sentinel: extents by address, and trajectories
@@ -77,7 +77,8 @@ struct Store {
   Slot* slots;
   int64_t num_slots, num_rows, log_size, id_index, id_count, peer;
   int64_t most_trajectories, most_steps;  // limits below what there is room for
-  const int64_t* position;  // of the training stream: global batch that is cut next, samples; or null
+  const int64_t*
+      position;  // of the training stream: global batch that is cut next, samples; or null
   std::vector<ColumnOf> columns;
   std::vector<Pins> pins;
   Removal removal = kNobody;
