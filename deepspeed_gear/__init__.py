@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.replay import Replay
     from deepspeed_gear.schema import Column, Schema
     from deepspeed_gear.store.dataset import Dataset, DatasetWriter
+    from deepspeed_gear.writer.writer import TrajectoryWriter
 
 _HOMES = {
     "Batch": "collection.batch",
@@ -25,6 +26,7 @@ _HOMES = {
     "Replay": "replay",
     "Schema": "schema",
     "Topology": "parallel.topology",
+    "TrajectoryWriter": "writer.writer",
     "attach": "engine",
     "disable": "engine",
     "enable": "engine",
@@ -40,6 +42,7 @@ __all__ = [
     "Replay",
     "Schema",
     "Topology",
+    "TrajectoryWriter",
     "attach",
     "disable",
     "enable",

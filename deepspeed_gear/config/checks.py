@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from deepspeed_gear.config.life import check_life
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ def check_options(config: GearConfig) -> None:
     """
     _check_tables(config)
     _check_sampler(config)
+    for name, table in config.tables.items():
+        if table.data is None:
+            check_life(config, table, dotted("gear", "tables", name), name)
     for name, field in config.fields.items():
         check_field_name(name, n_step=config.n_step is not None)
         _check_field(name, field, config)
@@ -72,13 +76,17 @@ def _check_tables(config: GearConfig) -> None:
 
 
 def _check_table(table: TableConfig, at: str) -> None:
-    if table.data is None and table.capacity_steps is None:
-        raise ConfigError(
-            at, "must have data or capacity_steps", None, "give the one that the table is made of"
-        )
+    if table.data is None and (table.capacity_steps is None) == (table.capacity_bytes is None):
+        rule = "must have one of data, capacity_steps and capacity_bytes"
+        raise ConfigError(at, rule, None, "give the one that the table is made of")
     if table.data is not None:
         given = {
             "capacity_steps": table.capacity_steps,
+            "capacity_bytes": table.capacity_bytes,
+            "writers": table.writers or None,
+            "remove": None if table.remove == "none" else table.remove,
+            "max_times_sampled": table.max_times_sampled or None,
+            "rate": table.rate,
             "capacity_trajectories": table.capacity_trajectories,
             "max_length": table.max_length,
             "schema": table.schema_,
@@ -90,12 +98,11 @@ def _check_table(table: TableConfig, at: str) -> None:
                 )
         _check_split(table.data, f"{at}.data")
         return
-    assert table.capacity_steps is not None
     for option, limit in (
         ("max_length", table.max_length),
         ("capacity_trajectories", table.capacity_trajectories),
     ):
-        if limit is not None and limit > table.capacity_steps:
+        if limit is not None and table.capacity_steps is not None and limit > table.capacity_steps:
             raise ConfigError(
                 f"{at}.{option}",
                 f"must be at most {at}.capacity_steps ({table.capacity_steps})",

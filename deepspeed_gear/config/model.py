@@ -12,6 +12,7 @@ from deepspeed_gear.config import digest
 from deepspeed_gear.config.burn_in import check_burn_in
 from deepspeed_gear.config.checks import check_options
 from deepspeed_gear.config.hindsight import check_hindsight
+from deepspeed_gear.config.life import RateConfig, RemoveKind, Writers
 from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
 from deepspeed_gear.config.types import (
     Count,
@@ -118,6 +119,10 @@ class TableConfig(GearModel):
             "consume gets 1/n of them, rounded up."
         ),
     )
+    capacity_bytes: Count | None = Field(
+        default=None,
+        description="In place of `capacity_steps`: room for as many steps as fit into so many bytes.",
+    )
     capacity_trajectories: Count | None = Field(
         default=None,
         description=(
@@ -131,6 +136,30 @@ class TableConfig(GearModel):
             "Steps of the longest trajectory that can be added; it must fit into one node's share. null: "
             "`capacity_steps`."
         ),
+    )
+    writers: Writers = Field(
+        default=0,
+        description=(
+            "Processes besides the ranks that may write into a node's store at once: actors. The store then "
+            "keeps its name in /dev/shm until the last process detaches."
+        ),
+    )
+    remove: RemoveKind = Field(
+        default="none",
+        description=(
+            'Who goes when there is no room: the oldest trajectory ("fifo"), the newest ("lifo"), any one '
+            '("uniform"), the one of the lowest priority, or of the lowest value of the column `keep_best`. '
+            '"none": adding to a full table is an error.'
+        ),
+    )
+    keep_best: Name | None = Field(
+        default=None, description="The per-trajectory column whose lowest values go first."
+    )
+    max_times_sampled: Annotated[Int, Ge(0), Lt(2**31)] = Field(
+        default=0, description="A trajectory goes when it was drawn so often. 0: never for that."
+    )
+    rate: RateConfig | None = Field(
+        default=None, description="Who waits for whom. null: nobody waits, but for the first item."
     )
     schema_: SchemaConfig | None = Field(
         default=None,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from ..errors import BuildError, ConfigError
-from . import fake, reference
+from . import fake, jit, reference
 
 Op = Callable[..., None]
 
@@ -72,6 +73,20 @@ def load_backend(name: str = "auto") -> Ops:
     if name == "cuda":
         return _native_ops(name, _load_cuda())
     raise ConfigError("gear.backend", "must be auto, reference, cpu or cuda", name)
+
+
+def load_library(library: str | None) -> Ops:
+    """Load the native module that another process of the node has built; no builder, so no DeepSpeed.
+
+    Args:
+        library: File of the module; None for the reference.
+    Raises:
+        BuildError: It cannot be loaded.
+    """
+    if library is None:
+        return load_backend("reference")
+    path = Path(library)
+    return _native_ops("cpu", jit.load_once("gear", lambda: jit.import_file(path.name.split(".")[0], path)))
 
 
 def _native_ops(name: str, native: ModuleType) -> Ops:

@@ -189,7 +189,9 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
     def sizes() -> list[TableSpec]:
         arrivals = arrivals_by_table(config, routes, wanted, datasets)
         num_peers, shards = topology.num_peers, placement.shards
-        return setup.table_specs(config, plan.schemas, datasets, plan.fields, num_peers, shards, arrivals)
+        batches = {t: max(spec.batch for spec in of_table) for t, of_table in wanted.items()}
+        more = num_peers, shards, arrivals, batches
+        return setup.table_specs(config, plan.schemas, datasets, plan.fields, *more)
 
     specs = exchange.agree("the sizes of the tables", sizes)
     tables, streams = setup.attach_tables(exchange, topology, config, plan.ops, specs, wanted)

@@ -25,6 +25,8 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.writer import TrajectoryWriter
 
 Ids = Sequence[int] | torch.Tensor
 T = TypeVar("T")
@@ -72,6 +74,7 @@ class Replay:
         self._parts, self._maker, self._train = parts, parts.maker, parts.train
         self.tables, self._streams = parts.tables, parts.streams
         self._place, self._closed = plan.topology.place, False
+        self._inserters: dict[str, Inserter] = {}
         self.metrics = Metrics()
         self._passes = Passes(parts)
         self._feed = Feed(
@@ -268,9 +271,28 @@ class Replay:
             StoreFullError: There is no room.
         """
         self._check_open()
+        return self._inserter(table).add(trajectory)
+
+    def writer(self, table: str | None = None) -> TrajectoryWriter:
+        """Return a writer for simulators in this process: step by step, many environments at once.
+
+        Args:
+            table: Which table; None for the sampled one.
+        Raises:
+            StoreError: The table holds a data set.
+        """
+        self._check_open()
+        return TrajectoryWriter(self._table(table), self._inserter(table))
+
+    def _inserter(self, table: str | None) -> Inserter:
         target = self._table(table)
-        max_length = self.config.resolved_tables[target.spec.name].max_length
-        return content.add(target, self._streams_of(target), trajectory, max_length)
+        name = target.spec.name
+        if name not in self._inserters:
+            options = self.config.resolved_tables[name]
+            self._inserters[name] = content.inserter_of(
+                target, self._streams_of(target), options.max_length, self.config.timeout_s, self._parts.check
+            )
+        return self._inserters[name]
 
     def read(
         self, ids: Sequence[int] | torch.Tensor, table: str | None = None

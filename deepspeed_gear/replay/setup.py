@@ -13,6 +13,7 @@ from deepspeed_gear.config import (
     GearConfig,
     ResolvedField,
     TableConfig,
+    WeightedSampler,
     batch_sizes,
     check_against,
     difference,
@@ -23,6 +24,7 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.parallel.watch import Watch
+from deepspeed_gear.replay.life import life_of
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.replay.status import Status
 from deepspeed_gear.schema import Schema
@@ -31,6 +33,7 @@ from deepspeed_gear.selection.kinds import regions_of
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.life import Life
 from deepspeed_gear.store.memory import remove_garbage
 from deepspeed_gear.store.spec import Shard, TableSpec, table_layout
 from deepspeed_gear.store.table import Table
@@ -126,6 +129,7 @@ def table_spec(
     num_peers: int,
     shard: Shard | None = None,
     arrivals: tuple[int, int] = (0, 0),
+    life: Life | None = None,
 ) -> TableSpec:
     """Return the sizes of this node's store of a table.
 
@@ -138,6 +142,7 @@ def table_spec(
         num_peers: Processes of the node that attach.
         shard: What the store holds; None for everything.
         arrivals: Rows and slots for trajectories of other nodes.
+        life: Of its trajectories; None: they stay.
     Raises:
         DataError: The shard is not in what the node has of the data set.
         ConfigError: The longest trajectory does not fit into one shard.
@@ -148,9 +153,10 @@ def table_spec(
         in_memory = table.data.load == "memory"
         slots, rows = _held_of(name, dataset, shard)
         return TableSpec(name, schema, slots, rows, dataset, in_memory, return_to_go, num_peers, *more)
-    steps, slots = _capacity_of(name, table, 1 if shard is None else shard.count)
+    steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
     rows = steps + (slots if schema.has_final_row else 0)
-    return TableSpec(name, schema, slots, rows, None, True, return_to_go, num_peers, *more)
+    also = table.writers, life or Life()
+    return TableSpec(name, schema, slots, rows, None, True, return_to_go, num_peers, *more, *also)
 
 
 def _held_of(name: str, dataset: Dataset, shard: Shard | None) -> tuple[int, int]:
@@ -168,10 +174,16 @@ def _held_of(name: str, dataset: Dataset, shard: Shard | None) -> tuple[int, int
     return end - first, rows
 
 
-def _capacity_of(name: str, table: TableConfig, count: int) -> tuple[int, int]:
-    """Return steps and trajectories of one of `count` equal shards of a table with a capacity."""
-    assert table.capacity_steps is not None
-    whole = table.capacity_steps
+def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tuple[int, int]:
+    """Return steps and trajectories of one of `count` equal shards of a table with a capacity.
+
+    Raises:
+        ConfigError: The longest trajectory does not fit into one shard, or the bytes hold no step.
+    """
+    whole = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
+    if whole < 1:
+        rule = f"must hold a step ({schema.row_bytes} bytes)"
+        raise ConfigError(f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes)
     slots = table.capacity_trajectories or min(whole, max(LEAST_SLOTS, whole // STEPS_PER_SLOT))
     steps = -(-whole // count)
     if table.max_length is not None and table.max_length > steps:
@@ -192,6 +204,7 @@ def table_specs(
     num_peers: int,
     shards: Mapping[str, Shard] | None = None,
     arrivals: Mapping[str, tuple[int, int]] | None = None,
+    batches: Mapping[str, int] | None = None,
 ) -> list[TableSpec]:
     """Return the sizes of this node's stores of all tables.
 
@@ -203,12 +216,22 @@ def table_specs(
         num_peers: Processes of the node that attach.
         shards: What the stores hold, by table; those that are missing hold everything.
         arrivals: Rows and slots for trajectories of other nodes, by table; missing: none.
+        batches: Samples of a global batch that come from each sampled table, at most.
     Raises:
         DataError: A shard is not in what the node has of a data set.
         ConfigError: The longest trajectory does not fit into one shard.
     """
     needed = any(field.derived == "return_to_go" for field in fields)
     returns = set(config.sampled_tables) if needed else set()
+
+    def life(name: str, table: TableConfig) -> Life | None:
+        if name in datasets:
+            return None
+        shard = (shards or {}).get(name)
+        count = 1 if shard is None else shard.count
+        capacity = capacity_of(name, table, schemas[name], count)
+        return life_of(config, name, capacity, (batches or {}).get(name, 0), count)
+
     return [
         table_spec(
             name,
@@ -219,6 +242,7 @@ def table_specs(
             num_peers,
             (shards or {}).get(name),
             (arrivals or {}).get(name, (0, 0)),
+            life(name, table),
         )
         for name, table in config.resolved_tables.items()
     ]
@@ -293,10 +317,18 @@ def attach_tables(
                 more += Watch.regions(topology.num_peers) if topology.num_nodes > 1 else []
             fingerprint = getattr(spec.dataset, "fingerprint", "")
             train = {s.name: s.describe() for s in streams.get(spec.name, []) if s.name == TRAIN}
+            library = None if ops.native is None else ops.native.__file__
+            said = {"timeout_s": config.timeout_s, "backend": ops.name, "library": library}
             plan = StorePlan(
                 spec,
                 streams.get(spec.name, []),
-                {"seed": config.seed, "backend": ops.name, "fingerprint": fingerprint, **train},
+                {
+                    "seed": config.seed,
+                    "fingerprint": fingerprint,
+                    **said,
+                    **train,
+                    **writing_of(config, spec),
+                },
                 f"{prefix}-{nonce}-{spec.name}",
                 nonce,
                 more,
@@ -334,8 +366,18 @@ def _open_store(
 
     exchange.agree(f"creating the store of table {name}", create)
     exchange.agree(f"attaching to the store of table {name}", attach)
-    if topology.leads_node:
+    if topology.leads_node and not plan.spec.num_writers:
         tables[name].memory.unlink()
+
+
+def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
+    """Return what processes that only write must know of a table."""
+    if spec.dataset is not None:
+        return {}
+    table, sampler = config.resolved_tables[spec.name], config.item_sampler
+    weight = sampler.weight if isinstance(sampler, WeightedSampler) else None
+    timeout_s = config.timeout_s if table.rate is None else table.rate.timeout_s
+    return {"writing": {"max_length": table.max_length, "weight": weight, "timeout_s": timeout_s}}
 
 
 def fields_of(

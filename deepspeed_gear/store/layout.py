@@ -141,3 +141,16 @@ def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, str]:
     if layout.total_bytes != num_bytes:
         raise StoreError(path, f"must have the {layout.total_bytes} bytes of its layout", num_bytes)
     return layout, bytes(header["nonce"]).decode(errors="replace")
+
+
+def description_of(head: bytes, path: str) -> dict[str, Any]:
+    """Return what the processes of a store must agree on, of the first bytes of its file.
+
+    Raises:
+        StoreError: It is no store.
+    """
+    header = np.frombuffer(head, HEADER, 1)[0] if len(head) >= HEADER_BYTES else None
+    if header is None or bytes(header["magic"]) != MAGIC:
+        raise StoreError(path, "must be a gear store", None, "remove the file or use its right name")
+    text = head[HEADER_BYTES : HEADER_BYTES + int(header["description_bytes"])]
+    return dict(json.loads(text)["meaning"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from deepspeed_gear.store.extents import BY_CALLER, KEEP, NEWEST, OLDEST
@@ -103,3 +103,18 @@ class Life:
         if rate is None:
             return ()
         return rate.unit == "step", rate.min_size, rate.samples_per_insert, rate.most
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON keeps it."""
+        values = asdict(self)
+        if self.rate is not None:  # JSON has no infinity
+            values["rate"].update(least=repr(self.rate.least), most=repr(self.rate.most))
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Life:
+        """Return what `to_json` was called on."""
+        rate = values["rate"]
+        if rate is not None:
+            rate = Rate(**{**rate, "least": float(rate["least"]), "most": float(rate["most"])})
+        return cls(**{**values, "rate": rate})

@@ -16,6 +16,7 @@ import os
 import re
 import stat
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_gear.errors import StoreError, StoreFullError
@@ -42,6 +43,10 @@ def _try_lock(fd: int, kind: int, start: int, length: int) -> bool:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
         raise
+
+
+class PeerTakenError(StoreError):
+    """Another process has this index."""
 
 
 class SharedMemory:
@@ -134,7 +139,7 @@ class SharedMemory:
             if stat.S_IMODE(status.st_mode) != 0o600:
                 raise StoreError(str(path), "must have mode 0600", oct(stat.S_IMODE(status.st_mode)))
             if not _try_lock(fd, fcntl.F_WRLCK, peer, 1):
-                raise StoreError(f"{path}: peer {peer}", "must be attached by one process only")
+                raise PeerTakenError(f"{path}: peer {peer}", "must be attached by one process only")
             if os.fstat(fd).st_nlink == 0:
                 raise StoreError(str(path), "must belong to a living run", None, "its run has ended")
             if status.st_size == 0:
@@ -143,6 +148,20 @@ class SharedMemory:
         except BaseException:
             os.close(fd)
             raise
+
+    @classmethod
+    def attach_one_of(cls, name: str, peers: Sequence[int]) -> SharedMemory:
+        """Map the memory of a name under the first of some indices that no process has; as `attach`.
+
+        Raises:
+            StoreError: All are taken, or as `attach`.
+        """
+        for peer in peers:
+            try:
+                return cls.attach(name, peer)
+            except PeerTakenError:
+                continue
+        raise StoreError(str(SHM / name), "must have a free place", len(peers), "raise the table's writers")
 
     def unlink(self) -> None:
         """Take the name away: nobody can attach any more, and the memory goes with its last process."""
@@ -220,6 +239,22 @@ def _is_store(path: Path) -> bool:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False  # it is gone, or cannot be read
+
+
+def living(prefix: str) -> list[Path]:
+    """Return this user's store files of a prefix that a process is attached to."""
+    found = []
+    for path in stores(prefix):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            if _record_lock(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, 0, _WHOLE) != fcntl.F_UNLCK:
+                found.append(path)
+        finally:
+            os.close(fd)
+    return found
 
 
 def remove_garbage(prefix: str) -> list[Path]:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from deepspeed_gear.errors import StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.extents import LINK_WORDS
-from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region
+from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region, description_of
 from deepspeed_gear.store.life import Life
 
 CONTROL_WORDS, PEER_WORDS, LIFE_WORDS = 32, 8, 4
 LEAST_LOG = 1024  # changed slots that are told one by one
 RETURN_TO_GO = "derived/return_to_go"  # region of the derived column; no column can have this name
+
+
+_SIZES = (
+    "num_slots",
+    "num_rows",
+    "return_to_go",
+    "num_peers",
+    "arrival_rows",
+    "arrival_slots",
+    "num_writers",
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,22 @@ class TableSpec:
     arrival_slots: int = 0
     num_writers: int = 0
     life: Life = field(default_factory=Life)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return what a process without a config makes the spec of, of a table with a capacity; JSON-able."""
+        values = {name: getattr(self, name) for name in _SIZES}
+        shard = None if self.shard is None else asdict(self.shard)
+        return {**values, "shard": shard, "life": self.life.to_json()}
+
+    @classmethod
+    def of_capacity(cls, name: str, schema: Any, sizes: dict[str, Any]) -> TableSpec:
+        """Return the spec that has these `sizes`."""
+        values = {key: sizes[key] for key in _SIZES}
+        shard = None if sizes["shard"] is None else Shard(**sizes["shard"])
+        life = Life.from_json(sizes["life"])
+        parsed = Schema.from_json(schema)
+        return cls(name, parsed, dataset=None, in_memory=True, shard=shard, life=life, **values)
 
     @property
     def has_arrivals(self) -> bool:
@@ -123,4 +152,21 @@ def table_layout(spec: TableSpec, extra: list[Region], meaning: dict[str, Any]) 
     agreed = {"table": spec.name, "schema": spec.schema.to_json(), **meaning}
     if spec.shard is not None:
         agreed["shard"] = asdict(spec.shard)
+    if spec.dataset is None:
+        agreed["sizes"] = spec.sizes
     return Layout.of([*spec.regions(), *extra], agreed)
+
+
+def writer_places(path: Path) -> range:
+    """Return the indices of processes that only write into a store, as its file says.
+
+    Raises:
+        StoreError: It takes no writers, or is no store.
+    """
+    with path.open("rb") as file:
+        head = file.read(1 << 20)
+    sizes = description_of(head, str(path)).get("sizes")
+    if sizes is None or not sizes["num_writers"]:
+        rule, remedy = "must admit writers", "set gear.tables.<name>.writers"
+        raise StoreError(str(path), rule, None, remedy)
+    return range(sizes["num_peers"], sizes["num_peers"] + sizes["num_writers"])

@@ -321,6 +321,11 @@ class Table:
         """Return the slots that wait to be freed, in the order in which they were retired. Wants the lock."""
         return np.empty(0, np.int64) if self.extents is None else self.extents.retired()
 
+    def give_up(self, peer: int) -> None:
+        """Free what a process had reserved. Wants the lock."""
+        mine = (self.slots[:, STATE] == RESERVED) & (self.slots[:, OWNER] == peer)
+        self.free(np.nonzero(mine)[0])
+
     def abandoned(self) -> np.ndarray:
         """Return the slots that a process had reserved when it died. Wants the lock."""
         reserved = np.nonzero(self.slots[:, STATE] == RESERVED)[0]

@@ -39,7 +39,7 @@ def check_trajectory(
     for column in schema:
         if column.name not in trajectory:
             raise DataError(f"{name}: column {column.name}", "must be in every trajectory")
-        array = _as_stored(trajectory[column.name], column, name)
+        array = as_stored(trajectory[column.name], column, name)
         arrays[column.name] = array
         if column.rows == "1":
             continue
@@ -55,8 +55,17 @@ def check_trajectory(
     return arrays, num_steps
 
 
-def _as_stored(value: Any, column: Column, table: str) -> np.ndarray:
-    """Return a value as an array of the column's stored dtype and row shape."""
+def as_stored(value: Any, column: Column, table: str, num_rows: int | None = None) -> np.ndarray:
+    """Return a value as an array of the column's stored dtype and row shape.
+
+    Args:
+        value: Array, tensor or nested list.
+        column: The column.
+        table: What it is a column of, for error texts.
+        num_rows: So many rows, whatever `column.rows` says; None: as it says.
+    Raises:
+        DataError: It cannot be that.
+    """
     name = f"{table}: column {column.name}"
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -77,9 +86,12 @@ def _as_stored(value: Any, column: Column, table: str) -> np.ndarray:
     if column.dtype == "bfloat16" and array.dtype != np.uint16:
         rounded = torch.from_numpy(array.astype(np.float32, order="C")).to(torch.bfloat16)
         array = rounded.view(torch.uint16).numpy()
-    rank = len(column.shape) + (0 if column.rows == "1" else 1)
-    if array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape:
-        shape = list(column.shape) if column.rows == "1" else [column.rows, *column.shape]
+    single = column.rows == "1" and num_rows is None
+    rank = len(column.shape) + (0 if single else 1)
+    wrong = array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape
+    if wrong or (num_rows is not None and len(array) != num_rows):
+        lead = column.rows if num_rows is None else num_rows
+        shape = list(column.shape) if single else [lead, *column.shape]
         raise DataError(name, f"must have shape {shape}", list(array.shape))
     return _cast(np.asarray(array), column, name)
 

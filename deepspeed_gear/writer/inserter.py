@@ -51,7 +51,7 @@ class Inserter:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.table, self._readers, self._timeout_s = table, readers, timeout_s
-        self._max_length, self._checks, self._committed = max_length, checks, committed
+        self.max_length, self._checks, self._committed = max_length, checks, committed
         self.room = Room(table, readers, timeout_s, samples, check)
         self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
         steps = next((c for c in table.spec.schema if c.rows != "1"), None)
@@ -104,7 +104,7 @@ class Inserter:
             return None
         if len(trajectory) != len(columns) or num_steps < 1:
             return None
-        if self._max_length is not None and num_steps > self._max_length:
+        if self.max_length is not None and num_steps > self.max_length:
             return None
         found = self._native.store_add(self.table.handle, columns, num_steps, self._timeout_s)
         if found is None:
@@ -112,8 +112,8 @@ class Inserter:
         return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)
 
     def _check_length(self, num_steps: int) -> None:
-        if self._max_length is not None and num_steps > self._max_length:
-            rule = f"must have at most max_length = {self._max_length} steps"
+        if self.max_length is not None and num_steps > self.max_length:
+            rule = f"must have at most max_length = {self.max_length} steps"
             raise DataError(f"{self._name}: trajectory", rule, num_steps)
 
     def _add(self, columns: list[np.ndarray], num_steps: int) -> int:

@@ -231,7 +231,10 @@ WRONG: list[tuple[Any, str]] = [
         "gear.tables: "
         '{"main": {"data": ...}}',
     ),
-    (_table(), "gear.tables.main must have data or capacity_steps; give the one that the table is made of"),
+    (
+        _table(),
+        "gear.tables.main must have one of data, capacity_steps and capacity_bytes; give the one that the table is made of",
+    ),
     (
         _table(data="d", capacity_steps=5),
         "gear.tables.main.capacity_steps must not be given together with "

@@ -1,0 +1,102 @@
+"""Options of tables that are written while they are read: who goes, who waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import Field
+
+from deepspeed_gear.config.types import Count, Float, GearModel, Int, Positive
+from deepspeed_gear.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepspeed_gear.config.model import GearConfig, TableConfig
+
+Writers = Annotated[Int, Ge(0), Le(1024)]
+RemoveKind = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
+
+
+class RateConfig(GearModel):
+    """How far who adds and who samples may be ahead of each other: whoever is too far ahead waits.
+
+    Items are what the sampler's `unit` says. With I items ever added and S samples ever drawn,
+    I * samples_per_insert - S stays within `error_buffer` of what it is at `min_size` items.
+
+    Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
+    """
+
+    min_size: Count = Field(
+        default=1,
+        description="Nothing is sampled while fewer items are held; so many may be added at any time.",
+    )
+    samples_per_insert: Positive | None = Field(
+        default=None, description="Samples drawn for each item added. null: as many as come."
+    )
+    error_buffer: Annotated[Float, Ge(0)] | None = Field(
+        default=None,
+        description=(
+            "How far the samples may be ahead or behind. At least half of a global batch and of what the "
+            "longest trajectory adds. null: `min_size` times `samples_per_insert`, or that if it is more."
+        ),
+    )
+    queue: Count | None = Field(
+        default=None,
+        description=(
+            "Each trajectory is drawn once, in the order in which they came, and so many may wait. With the "
+            'sampler "fifo"; without the other options of a rate.'
+        ),
+    )
+    timeout_s: Positive = Field(
+        default=600.0, description="Seconds after which a wait of who samples or adds is an error."
+    )
+
+
+def check_life(config: GearConfig, table: TableConfig, at: str, name: str) -> None:
+    """Refuse options of a table with a capacity that contradict one another.
+
+    Raises:
+        ConfigError: Two options conflict, or one needs another.
+    """
+    if (table.remove == "keep_best") != (table.keep_best is not None):
+        rule = 'must be given with remove = "keep_best", and only then'
+        raise ConfigError(f"{at}.keep_best", rule, table.keep_best, "name a per-trajectory column")
+    sampled = name in config.sampled_tables
+    if table.remove == "lowest_priority" and not (
+        sampled and config.item_sampler.kind in ("prioritized", "top_k")
+    ):
+        rule = 'must not be "lowest_priority" without priorities'
+        raise ConfigError(f"{at}.remove", rule, None, "use a prioritized sampler, or keep_best")
+    if table.max_times_sampled and (not sampled or config.item_sampler.unit != "trajectory"):
+        rule = 'needs sampler.unit = "trajectory"'
+        raise ConfigError(f"{at}.max_times_sampled", rule, table.max_times_sampled, "sample trajectories")
+    if table.rate is not None:
+        _check_rate(config, table, table.rate, at, sampled)
+
+
+def _check_rate(config: GearConfig, table: TableConfig, rate: RateConfig, at: str, sampled: bool) -> None:
+    if not sampled:
+        raise ConfigError(f"{at}.rate", "must not be given for a table that is not sampled", None)
+    if rate.queue is not None:
+        others = {"min_size", "samples_per_insert", "error_buffer"} & rate.model_fields_set
+        if others:
+            rule = f"must not be given together with {at}.rate.queue"
+            raise ConfigError(f"{at}.rate.{min(others)}", rule, None, "drop one")
+        if config.item_sampler.kind != "fifo" or config.item_sampler.unit != "trajectory":
+            rule = 'needs sampler.kind = "fifo" and sampler.unit = "trajectory"'
+            raise ConfigError(f"{at}.rate.queue", rule, rate.queue)
+        if table.max_times_sampled > 1:
+            rule = "must be 1 in a queue, or left out"
+            raise ConfigError(f"{at}.max_times_sampled", rule, table.max_times_sampled)
+    if rate.error_buffer is not None and rate.samples_per_insert is None:
+        rule = f"must not be given without {at}.rate.samples_per_insert"
+        raise ConfigError(f"{at}.rate.error_buffer", rule, rate.error_buffer)
+    if rate.samples_per_insert is not None and config.item_sampler.unit == "step" and not table.max_length:
+        rule = f"must be given with {at}.rate.samples_per_insert where items are steps"
+        remedy = "the longest trajectory says how far an addition goes"
+        raise ConfigError(f"{at}.max_length", rule, None, remedy)
+    held = table.capacity_steps if config.item_sampler.unit == "step" else table.capacity_trajectories
+    if held is not None and rate.min_size > held:
+        raise ConfigError(
+            f"{at}.rate.min_size", f"must be at most what the table holds ({held})", rate.min_size
+        )

@@ -1,0 +1,56 @@
+"""The life of a table's trajectories, as its config says it."""
+
+from __future__ import annotations
+
+from deepspeed_gear.config import GearConfig, TableConfig
+from deepspeed_gear.config.life import RateConfig
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.store.life import UNLIMITED, Life, Rate
+
+
+def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int, count: int = 1) -> Life:
+    """Return the life of the trajectories of a table with a capacity.
+
+    Args:
+        config: The config.
+        name: Of the table.
+        capacity: Steps and trajectories that a store holds.
+        batch: Samples of a global batch that come from the table.
+        count: Nodes that hold the table.
+    Raises:
+        ConfigError: The rate leaves no room for a batch, or there are several nodes.
+    """
+    table, at = config.resolved_tables[name], f"gear.tables.{name}"
+    queue = table.rate is not None and table.rate.queue is not None
+    times = table.max_times_sampled or int(queue)
+    if count > 1 and (times or table.rate is not None):
+        option = "rate" if table.rate is not None else "max_times_sampled"
+        rule, remedy = "must not be given where several nodes hold the table", "leave it out, or use one node"
+        raise ConfigError(f"{at}.{option}", rule, None, remedy)
+    steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
+    rate = None if table.rate is None else _rate(config, table, table.rate, batch, at)
+    return Life(table.remove, table.keep_best, steps, trajectories, times, rate)
+
+
+def _rate(config: GearConfig, table: TableConfig, rate: RateConfig, batch: int, at: str) -> Rate:
+    unit = config.item_sampler.unit
+    if rate.queue is not None:
+        if rate.queue < batch:
+            rule = f"must be at least a global batch ({batch})"
+            raise ConfigError(f"{at}.rate.queue", rule, rate.queue)
+        return Rate.queue(unit, rate.queue)
+    if rate.samples_per_insert is None:
+        return Rate.least_size(unit, rate.min_size)
+    longest = (table.max_length or 1) if unit == "step" else 1
+    least = (batch + rate.samples_per_insert * longest) / 2
+    buffer = rate.error_buffer
+    if buffer is None:
+        buffer = max(least, rate.samples_per_insert * rate.min_size)
+    if buffer < least:
+        raise ConfigError(
+            f"{at}.rate.error_buffer",
+            f"must be at least {least:g}",
+            buffer,
+            f"half of a global batch ({batch}) and of what the longest addition brings, or both sides wait",
+        )
+    return Rate.ratio(unit, rate.min_size, rate.samples_per_insert, buffer)

@@ -1,0 +1,124 @@
+"""How a process that only writes finds a store and attaches to it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.ops.backends import load_library
+from deepspeed_gear.store.layout import read_header
+from deepspeed_gear.store.memory import SHM, SharedMemory, living
+from deepspeed_gear.store.spec import TableSpec, writer_places
+from deepspeed_gear.store.table import Table
+
+_POLL_S = 0.1
+DEFAULT_PREFIX = "gear"
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A table in a process that only writes.
+
+    Args:
+        table: Itself.
+        max_length: Steps of the longest trajectory.
+        weight: Per-trajectory column of weights, which must be weights.
+        timeout_s: Longest wait for the ranks.
+    """
+
+    table: Table
+    max_length: int | None
+    weight: str | None
+    timeout_s: float
+
+
+def attach(
+    config: str | Path | Mapping[str, Any] | None = None,
+    table: str | None = None,
+    name: str | None = None,
+    wait_s: float = 60.0,
+) -> Attached:
+    """Attach to the store of a table of this node.
+
+    Args:
+        config: The ds_config of the run, or its `gear` section: a file or a mapping. None: default names.
+        table: Which table; None: the only one that takes writers.
+        name: Of the store's file in /dev/shm, in place of both.
+        wait_s: How long to wait for the ranks to make it.
+    Raises:
+        ConfigError: The config says of no such table that takes writers.
+        StoreError: There is no such store in time, there are several, or all places of writers are taken.
+    """
+    found = name or _find(_prefix_of(config), _table_of(config, table), wait_s)
+    memory = SharedMemory.attach_one_of(found, writer_places(SHM / found))
+    try:
+        layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
+        meaning = layout.meaning
+        spec = TableSpec.of_capacity(str(meaning["table"]), meaning["schema"], meaning["sizes"])
+        ops = load_library(meaning["library"])
+        attached = Table(spec, memory, layout, ops, float(meaning["timeout_s"]))
+        with attached.lock:  # an earlier process in this place may have died without anybody noticing
+            attached.give_up(memory.peer)
+        attached.claim_peer(memory.peer)
+        told = meaning["writing"]
+        return Attached(attached, told["max_length"], told["weight"], float(told["timeout_s"]))
+    except BaseException:
+        memory.close()
+        raise
+
+
+def _section(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(config, Mapping):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"config {config}", "must be a readable JSON file", None, str(error)) from error
+    assert isinstance(config, Mapping)
+    section: Mapping[str, Any] = config.get("gear", config)
+    return section
+
+
+def _prefix_of(config: str | Path | Mapping[str, Any] | None) -> str:
+    memory = {} if config is None else _section(config).get("shared_memory", {})
+    return str(memory.get("prefix", DEFAULT_PREFIX))
+
+
+def _table_of(config: str | Path | Mapping[str, Any] | None, table: str | None) -> str | None:
+    if config is None:
+        return table
+    tables = _section(config).get("tables", {})
+    known = [name for name, options in tables.items() if options.get("writers")]
+    if table is None and len(known) == 1:
+        return str(known[0])
+    if table not in known:
+        rule = f"must be one of the tables that take writers: {', '.join(known) or 'none'}"
+        raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
+    return table
+
+
+def _find(prefix: str, table: str | None, wait_s: float) -> str:
+    """Return the name of the one living store of a prefix and a table; wait for it."""
+    until = time.monotonic() + wait_s
+    while True:
+        names = [path.name for path in living(prefix) if _is_of(path.name, prefix, table)]
+        if len(names) == 1:
+            return names[0]
+        if names:
+            rule, remedy = "must be named where there are several", "give name, or table and another prefix"
+            raise StoreError("the store", rule, names, remedy)
+        if time.monotonic() > until:
+            what = f"{SHM}/{prefix}-*-{table or '*'}"
+            rule = f"must be a store that takes writers, within {wait_s:g} s"
+            raise StoreError(what, rule, None, "start the ranks; set gear.tables.<name>.writers")
+        time.sleep(_POLL_S)
+
+
+def _is_of(name: str, prefix: str, table: str | None) -> bool:
+    rest = name.removeprefix(f"{prefix}-")
+    nonce, _, of = rest.partition("-")
+    return len(nonce) == 32 and (table is None or of == table)

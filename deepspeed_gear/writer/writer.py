@@ -1,0 +1,210 @@
+"""TrajectoryWriter: how actors add what they have seen."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.selection.readers import Readers
+from deepspeed_gear.selection.rules import check_weights
+from deepspeed_gear.store.table import PEER_PID, Table
+from deepspeed_gear.writer.attach import attach
+from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.vector import VectorWriter
+
+Autoreset = Literal["next_step", "same_step", "disabled"]
+_LOOK_S = 0.5  # how often a writer looks whether the run goes on
+
+
+class TrajectoryWriter:
+    """Adds trajectories to a table of this node's store.
+
+    In an actor: `TrajectoryWriter.attach(...)`; it needs no DeepSpeed, CUDA or process group. In a rank:
+    `replay.writer()`.
+
+    Thread safety: one thread at a time. Any number of processes may write side by side, up to the table's
+    `writers`.
+
+    Args:
+        table: Of the store.
+        inserter: What adds to it.
+        owns: Whether `close` detaches from the store.
+    """
+
+    def __init__(self, table: Table, inserter: Inserter, owns: bool = False) -> None:
+        self._table, self._inserter, self._owns, self._open = table, inserter, owns, True
+        self._looked = 0.0
+        inserter.room.check = self._check_goes_on if owns else inserter.room.check
+        self._finalizer = weakref.finalize(self, table.close) if owns else None
+        self.num_added = self.num_steps_added = 0
+
+    @classmethod
+    def attach(
+        cls,
+        config: str | Path | Mapping[str, Any] | None = None,
+        *,
+        table: str | None = None,
+        name: str | None = None,
+        wait_s: float = 60.0,
+    ) -> TrajectoryWriter:
+        """Attach to the store that the ranks of this node have made, or will have made.
+
+        Args:
+            config: The run's ds_config or `gear` section, a file or a mapping; it says prefix and table.
+            table: Which table; None: the only one that takes writers.
+            name: Of the store's file in /dev/shm, in place of both.
+            wait_s: How long to wait for the store, in seconds.
+        Raises:
+            ConfigError, StoreError: As `writer.attach.attach`.
+        """
+        found = attach(config, table, name, wait_s)
+
+        def check(columns: dict[str, np.ndarray]) -> None:
+            if found.weight is not None:
+                check_weights(f"column {found.weight}", np.atleast_1d(columns[found.weight]))
+
+        checks = () if found.weight is None else (check,)
+        readers = Readers(found.table)
+        return cls(
+            found.table, Inserter(found.table, readers, found.timeout_s, found.max_length, checks), owns=True
+        )
+
+    @property
+    def schema(self) -> Schema:
+        """Columns of the table."""
+        return self._table.spec.schema
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this writer has waited for ranks, in all."""
+        return self._inserter.room.waited_s
+
+    # ---- adding ----------------------------------------------------------------------------------
+
+    def add(self, trajectory: Mapping[str, Any]) -> int:
+        """Add a whole trajectory; batches from the next cut on may hold it.
+
+        Args:
+            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema says.
+        Returns:
+            Its id.
+        Raises:
+            DataError: It does not fit the schema; nothing has changed.
+            StoreFullError: There is no room, and the table lets nobody go.
+            NotReadyError: The ranks have not sampled in time, as the table's rate wants.
+            StoreError: The run has ended.
+        """
+        if self._owns and time.monotonic() - self._looked > _LOOK_S:
+            self._check_goes_on()
+        number = self._inserter.add(trajectory)
+        self.num_added += 1
+        return number
+
+    def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
+        """Begin a trajectory that is added at the end of a `with` block; an exception in it adds nothing.
+
+        Args:
+            **per_trajectory: Columns of one value per trajectory.
+        """
+        return OpenTrajectory(self, per_trajectory)
+
+    def vector(self, num_envs: int, autoreset: Autoreset = "next_step") -> VectorWriter:
+        """Return what takes the steps of many environments at once.
+
+        Args:
+            num_envs: N.
+            autoreset: As gymnasium's AutoresetMode: what an environment does behind its last step.
+        """
+        return VectorWriter(
+            self.schema, self.add, num_envs, autoreset, self._inserter.max_length, self._table
+        )
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def _check_goes_on(self) -> None:
+        """Refuse to write for nobody.
+
+        Raises:
+            StoreError: No rank is attached to the store any more, or this writer is closed.
+        """
+        name = f"table {self._table.spec.name}"
+        if not self._open:
+            raise StoreError(name, "must be open", None, "the writer was closed")
+        self._looked = time.monotonic()
+        ranks = range(self._table.spec.num_peers)
+        attached = [peer for peer in ranks if self._table.peers[peer, PEER_PID] != 0]
+        if not any(self._table.memory.is_alive(peer) for peer in attached):
+            raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
+
+    def close(self) -> None:
+        """Detach; what was added stays. Safe to call twice."""
+        self._open = False
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def __enter__(self) -> TrajectoryWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class OpenTrajectory:
+    """A trajectory that grows step by step in this process.
+
+    Args:
+        writer: What adds it.
+        per_trajectory: Columns of one value per trajectory.
+    """
+
+    def __init__(self, writer: TrajectoryWriter, per_trajectory: Mapping[str, Any]) -> None:
+        self._writer, self._once = writer, dict(per_trajectory)
+        self._rows: dict[str, list[Any]] = {c.name: [] for c in writer.schema if c.rows != "1"}
+        self._ends = {c.name for c in writer.schema if c.rows == "T+1"}
+        self.id: int | None = None  # once it is added
+
+    def append(self, **columns: Any) -> None:
+        """Append a step: the observation, the action that it led to, and what came of it.
+
+        Behind the last step, what is left of an episode (its last observation) is appended alone: the columns
+        of T+1 rows.
+
+        Args:
+            **columns: A row of each column of steps.
+        Raises:
+            DataError: A column is missing or unknown.
+        """
+        name = f"table {self._writer._table.spec.name}"
+        unknown = sorted(set(columns) - set(self._rows))
+        if unknown:
+            raise DataError(f"{name}: column {unknown[0]}", "must be a column of steps", None)
+        missing = sorted(set(self._rows) - set(columns))
+        if missing and set(columns) != self._ends:
+            remedy = f"behind the last step append {sorted(self._ends)} alone" if self._ends else ""
+            raise DataError(f"{name}: column {missing[0]}", "must be in every step", None, remedy)
+        for column, row in columns.items():
+            self._rows[column].append(np.array(row))  # a copy: environments reuse their arrays
+
+    def set(self, **per_trajectory: Any) -> None:
+        """Set columns of one value per trajectory."""
+        self._once.update(per_trajectory)
+
+    def __enter__(self) -> OpenTrajectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            rows = {name: np.stack(values) if values else np.empty(0) for name, values in self._rows.items()}
+            self.id = self._writer.add({**rows, **self._once})
