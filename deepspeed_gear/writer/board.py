@@ -186,7 +186,7 @@ class PolicyBoard:
     def _parts(self, values: np.ndarray) -> list[Tensor]:
         """Return the tensors whose elements lie one behind the other in `values`."""
         sizes = [int(np.prod(shape)) for _, shape in self._shapes]
-        parts = torch.from_numpy(values).split(sizes)
+        parts = torch.split(torch.from_numpy(values), sizes)
         return [part.view(shape) for part, (_, shape) in zip(parts, self._shapes, strict=True)]
 
     def _check(self, module: nn.Module) -> list[Tensor]:
