@@ -70,6 +70,9 @@ def check_life(config: GearConfig, table: TableConfig, at: str, name: str) -> No
     if table.max_times_sampled and (not sampled or config.item_sampler.unit != "trajectory"):
         rule = 'needs sampler.unit = "trajectory"'
         raise ConfigError(f"{at}.max_times_sampled", rule, table.max_times_sampled, "sample trajectories")
+    if table.max_times_sampled and getattr(config.item_sampler, "stratified", False):
+        rule = "must not be given together with sampler.stratified"
+        raise ConfigError(f"{at}.max_times_sampled", rule, table.max_times_sampled, "drop one")
     if table.rate is not None:
         _check_rate(config, table, table.rate, at, sampled)
 

@@ -14,7 +14,7 @@ import torch
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.prefetch import Prefetcher
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.errors import StoreError
+from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.constants import R_ANCHOR, R_ID
 from deepspeed_gear.replay import position
 from deepspeed_gear.replay.maker import BatchMaker
@@ -115,6 +115,11 @@ class Feed:
         self._metrics.waited(time.perf_counter() - begin, made.heads[0][EPOCH])
         return made.batch
 
+    @property
+    def next_key(self) -> int:
+        """The global batch that the next micro batch is of."""
+        return self._start + self._used // self._info.accumulation
+
     def _hold(self, made: Made) -> None:
         """Keep a micro batch until its turn is over."""
         self._held = made
@@ -146,7 +151,7 @@ class Feed:
         try:
             return self._prepared() if self._prefetch else self._make(self._used)
         except Exception as error:
-            if isinstance(error, StoreError):
+            if isinstance(error, StoreError) and not isinstance(error, NotReadyError):
                 for stream in self._streams:  # so that new priorities can mend what was wrong with the old
                     if not stream.stopped:
                         stream.masses.give_up()

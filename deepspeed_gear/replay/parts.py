@@ -221,6 +221,9 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
     parts = Parts(plan, tables, streams, mixture, status, maker, links, watch)
     for stream in parts.all_streams:
         stream.check = parts.check
+        rate = config.resolved_tables[stream.table.spec.name].rate
+        if rate is not None:
+            stream.gate_timeout_s = rate.timeout_s
     if status is not None:
         for stream in train:
             stream.check = status.check

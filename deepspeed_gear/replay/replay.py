@@ -20,6 +20,7 @@ from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.parts import agree_on, build, release
 from deepspeed_gear.replay.passes import Passes
+from deepspeed_gear.replay.questions import Questions
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo, Turns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.priorities import PriorityMasses
@@ -77,6 +78,7 @@ class Replay:
         self._inserters: dict[str, Inserter] = {}
         self.metrics = Metrics()
         self._passes = Passes(parts)
+        self._questions = Questions(parts, self.config.timeout_s)
         self._feed = Feed(
             plan.config,
             self._train,
@@ -137,6 +139,14 @@ class Replay:
         """
         self._check_reads()
         return self._feed.next()
+
+    def can_sample(self) -> bool:
+        """Return whether `sample` would return a batch now; the same answer on every rank. Collective.
+
+        As where simulators run in the training ranks: collect while it is False, and sample once it is True.
+        """
+        self._check_reads()
+        return self._questions.ask(self._feed.next_key)
 
     def agree(self, action: Callable[[], T]) -> T:
         """Take a turn of the ranks that an engine trains together; alone, only do it.
@@ -282,7 +292,10 @@ class Replay:
             StoreError: The table holds a data set.
         """
         self._check_open()
-        return TrajectoryWriter(self._table(table), self._inserter(table))
+        target = self._table(table)
+        for stream in self._streams.get(target.spec.name, {}).values():
+            stream.collects_here = True
+        return TrajectoryWriter(target, self._inserter(table))
 
     def _inserter(self, table: str | None) -> Inserter:
         target = self._table(table)

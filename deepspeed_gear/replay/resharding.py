@@ -40,12 +40,16 @@ class Saved:
         numbers: Their slots in the store that was saved; None: 0 to n - 1. [n], int64, ascending.
         next_id: The counter that its ids are made from.
         streams: Content of its streams by name.
+        life: Words of the trajectories' lives, where they are not those of a data set. [n, 4], int64.
+        inserted: Trajectories and steps that were ever added.
     """
 
     slots: np.ndarray | None
     numbers: np.ndarray | None
     next_id: int
     streams: dict[str, Content]
+    life: np.ndarray | None = None
+    inserted: tuple[int, int] = (0, 0)
 
     @property
     def num_slots(self) -> int:
@@ -105,7 +109,11 @@ def merge(shards: Sequence[Saved]) -> Saved:
         name: _merge_stream([shard.streams[name] for shard in shards], shards, before)
         for name in shards[0].streams
     }
-    return Saved(_merge_slots(shards), None, _next_id([shard.next_id for shard in shards]), streams)
+    lives = [shard.life for shard in shards if shard.life is not None]
+    life = np.concatenate(lives) if len(lives) == len(shards) else None
+    inserted = sum(shard.inserted[0] for shard in shards), sum(shard.inserted[1] for shard in shards)
+    next_id = _next_id([shard.next_id for shard in shards])
+    return Saved(_merge_slots(shards), None, next_id, streams, life, inserted)
 
 
 def packed(records: np.ndarray) -> np.ndarray:

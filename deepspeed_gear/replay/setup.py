@@ -38,6 +38,7 @@ from deepspeed_gear.store.memory import remove_garbage
 from deepspeed_gear.store.spec import Shard, TableSpec, table_layout
 from deepspeed_gear.store.table import Table
 
+NUM_ANSWERS = 64  # of can_sample() that are kept: so far may a rank be ahead of the slowest
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config does not say how many
 
 
@@ -314,6 +315,10 @@ def attach_tables(
             more: list[Region] = []
             if spec.name == config.sampled_tables[0]:
                 more += Status.regions(topology.num_peers)
+                more += [
+                    Region("questions/asked", "int64", (topology.num_peers,)),
+                    Region("questions/answers", "int64", (NUM_ANSWERS, 2)),
+                ]
                 more += Watch.regions(topology.num_peers) if topology.num_nodes > 1 else []
             fingerprint = getattr(spec.dataset, "fingerprint", "")
             train = {s.name: s.describe() for s in streams.get(spec.name, []) if s.name == TRAIN}

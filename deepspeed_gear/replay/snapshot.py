@@ -28,6 +28,7 @@ from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.selection import saved
 from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.extents import INSERTED, STEPS_INSERTED
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NEXT_ID, NUM_ROWS, RETIRED, STATE, Table
 
 FORMAT = 1
@@ -95,6 +96,7 @@ def _write(table: Table, streams: list[Stream], to: Path, batches: int, more: di
         "format": FORMAT,
         "schema": table.spec.schema.to_json(),
         "next_id": int(table.control[NEXT_ID]),
+        "inserted": table.control[[INSERTED, STEPS_INSERTED]].tolist(),
         **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
         **more,
         "files": {path.name: _sha256(path) for path in sorted(to.glob("*.npy"))},
@@ -105,6 +107,7 @@ def _write(table: Table, streams: list[Stream], to: Path, batches: int, more: di
 def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
     records = table.slots[slots]
     np.save(folder / "slots.npy", records)
+    np.save(folder / "life.npy", table.views["life"][slots])
     for column in table.spec.schema:
         data, path = table.columns[column.name], folder / _file_of(column)
         if column.rows == "1":
@@ -194,7 +197,10 @@ def _read_shard(folder: Path, manifest: dict[str, Any]) -> Saved:
             streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = np.load(folder / name)
         elif kind != "column":
             others[kind] = np.load(folder / name)
-    return Saved(others.get("slots"), others.get("numbers"), int(manifest["next_id"]), streams)
+    trajectories, steps = manifest.get("inserted", (0, 0))
+    slots, numbers = others.get("slots"), others.get("numbers")
+    life, next_id = others.get("life"), int(manifest["next_id"])
+    return Saved(slots, numbers, next_id, streams, life, (int(trajectories), int(steps)))
 
 
 def check_rows(found: SavedTable, division: Division | None = None, index: int = 0) -> None:
@@ -256,6 +262,10 @@ def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int)
             data[: len(chosen)] = np.concatenate(files)[chosen]
         else:
             _copy_rows(data, files, extents)
+    table.views["life"][:] = 0
+    if found.whole.life is not None:
+        table.views["life"][: len(chosen)] = found.whole.life[chosen]
+    table.control[[INSERTED, STEPS_INSERTED]] = found.whole.inserted
     table.restored(next_id)
 
 

@@ -193,6 +193,10 @@ class Masses:
         self.words[SEEN] = self._control[CHANGED]
         self._build()
 
+    def take_out(self, slot: int) -> None:
+        """Let a slot be drawn no more, at once; the next change of the slot gives it a mass again."""
+        self._set(np.array([slot]), np.zeros(1, np.int64))
+
     @property
     def applied(self) -> np.ndarray:
         """The rule's masses of the slots as the tree knows them. [slots], int64."""

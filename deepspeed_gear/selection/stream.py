@@ -49,6 +49,7 @@ from deepspeed_gear.selection.cut import (
     StreamSpec,
 )
 from deepspeed_gear.selection.draws import Draws
+from deepspeed_gear.selection.gate import DEFAULT_TIMEOUT_S, Gate, Waiting
 from deepspeed_gear.selection.kinds import DRAWS, ORDERS, masses_of, stratify_
 from deepspeed_gear.selection.notice import Notice
 from deepspeed_gear.selection.peers import Peers
@@ -59,6 +60,7 @@ from deepspeed_gear.store.table import Table
 
 _POLL_S, _IDLE_S = 100e-6, 500e-6
 NEVER_LATE = 1 << 62
+TRAIN = "train"
 MOST_TOTAL_BITS = 62
 _AFTER_KEY = struct.Struct(f"={CUT_WORDS - 1}q")
 
@@ -94,11 +96,16 @@ class Stream:
         self._coordinates = torch.empty(spec.batch, dtype=torch.int64)
         self._consumed_words: memoryview = self.consumed.data
         self._peer, self._num_peers = table.memory.peer, len(self.consumed)
+        on_line = table.spec.dataset is None
         self.last_drawn: np.ndarray | None = views.get(spec.at + "last_drawn")  # cut of each slot
         if self.draws is not None:
             self.masses.on_change = self.draws.forget
         self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
         self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
+        gate = Gate(spec, table, self.masses, self.position) if spec.name == TRAIN and on_line else None
+        self._gate = None if gate is None or gate.is_plain else gate
+        self.gate_wait, self.gate_timeout_s = Waiting(), DEFAULT_TIMEOUT_S
+        self.collects_here = False  # this process writes too: it must not wait for itself
         self.stopped = False  # set by another thread: ends a wait of `take`
         self.check: Callable[[], None] = lambda: None  # called while `take` waits: raises to end it
         self._timeout_s = table.lock.timeout_s
@@ -123,6 +130,8 @@ class Stream:
         """Make the stream whole after a process died inside the store."""
         self.position[AHEAD] = NOTHING
         self.position[RECOVERED] = self.table.control[RECOVERIES]
+        if self._gate is not None and self._gate.most:
+            self._gate.retire_used_up()
         self.masses.recover()
         newest = int(self.heads[:, KEY].argmax())
         if self.heads[newest, KEY] >= self.position[KEY] and self.heads[newest, KEY] != NOTHING:
@@ -156,9 +165,12 @@ class Stream:
                         "ranks of a node must ask for the same batches in the same order",
                     )
                 late, slow = self.peers.late(held), self.masses.late(key)
-                ready = not late and not slow and not self.follows
+                closed = self._gate is not None and not late and not self._gate.is_open(self._count_of(key))
+                ready = not late and not slow and not closed and not self.follows
                 if self._words[RECOVERED] != self._control[RECOVERIES]:
                     self._recover()  # a process without streams has found a dead one
+                if ready and self._gate is not None:
+                    self.gate_wait.end()
                 if ready and self.selector.in_store:
                     self._cut(key, entry)
                     return self._seen(key, entry)
@@ -168,6 +180,9 @@ class Stream:
             self._check_going_on()
             if self.follows and self.notice is not None:
                 self.notice.check(key)
+            if closed:
+                self._wait_for_gate(key)
+                continue
             if until is None:
                 until = time.monotonic() + self._timeout_s
                 self.peers.wait_awake(held + 1)
@@ -176,6 +191,29 @@ class Stream:
             if time.monotonic() > until:
                 raise self._too_late(key, late, slow)
             time.sleep(_POLL_S)
+
+    def _count_of(self, key: int) -> int:
+        return self.spec.batch if self.spec.count is None else self.spec.count(key)
+
+    def may_cut(self, key: int) -> bool:
+        """Return whether a global batch has been cut, or could be cut now. Wants the lock."""
+        if key < self._words[KEY]:
+            return True
+        gate = self._gate
+        if gate is not None:
+            return gate.is_open(self._count_of(key))
+        self.masses.take_changes()
+        return self.masses.total > 0 or self.masses.waiting
+
+    def _wait_for_gate(self, key: int) -> None:
+        """Wait a moment for items that a cut may draw; not if they must come from this very process."""
+        gate = self._gate
+        assert gate is not None
+        waited = self.gate_wait.wait()
+        if self.collects_here or waited > self.gate_timeout_s:
+            self.gate_wait.end()
+            raise gate.too_late(key, self._count_of(key), 0.0 if self.collects_here else waited)
+        time.sleep(_IDLE_S)
 
     def _check_going_on(self) -> None:
         if self.stopped:
@@ -235,6 +273,8 @@ class Stream:
             after[TOTAL] = self._checked(selector.apply(key))
             if self.spec.kind not in DRAWS:
                 self._take_first(rows, after[SAMPLES])
+            elif self._gate is not None and self._gate.most:
+                self._draw_limited(rows, after[SAMPLES])
             elif not is_ahead:
                 self._draw(rows, count, after[SAMPLES], after[TOTAL])
             if selector.in_store:
@@ -254,15 +294,20 @@ class Stream:
     def _commit(self, key: int, entry: int, after: list[int]) -> None:
         head = self._heads[entry]
         _AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
+        counts = self._gate is not None and self._gate.most > 0
+        if counts and self._gate is not None:
+            self._gate.count(self._ring_words[entry, : after[COUNT]])
         head[KEY] = key  # the commit point
         self._advance(entry)
+        if counts and self._gate is not None:
+            self._gate.retire_used_up()
         if self.draws is not None and self.selector.counts_draws:
             self.draws.count(self._ring_words[entry, : after[COUNT]])
 
     def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
         """Return the part of a ring entry that a cut fills, and its number of samples."""
         rows = self._entries[entry][0]
-        count = self.spec.batch if self.spec.count is None else self.spec.count(key)
+        count = self._count_of(key)
         return (rows if count == self.spec.batch else rows[:count]), count
 
     def pin(self, key: int, records: torch.Tensor) -> None:
@@ -280,7 +325,7 @@ class Stream:
         words, entry = self._words, key % self.spec.depth
         if self._num_peers == 1 or self.spec.kind not in DRAWS or words[KEY] != key:
             return
-        if not self.selector.in_store or self.follows:
+        if not self.selector.in_store or self.follows or self._gate is not None:
             return
         if self.spec.count is not None:  # which may fail, or be 0, and is not this batch's business
             return
@@ -298,6 +343,24 @@ class Stream:
         if self.spec.kind == "stratified":
             stratify_(coordinates, total)
         self.selector.resolve(rows, 0, coordinates, first)
+
+    def _draw_limited(self, rows: torch.Tensor, first: int) -> None:
+        """Draw one sample after the other, as if each that uses a trajectory up took it out of the tree.
+
+        Source: of the semantics: Reverb's `max_times_sampled`.
+        """
+        gate, done, counted = self._gate, 0, np.zeros(self.masses.num_items, np.int64)
+        assert gate is not None
+        while done < len(rows):
+            coordinates = self._coordinates[: len(rows) - done]
+            total = self._checked(self.masses.total)
+            self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first + done, total)
+            self.selector.resolve(rows, done, coordinates, first + done)
+            found = rows[done:].numpy()
+            admitted = gate.num_admitted(found, counted)
+            if admitted < len(found):
+                self.masses.take_out(found[admitted - 1, R_SLOT])
+            done += admitted
 
     def _take_first(self, rows: torch.Tensor, first: int) -> None:
         """Take the items of highest priority, the oldest or the newest ones."""

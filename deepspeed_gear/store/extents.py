@@ -32,6 +32,7 @@ class Extents:
         slots: The slot table. [slots, 8], int64.
         links: [slots + 2, 4], int64; the last two rows are the sentinels.
         log: Ring of slots that have changed. [size], int64.
+        life: How often each trajectory was drawn and so on; 0 at first. [slots, 4], int64.
         num_rows: Rows of the store.
         ids: Index and number of the shard: its ids are counter * number + index.
         peer: Index of this process.
@@ -43,11 +44,13 @@ class Extents:
         slots: np.ndarray,
         links: np.ndarray,
         log: np.ndarray,
+        life: np.ndarray,
         num_rows: int,
         ids: tuple[int, int],
         peer: int,
     ) -> None:
         self.control, self.slots, self.links, self.log = control, slots, links, log
+        self.life = life
         self.num_rows, self.ids, self.peer = num_rows, ids, peer
         self.ends = self.retired_ends = len(slots)
         self.retired_ends += 1
@@ -88,6 +91,7 @@ class Extents:
         index, count = self.ids
         record[ID] = control[NEXT_ID] * count + index  # unique over the nodes
         control[NEXT_ID] += 1
+        self.life[slot] = 0
         record[STATE] = COMMITTED  # the commit point
         self._insert(int(self.links[self.ends, OLDER]), slot, OLDER, NEWER)
         for word, more in ((NUM_COMMITTED, 1), (STEPS_COMMITTED, num_steps)):

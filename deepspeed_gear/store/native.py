@@ -43,7 +43,7 @@ def open_store(
         (
             base + MUTEX_OFFSET,
             base + HOLDER_OFFSET,
-            *(address(views[name]) for name in ("control", "links", "log", "slots")),
+            *(address(views[name]) for name in ("control", "links", "log", "life", "slots")),
             spec.num_slots,
             num_rows,
             len(views["log"]),

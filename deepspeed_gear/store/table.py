@@ -379,6 +379,7 @@ class Table:
             self.slots,
             views["links"],
             views["log"],
+            views["life"],
             self.spec.num_rows,
             (shard.index, shard.count),
             self.memory.peer,

@@ -133,7 +133,7 @@ inline PyObject* OpenStoreAt(PyObject* const* given, Py_ssize_t count) {
   CheckCount(count, 1);
   std::vector<PyObject*> words;
   ForEach(given[0], [&](PyObject* word) { words.push_back(word); });
-  CheckCount(static_cast<Py_ssize_t>(words.size()), 15);
+  CheckCount(static_cast<Py_ssize_t>(words.size()), 16);
   auto* store = new OpenStore;
   try {
     store->mutex = AddressOf<cpu::SharedMutex>(words[0]);
@@ -141,16 +141,17 @@ inline PyObject* OpenStoreAt(PyObject* const* given, Py_ssize_t count) {
     store->control = AddressOf<int64_t>(words[2]);
     store->links = AddressOf<int64_t>(words[3]);
     store->log = AddressOf<int64_t>(words[4]);
-    store->slots = AddressOf<Slot>(words[5]);
-    store->num_slots = AsInt(words[6]);
-    store->num_rows = AsInt(words[7]);
-    store->log_size = AsInt(words[8]);
-    store->id_index = AsInt(words[9]);
-    store->id_count = AsInt(words[10]);
-    store->peer = AsInt(words[11]);
-    store->most_trajectories = AsInt(words[12]);
-    store->most_steps = AsInt(words[13]);
-    store->position = AddressOf<const int64_t>(words[14]);
+    store->life = AddressOf<int64_t>(words[5]);
+    store->slots = AddressOf<Slot>(words[6]);
+    store->num_slots = AsInt(words[7]);
+    store->num_rows = AsInt(words[8]);
+    store->log_size = AsInt(words[9]);
+    store->id_index = AsInt(words[10]);
+    store->id_count = AsInt(words[11]);
+    store->peer = AsInt(words[12]);
+    store->most_trajectories = AsInt(words[13]);
+    store->most_steps = AsInt(words[14]);
+    store->position = AddressOf<const int64_t>(words[15]);
   } catch (...) {
     delete store;
     throw;

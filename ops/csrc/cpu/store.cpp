@@ -153,6 +153,7 @@ int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, 
   record.born = born;
   record.id = store.control[kNextId] * store.id_count + store.id_index;
   ++store.control[kNextId];
+  std::fill_n(store.life + slot * kLifeWords, kLifeWords, 0);
   // The commit point: pairs with the acquire of whoever reads the state without the lock.
   __atomic_store_n(&record.state, kCommitted, __ATOMIC_RELEASE);
   InsertBehind(store, LinkOf(store, store.num_slots, kOlder), slot, kOlder, kNewer);

@@ -34,6 +34,8 @@ enum Control : int64_t {
 // by age, those that are committed and those that are retired.
 enum Link : int64_t { kBefore, kAfter, kOlder, kNewer, kLinkWords };
 
+inline constexpr int64_t kLifeWords = 4;  // of a slot: how often it was drawn and so on; 0 at first
+
 // What `Reserve` and `Add` return instead of a slot or an id.
 enum Refusal : int64_t {
   kNoSlot = -1,
@@ -73,7 +75,7 @@ struct Rate {
 struct Store {
   SharedMutex* mutex;
   int64_t* holder;
-  int64_t *control, *links, *log;
+  int64_t *control, *links, *log, *life;
   Slot* slots;
   int64_t num_slots, num_rows, log_size, id_index, id_count, peer;
   int64_t most_trajectories, most_steps;  // limits below what there is room for

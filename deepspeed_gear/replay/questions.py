@@ -1,0 +1,78 @@
+"""Whether a batch can be sampled now, answered alike on all ranks."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from deepspeed_gear.errors import PeerError
+from deepspeed_gear.replay.parts import Parts
+from deepspeed_gear.selection.stream import Stream
+
+_POLL_S = 100e-6
+
+
+class Questions:
+    """Numbered questions of the ranks; on a node whoever asks one first answers it for all.
+
+    Args:
+        parts: Of the Replay.
+        timeout_s: Longest wait for a rank that is far behind.
+    """
+
+    def __init__(self, parts: Parts, timeout_s: float) -> None:
+        self._parts, self._timeout_s = parts, timeout_s
+        self._streams, self._table = parts.train, parts.train[0].table
+        self._asked: np.ndarray = self._table.views["questions/asked"]
+        self._answers: np.ndarray = self._table.views["questions/answers"]
+        self._peer = self._table.memory.peer
+
+    def ask(self, key: int) -> bool:
+        """Return whether a global batch could be cut when the first rank has asked this question. Collective.
+
+        Raises:
+            PeerError: A rank does not ask in time.
+        """
+        number = int(self._asked[self._peer])
+        self._wait_for_slowest(number)
+        answer = self._answer(number, key)
+        self._asked[self._peer] = number + 1
+        if self._parts.plan.topology.num_nodes == 1:
+            return answer
+        answers = self._parts.plan.exchange.gather(answer)
+        spread = any(stream.spec.num_shards > 1 for stream in self._streams)
+        return any(answers) if spread else all(answers)
+
+    def _answer(self, number: int, key: int) -> bool:
+        with self._table.lock:
+            entry = self._answers[number % len(self._answers)]
+            if entry[0] == number + 1:
+                return bool(entry[1])
+        answer = all(self._can_cut(stream, key) for stream in self._streams)
+        with self._table.lock:
+            if entry[0] != number + 1:
+                entry[:] = number + 1, answer
+            return bool(entry[1])
+
+    def _can_cut(self, stream: Stream, key: int) -> bool:
+        with stream.table.lock:
+            return stream.may_cut(key)
+
+    def _wait_for_slowest(self, number: int) -> None:
+        until = time.monotonic() + self._timeout_s
+        while True:
+            behind = self._behind(number)
+            if not behind:
+                return
+            self._parts.check()
+            if time.monotonic() > until:
+                rule = f"must ask can_sample() as often as this rank, within {self._timeout_s} s"
+                raise PeerError(f"local rank {behind[0]}", rule, None, "every rank must call it in turn")
+            time.sleep(_POLL_S)
+
+    def _behind(self, number: int) -> list[int]:
+        """Return the living readers that have not asked what would be overwritten."""
+        places = [self._parts.plan.topology.places[rank] for rank in self._parts.plan.topology.peers]
+        late = np.nonzero(self._asked <= number - len(self._answers))[0].tolist()
+        return [peer for peer in late if places[peer].reads and self._table.memory.is_alive(peer)]
