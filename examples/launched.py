@@ -31,13 +31,17 @@ def launch(program: str, ranks: int) -> int:
     command = [launcher, "--num_gpus", str(ranks), "--master_port", str(port), program, *sys.argv[1:]]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     result, pipe = "", subprocess.PIPE
-    with subprocess.Popen(list(map(str, command)), env=environment, stdout=pipe, text=True) as process:
+    options = {"env": environment, "stdout": pipe, "text": True, "start_new_session": True}
+    with subprocess.Popen([str(word) for word in command], **options) as process:
         assert process.stdout is not None
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        for number in (signal.SIGINT, signal.SIGTERM):  # the launcher itself would leave its ranks behind
+            signal.signal(number, lambda *_: os.killpg(process.pid, signal.SIGTERM))
         for line in process.stdout:
             if RESULT.match(line):
                 result = line  # the launcher writes behind it
             else:
                 sys.stderr.write(line)
+    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):  # of DeepSpeed's own
+        left.unlink(missing_ok=True)
     print(result, end="", flush=True)
     return process.returncode

@@ -179,7 +179,7 @@ def act_in(job: Job, stop: threading.Event) -> dict[str, Any]:
     begin = time.monotonic()
     envs = make_envs(job)
     seed = job.seed + job.index * job.num_envs  # gymnasium gives the next ones to the other environments
-    returns, writer, num_steps = Returns(job.num_envs), None, 0
+    returns, writer, board, num_steps = Returns(job.num_envs), None, None, 0
     try:
         board = None if job.board is None else PolicyBoard.attach(job.board)
         act: Act = _function(job.policy, "policy")(Actor(job.index, job.count, seed, envs, board))
@@ -193,8 +193,9 @@ def act_in(job: Job, stop: threading.Event) -> dict[str, Any]:
             raise
     finally:
         envs.close()
-        if writer is not None:
-            writer.close()
+        for attached in (writer, board):  # the last process to detach removes what they are attached to
+            if attached is not None:
+                attached.close()
     return {
         "steps": num_steps,
         "episodes": returns.count,
@@ -262,6 +263,7 @@ def main() -> None:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a policy prints is no report
     source, stop = sys.stdin.buffer, threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         sys.path[:] = pickle.load(source)
         job: Job = pickle.load(source)
