@@ -17,13 +17,14 @@ from fixed_cost import Timers
 
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.ops import functional, load_backend
-from deepspeed_gear.ops.constants import FAN_OUT, R_ANCHOR, R_ID, R_NUM_STEPS, R_SLOT
+from deepspeed_gear.ops.constants import FAN_OUT, R_ANCHOR, R_ID, R_NUM_STEPS, R_SLOT, SLOT_WORDS
 from deepspeed_gear.parallel import wire
+from deepspeed_gear.parallel.delivery import HEAD_WORDS
 from deepspeed_gear.parallel.meeting import HELLO_WORDS, TOTAL
 from deepspeed_gear.parallel.nodes import NodeSelector
 from deepspeed_gear.parallel.plan import grid
 from deepspeed_gear.parallel.routes import Routes, routes_of
-from deepspeed_gear.parallel.rows import Samples, messages, plan_rows
+from deepspeed_gear.parallel.rows import RowPlanner, layout_of
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.selection.anchors import AnchorRule
@@ -69,16 +70,15 @@ class Wire:
         self.sent = np.zeros(count, np.int64)
         self.heard: list[np.ndarray] = []
 
-    def swap_equal(self, words: np.ndarray) -> np.ndarray:
-        assert words.shape == (self.count, HELLO_WORDS)
-        words = words.copy()
-        words[:, TOTAL] = TRAJECTORIES * STEPS
-        self.sent += 8 * HELLO_WORDS
-        return words
+    def swap(self, words: Sequence[np.ndarray]) -> list[np.ndarray]:
+        said = words[0].copy()
+        assert said.shape == (HELLO_WORDS,)
+        said[TOTAL] = TRAJECTORIES * STEPS
+        self.sent += 8 * (1 + HELLO_WORDS)
+        return [said] * self.count
 
-    def begin_words(self, rows: Sequence[np.ndarray], counts: np.ndarray) -> Callable[[], list[np.ndarray]]:
-        assert [len(part) for part in self.heard] == counts.tolist()
-        self.sent += [part.nbytes for part in rows]
+    def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
+        self.sent += [part.nbytes for part in messages]
         return lambda: self.heard
 
     def abandon(self, error: Exception) -> None:
@@ -88,26 +88,30 @@ class Wire:
 class Planner:
     """Stands in for a Carrier: plans the rows and copies none."""
 
-    takes_own = False
+    takes_own = has_steps = False
 
     def __init__(self, routes: Routes, timers: Timers) -> None:
-        self._needs, self._count = routes.needs, routes.num_nodes
-        self._plan = timers.wrap("plan_rows, twice", plan_rows)
-        self._messages = timers.wrap("messages, twice", messages)
+        self._count = routes.num_nodes
+        planner = RowPlanner(load_backend(), layout_of(routes.needs, ROW_BYTES), routes.num_nodes)
+        self._plan = timers.wrap("plan_rows, twice", planner.plan)
+        self._slots = torch.zeros(TRAJECTORIES, SLOT_WORDS, dtype=torch.int64)
         self.sent, self.received = np.zeros((2, self._count), np.int64)
 
     def steps_of(self, records: torch.Tensor) -> None:
         """No window follows n-step steps."""
 
-    def pack(self, outgoing: Samples) -> None:
-        """Plan and count what would be sent."""
-        self.sent += self._messages(self._plan(outgoing, self._needs), ROW_BYTES, self._count)[1]
+    def pack(self, outgoing: np.ndarray, heads: np.ndarray) -> list[np.ndarray]:
+        """Plan and count what would be sent; return messages of heads alone."""
+        self.sent += self._plan(outgoing, heads, self._slots).sizes
+        return [np.empty(head // 8, np.int64) for head in heads.tolist()]
 
-    def carry(self, entry: int, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
+    def unpack(
+        self, entry: int, incoming: np.ndarray, heads: np.ndarray, messages: Sequence[np.ndarray]
+    ) -> np.ndarray:
         """Plan and count what would be received; return where it would lie."""
-        plan = self._plan(incoming, self._needs)
-        self.received += self._messages(plan, ROW_BYTES, self._count)[1]
-        return plan.shift, plan.trajectory
+        plan = self._plan(incoming, heads, None)
+        self.received += plan.sizes
+        return plan.lies
 
 
 class Batch(NamedTuple):
@@ -166,9 +170,8 @@ class Node:
         records[:, R_NUM_STEPS] = STEPS
         packed = wire.pack_resolutions(records, None)
         ends = np.cumsum(np.bincount(owner, minlength=routes.num_nodes))[:-1]
-        head = np.zeros((1, packed.shape[1]), np.int64)
-        self.link.heard = [np.concatenate([head, part]) for part in np.split(packed, ends)]
-        self.link.heard[routes.index] = packed[:0]
+        parts = [part.reshape(-1) for part in np.split(packed, ends)]
+        self.link.heard = [np.concatenate([np.ones(HEAD_WORDS - 1, np.int64), part]) for part in parts]
 
     def plan(self, key: int) -> None:
         """Make the cut of a global batch up to what is sent."""

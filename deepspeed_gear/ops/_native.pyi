@@ -98,4 +98,22 @@ def gather_(
     threads: int,
     /,
 ) -> None: ...
-def copy_rows_(to: Tensor, source: Tensor, pieces: Tensor, /) -> None: ...
+def copy_rows_(
+    to: Sequence[Tensor], sources: Sequence[Tensor], pieces: Tensor, ends: Tensor, /
+) -> None: ...
+def plan_rows_(
+    pieces: Tensor,
+    ends: Tensor,
+    sizes: Tensor,
+    lies: Tensor,
+    room: Tensor,
+    samples: Tensor,
+    windows: Tensor,
+    members: Tensor,
+    columns: Tensor,
+    heads: Tensor,
+    slots: Tensor | None,
+    first_row: int,
+    first_slot: int,
+    /,
+) -> None: ...

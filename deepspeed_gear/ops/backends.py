@@ -40,6 +40,7 @@ class Ops:
     n_step_: Op
     gather_: Op
     copy_rows_: Op
+    plan_rows_: Op
     native: ModuleType | None = None
 
     def on_host(self) -> Ops:

@@ -201,7 +201,7 @@ class GearBuilder(_NativeOp, CPUOpBuilder):
 
     def sources(self) -> list[str]:
         """List the bindings and everything in `csrc/cpu`."""
-        bindings = [self.csrc / "bindings" / name for name in ("library.cpp", "module.cpp")]
+        bindings = [self.csrc / "bindings" / name for name in ("library.cpp", "library_rows.cpp", "module.cpp")]
         return _existing([*bindings, *sorted((self.csrc / "cpu").glob("*.cpp"))])
 
     def cxx_args(self) -> list[str]:

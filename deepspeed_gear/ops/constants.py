@@ -33,6 +33,14 @@ SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE, SOURCE_TRAJECTORY, SOURCE_TIMESTEP, SOURCE_
 # Source, offset, length, align, after_n_step, pad, elements, index of the mask, first and count of the part.
 FIELD_INTS = 10
 
+# cpu/ops.h: what rows that travel are planned from.
+SAMPLE_WORDS = 7
+S_PEER, S_NEED, S_SLOT, S_NUM_STEPS, S_ANCHOR, S_N_STEPS, S_GOAL = range(7)
+WINDOW_WORDS = 7
+W_GROUP, W_IS_GOAL, W_FIRST, W_END, W_FOLLOWS, W_EDGE, W_FINAL_ROW = range(7)
+COLUMN_WORDS = 3
+C_GROUP, C_MEMBERS, C_ROW_BYTES = range(3)
+
 # common/tree.h
 FAN_OUT = 32
 

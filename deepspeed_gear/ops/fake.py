@@ -24,9 +24,10 @@ OP_NAMES = (
     "n_step_",
     "gather_",
     "copy_rows_",
+    "plan_rows_",
 )
 #: Ops of the host's store, which have no kernels.
-HOST_ONLY = ("top_k_", "report_", "prioritize_", "copy_rows_")
+HOST_ONLY = ("top_k_", "report_", "prioritize_", "copy_rows_", "plan_rows_")
 
 _lock = threading.Lock()
 _registered = False

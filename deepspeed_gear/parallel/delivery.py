@@ -17,14 +17,21 @@ from deepspeed_gear.ops.constants import (
     R_NUM_STEPS,
     R_NUMBER,
     R_SLOT,
+    S_ANCHOR,
+    S_GOAL,
+    S_N_STEPS,
+    S_NEED,
+    S_PEER,
+    S_SLOT,
+    SAMPLE_WORDS,
 )
 from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.carrier import Carrier
+from deepspeed_gear.parallel.carrier import WORD_BYTES, Carrier
 from deepspeed_gear.parallel.link import Link
 from deepspeed_gear.parallel.routes import Routes
-from deepspeed_gear.parallel.rows import Samples
 from deepspeed_gear.selection.stream import Stream
 
+HEAD_WORDS = 2  # of a message: its size, the smallest mass that its node has drawn
 Goals = Callable[[Stream, torch.Tensor], torch.Tensor | None]
 
 
@@ -77,36 +84,6 @@ class Found(NamedTuple):
         steps = None if self.steps is None else self.steps[which]
         return Found(self.sample[which], self.holder[which], self.records[which], steps)
 
-    def with_(self, other: Found) -> Found:
-        """Return these and others."""
-        steps = None
-        if self.steps is not None and other.steps is not None:
-            steps = np.concatenate([self.steps, other.steps])
-        sample, holder = (np.concatenate(pair) for pair in zip(self[:2], other[:2], strict=True))
-        return Found(sample, holder, np.concatenate([self.records, other.records]), steps)
-
-
-class Own(NamedTuple):
-    """Samples of which a node copies rows for itself, as of a mapped data set."""
-
-    found: Found
-    samples: Samples
-
-
-class Begun(NamedTuple):
-    """Resolutions that are under way.
-
-    Args:
-        least: The smallest mass that this node has drawn.
-        node, which: Where its samples go, as `Routes.destinations`.
-        wait: Returns the words of each node.
-    """
-
-    least: int
-    node: np.ndarray
-    which: np.ndarray
-    wait: Callable[[], list[np.ndarray]]
-
 
 class Delivery:
     """Sends what other nodes lack of a cut, and fills this node's ring and arrivals. One thread at a time.
@@ -133,88 +110,88 @@ class Delivery:
             records: Their resolutions. [n, 8], int64.
         """
         mine = Found(own, np.full_like(own, self._index), records.numpy(), self._carrier.steps_of(records))
-        begun = self._send_resolutions(cut, mine)
         try:
-            kept = self._pack_rows(cut, mine, begun.node, begun.which)  # while the others' resolutions come
-            self._receive(cut, mine, begun, kept)
+            wait = self._link.begin(self._pack(cut, mine))
+            ring = self._begin_ring(cut, mine)  # while the others' messages come
+            self._receive(cut, mine, ring, wait())
         except Exception as error:
             self._link.abandon(error)
             raise
 
-    def _receive(self, cut: NodeCut, mine: Found, begun: Begun, kept: Own | None) -> None:
-        theirs = self._receive_resolutions(cut, mine, begun)
+    def _pack(self, cut: NodeCut, mine: Found) -> list[np.ndarray]:
+        """Return what each node needs of this node: its smallest mass, resolutions, rows."""
+        packed = wire.pack_resolutions(mine.records, mine.steps)
+        node, which = self._routes.destinations(mine.sample, cut.offset)
+        outgoing = self._samples(cut, mine.part(which), node, node)
+        if self._carrier.takes_own:
+            outgoing = np.concatenate([outgoing, self._samples_here(cut, mine)])
+        parts = np.split(packed[which], np.searchsorted(node, np.arange(1, self._num_nodes)))
+        if cut.needs_all:
+            parts = [packed] * self._num_nodes
+            parts[self._index] = packed[:0]
+        heads = np.array([WORD_BYTES * (HEAD_WORDS + part.size) for part in parts])
+        messages = self._carrier.pack(outgoing, heads)
+        self.least_drawn = int(mine.records[:, R_MASS].min(initial=wire.MOST))
+        for message, part in zip(messages, parts, strict=True):
+            message[1] = self.least_drawn
+            message[HEAD_WORDS : HEAD_WORDS + part.size] = part.reshape(-1)
+        return messages
+
+    def _begin_ring(self, cut: NodeCut, mine: Found) -> np.ndarray:
+        """Put this node's own resolutions into the ring."""
         ring = self._stream.ring[cut.entry].numpy()
         ring[: cut.count] = 0
         ring[: cut.count, R_ID] = wire.UNKNOWN
-        ring[theirs.sample] = theirs.records
-        ring[mine.sample] = mine.records
+        self._put(cut, mine, ring)
+        return ring
+
+    def _put(self, cut: NodeCut, found: Found, ring: np.ndarray) -> None:
         assert self._stream.origins is not None
+        ring[found.sample] = found.records
         origins = self._stream.origins[cut.entry].numpy()
-        for found in (mine, theirs):
-            origins[found.sample] = found.holder << wire.SHARD_BITS | found.records[:, R_SLOT]
-        self._swap_rows(cut, theirs, kept, ring)
+        origins[found.sample] = found.holder << wire.SHARD_BITS | found.records[:, R_SLOT]
 
-    def _send_resolutions(self, cut: NodeCut, mine: Found) -> Begun:
-        """Begin to tell each node what it needs of this node's resolutions."""
-        packed = wire.pack_resolutions(mine.records, mine.steps)
-        node, which = self._routes.destinations(mine.sample, cut.offset)
-        parts = np.split(which, np.searchsorted(node, np.arange(1, self._num_nodes)))
-        if cut.needs_all:
-            parts = [np.arange(len(packed))] * self._num_nodes
-        head = np.zeros((1, packed.shape[1]), np.int64)
-        head[0, 0] = least = int(mine.records[:, R_MASS].min(initial=wire.MOST))
-        sent = [np.concatenate([head, packed[part]]) for part in parts]
-        sent[self._index] = sent[self._index][:0]
-        counts = 1 + np.bincount(cut.owner, minlength=self._num_nodes)
+    def _receive(self, cut: NodeCut, mine: Found, ring: np.ndarray, heard: list[np.ndarray]) -> None:
+        """Put what the others say into the ring, and their rows where they belong."""
+        self.least_drawn = min(self.least_drawn, *(int(words[0]) for words in heard))
+        theirs, heads = self._resolutions_in(cut, heard)
+        self._put(cut, theirs, ring)
+        got = theirs.part(np.nonzero(np.isin(theirs.sample, cut.wanted))[0]) if cut.needs_all else theirs
+        incoming = self._samples(cut, got, got.holder, np.full_like(got.holder, self._index))
+        sample = got.sample
+        if self._carrier.takes_own:
+            here = mine.part(np.isin(mine.sample, cut.wanted))
+            incoming = np.concatenate([incoming, self._samples_here(cut, mine)])
+            sample = np.concatenate([sample, here.sample])
+        ring[sample[:, None], (R_FIRST_ROW, R_SLOT)] = self._carrier.unpack(cut.entry, incoming, heads, heard)
+
+    def _resolutions_in(self, cut: NodeCut, heard: list[np.ndarray]) -> tuple[Found, np.ndarray]:
+        """Return the resolutions of other nodes, and the bytes in front of the rows of each. [S]."""
+        words = wire.resolution_words(self._carrier.has_steps)
+        counts = np.bincount(cut.owner, minlength=self._num_nodes)
         counts[self._index] = 0
-        return Begun(least, node, which, self._link.begin_words(sent, counts))
-
-    def _receive_resolutions(self, cut: NodeCut, mine: Found, begun: Begun) -> Found:
-        """Return what the others say."""
-        heard = [rows for rows in begun.wait() if len(rows)]
-        self.least_drawn = min([begun.least, *(int(rows[0, 0]) for rows in heard)])
+        ends = HEAD_WORDS - 1 + counts * words
+        packed = [said[HEAD_WORDS - 1 : end] for said, end in zip(heard, ends.tolist(), strict=True)]
+        records, steps = wire.unpack_resolutions(np.concatenate(packed).reshape(-1, words))
         order = np.argsort(cut.owner, kind="stable")
         order = order[cut.owner[order] != self._index]
-        records, steps = wire.unpack_resolutions(np.concatenate([rows[1:] for rows in heard]))
         index = cut.asked[order]
         records[:, R_NUMBER] = cut.first + index
-        return Found(index, cut.owner[order], records, steps)
+        return Found(index, cut.owner[order], records, steps), WORD_BYTES * ends
 
-    def _pack_rows(self, cut: NodeCut, mine: Found, node: np.ndarray, which: np.ndarray) -> Own | None:
-        """Pack the rows that other nodes lack; return what this node copies for itself."""
-        outgoing, own = self._samples(cut, mine.part(which), node, node), None
-        if self._carrier.takes_own:
-            here = mine.part(np.nonzero(np.isin(mine.sample, cut.wanted))[0])
-            own = Own(here, self._samples(cut, here, here.holder, here.holder))
-            outgoing = _together(outgoing, own.samples)
-        self._carrier.pack(outgoing)
-        return own
+    def _samples_here(self, cut: NodeCut, mine: Found) -> np.ndarray:
+        """Return the samples of which this node copies rows for itself, as of a mapped data set."""
+        here = mine.part(np.isin(mine.sample, cut.wanted))
+        return self._samples(cut, here, here.holder, here.holder)
 
-    def _swap_rows(self, cut: NodeCut, theirs: Found, own: Own | None, ring: np.ndarray) -> None:
-        """Exchange rows, and say where those lie that this node has got."""
-        needed = np.nonzero(np.isin(theirs.sample, cut.wanted))[0] if cut.needs_all else slice(None)
-        got = theirs.part(needed)
-        incoming = self._samples(cut, got, got.holder, np.full_like(got.holder, self._index))
-        if own is not None:
-            got, incoming = got.with_(own.found), _together(incoming, own.samples)
-        first_row, slot = self._carrier.carry(cut.entry, incoming)
-        ring[got.sample, R_FIRST_ROW], ring[got.sample, R_SLOT] = first_row, slot
-
-    def _samples(self, cut: NodeCut, found: Found, peer: np.ndarray, reader: np.ndarray) -> Samples:
-        """Return samples whose rows travel between this node and `peer`, to be read by `reader`."""
-        replica = self._routes.replica_of(found.sample, cut.offset)
-        records, none = found.records, np.zeros_like(found.sample)
-        goal = self._goals(self._stream, torch.from_numpy(records))
-        return Samples(
-            peer,
-            self._routes.need_of[reader, replica],
-            records[:, R_SLOT],
-            records[:, R_NUM_STEPS],
-            records[:, R_ANCHOR],
-            none if found.steps is None else found.steps,
-            none - 1 if goal is None else goal.numpy(),
-        )
-
-
-def _together(one: Samples, other: Samples) -> Samples:
-    return Samples(*(np.concatenate(pair) for pair in zip(one, other, strict=True)))
+    def _samples(self, cut: NodeCut, found: Found, peer: np.ndarray, reader: np.ndarray) -> np.ndarray:
+        """Return samples whose rows travel between this node and `peer`, to be read by `reader`. [n, 7]."""
+        samples = np.zeros((len(found.sample), SAMPLE_WORDS), np.int64)
+        goal = self._goals(self._stream, torch.from_numpy(found.records))
+        samples[:, S_PEER] = peer
+        samples[:, S_NEED] = self._routes.need_of[reader, self._routes.replica_of(found.sample, cut.offset)]
+        samples[:, S_SLOT : S_ANCHOR + 1] = found.records[:, (R_SLOT, R_NUM_STEPS, R_ANCHOR)]
+        if found.steps is not None:
+            samples[:, S_N_STEPS] = found.steps
+        samples[:, S_GOAL] = -1 if goal is None else goal.numpy()
+        return samples

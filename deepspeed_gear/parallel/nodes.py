@@ -15,7 +15,7 @@ from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.carrier import Carrier
 from deepspeed_gear.parallel.delivery import Delivery, Goals, NodeCut
 from deepspeed_gear.parallel.link import Link
-from deepspeed_gear.parallel.meeting import HIGHEST, ITEMS, LEAST, REPORTS, Meeting
+from deepspeed_gear.parallel.meeting import HIGHEST, ITEMS, LEAST, NO_WORDS, Meeting
 from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.parallel.window import edge_over_nodes
 from deepspeed_gear.selection.age import AgeMasses, items_of
@@ -55,6 +55,7 @@ class NodeSelector(Meeting):
         self._delivery = Delivery(stream, link, routes, carrier, goals)
         self._is_first = True
         self._cut: NodeCut | None = None
+        self._heard: list[np.ndarray] = []  # reports of the others, packed
 
     # ---- phases ----------------------------------------------------------------------------------
 
@@ -70,7 +71,7 @@ class NodeSelector(Meeting):
             PeerError: A node has failed, ended, or asks for another global batch.
         """
         self._cut, self._key = self._new_cut(key, entry, count), key
-        reports = np.zeros(self._num_nodes, np.int64)
+        reports: list[np.ndarray] | None = None
         error: Exception | None = None
         try:
             if isinstance(self.masses, PriorityMasses):
@@ -80,7 +81,7 @@ class NodeSelector(Meeting):
                     self.masses.apply(key)
         except Exception as caught:
             error = caught
-        self._hello(error, self.stream.stopped, reports)
+        self._heard = self._hello(error, self.stream.stopped, reports)
 
     def _new_cut(self, key: int, entry: int, count: int) -> NodeCut:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
@@ -120,8 +121,8 @@ class NodeSelector(Meeting):
 
         self._apply_together(change)
 
-    def _take_reports(self, key: int) -> np.ndarray:
-        """Copy the reports that are due, by the node that they go to; return how many go to each. [S]."""
+    def _take_reports(self, key: int) -> list[np.ndarray]:
+        """Copy the reports that are due; return those for each node, packed."""
         masses = self.masses
         assert isinstance(masses, PriorityMasses)
         with self._table.lock:
@@ -129,23 +130,21 @@ class NodeSelector(Meeting):
             entries = [rows for _, rows in self._due]
             reports = np.concatenate(entries) if entries else np.empty((0, REPORT_WORDS), np.int64)
             self._reports = wire.by_shard(reports, self._num_nodes)
-        counts = np.array([len(rows) for rows in self._reports])
-        counts[self._index] = 0
-        return counts
+        sent = [wire.pack_reports(rows, key - masses.rule.lag) for rows in self._reports]
+        sent[self._index] = NO_WORDS
+        return sent
 
     def _apply_reports(self, key: int) -> None:
         masses = self.masses
         assert isinstance(masses, PriorityMasses)
         latest = key - masses.rule.lag
-        sent = [wire.pack_reports(rows, latest) for rows in self._reports]
-        sent[self._index] = np.empty((0, wire.PACKED_REPORT_WORDS), np.int64)
-        received = self.link.swap_words(sent, self._records[:, REPORTS])
         highest = int(self._records[:, HIGHEST].max())
 
         def change() -> None:
             masses.counts[HIGHEST_PRIORITY] = max(highest, int(masses.counts[HIGHEST_PRIORITY]))
             mine = wire.local_reports(self._reports[self._index])
-            others = [wire.unpack_reports(words, latest) for words in received]
+            packed = [words.reshape(-1, wire.PACKED_REPORT_WORDS) for words in self._heard]
+            others = [wire.unpack_reports(words, latest) for words in packed]
             found = [masses.known_reports(rows) for rows in (mine, *others) if len(rows)]
             masses.apply_reports(key, found)
             if self._due:

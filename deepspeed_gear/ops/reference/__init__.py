@@ -2,7 +2,8 @@
 
 Read it in this order: `select` (draws, permutation, tree, resolutions), `priorities` (masses, weights, the
 least mass, updates; their powers in `power`), `collect` (windows and padding), `convert` (dtypes), `returns`
-(sums of rewards), `pieces` (packed rows). Tensors live on the CPU.
+(sums of rewards), `pieces` (packed rows),
+`rows` (which rows travel). Tensors live on the CPU.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from .checks import check_extents, check_rows
 from .collect import FieldSpec, Span, bounds, check_windows, gather_, window_rows
 from .convert import arithmetic_dtype, convert, is_allowed
-from .pieces import check_pieces, copy_rows_
+from .pieces import check_blocks, check_pieces, copy_rows_
 from .priorities import (
     importance_,
     mass_,
@@ -24,6 +25,7 @@ from .priorities import (
     top_k_,
 )
 from .returns import n_step_, n_step_reads, suffix_sum_
+from .rows import plan_rows_
 from .select import (
     anchor_at,
     check_coordinates,
@@ -45,6 +47,7 @@ __all__ = [
     "anchor_at",
     "arithmetic_dtype",
     "bounds",
+    "check_blocks",
     "check_coordinates",
     "check_extents",
     "check_items",
@@ -69,6 +72,7 @@ __all__ = [
     "order_of",
     "permute_",
     "philox",
+    "plan_rows_",
     "prioritize_",
     "report_",
     "resolve_",

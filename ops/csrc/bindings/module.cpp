@@ -92,7 +92,11 @@ PyMethodDef kMethods[] = {
         "gather_",
         "gather_(outs, masks, counters, columns, shifts, gains, resolutions, n_steps, spec, "
         "pad_values, threads) -> None"),
-    Method<gear::CopyPieces>("copy_rows_", "copy_rows_(to, source, pieces) -> None"),
+    Method<gear::CopyRows>("copy_rows_", "copy_rows_(to, sources, pieces, ends) -> None"),
+    Method<gear::PlanRows>(
+        "plan_rows_",
+        "plan_rows_(pieces, ends, sizes, lies, room, samples, windows, members, columns, heads, "
+        "slots, first_row, first_slot) -> None"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

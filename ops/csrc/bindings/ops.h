@@ -54,6 +54,12 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at:
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
             at::ArrayRef<double> pad_values, int64_t threads);
 
-void CopyPieces(at::Tensor& to, const at::Tensor& source, const at::Tensor& pieces);
+void CopyRows(at::TensorList to, at::TensorList sources, const at::Tensor& pieces,
+              const at::Tensor& ends);
+
+void PlanRows(at::Tensor& pieces, at::Tensor& ends, at::Tensor& sizes, at::Tensor& lies,
+              at::Tensor& room, const at::Tensor& samples, const at::Tensor& windows,
+              const at::Tensor& members, const at::Tensor& columns, const at::Tensor& heads,
+              const std::optional<at::Tensor>& slots, int64_t first_row, int64_t first_slot);
 
 }  // namespace gear

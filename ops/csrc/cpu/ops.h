@@ -125,6 +125,56 @@ static_assert(sizeof(Piece) == 24, "a piece is a row of 3 int64");
 // Copies pieces in order; `to` and `source` share no memory.
 void CopyPieces(const Piece* pieces, int64_t count, const char* source, char* to);
 
+// A sample whose rows travel between this node and a peer.
+struct RowSample {
+  int64_t peer, need, slot, num_steps, anchor;
+  int64_t n_steps;  // of its n-step return
+  int64_t goal;     // the row of its achieved goal, -1 for none
+};
+static_assert(sizeof(RowSample) == 56, "a sample is a row of 7 int64");
+
+// Rows [anchor + first, anchor + end) of the columns of a group that a sample reads, or the row of
+// its goal.
+struct RowWindow {
+  int64_t group, is_goal, first, end;
+  int64_t follows;    // they lie behind the sample's n-step steps
+  int64_t edge;       // the nearest row is read where the trajectory has none of them
+  int64_t final_row;  // 1 if the columns have T+1 rows
+};
+static_assert(sizeof(RowWindow) == 56, "a window is a row of 7 int64");
+
+// A column of steps that is read through the windows of a group, or (group -1) one of a row per
+// trajectory that is read by the samples of `members`.
+struct RowColumn {
+  int64_t group, members, row_bytes;
+};
+static_assert(sizeof(RowColumn) == 24, "a column is a row of 3 int64");
+
+struct RowLayout {
+  const RowWindow* windows;  // by group, from 0 on
+  int64_t num_windows;
+  const bool* members;  // [windows and more, num_needs]: which needs have each
+  int64_t num_needs;
+  const RowColumn* columns;
+  int64_t num_columns;
+};
+
+struct RowPlan {
+  const int64_t* heads;  // [num_peers]: bytes in front of the rows in each peer's message
+  int64_t num_peers;
+  Piece* pieces;   // by column, and peer; room for one of each sample, column and window
+  int64_t* ends;   // [num_columns, num_peers]: pieces up to and with those of each
+  int64_t* sizes;  // [num_peers]: bytes of rows
+  int64_t* lies;   // [samples, 2]: what a step's number needs to be its arrival row; arrival slot
+  int64_t num_rows, num_trajectories;  // that the receiver needs room for
+};
+
+// Plans the rows of samples, each row once. With slots: pieces from the columns into messages, one
+// behind the other, each from a multiple of 8 bytes on. Without: from each peer's message into the
+// arrivals, from the given row and slot on.
+void PlanRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
+              int64_t first_row, int64_t first_slot, RowPlan* plan);
+
 // How one field is collected from one column.
 enum Source : int64_t {
   kStepRows = 0,
