@@ -46,8 +46,9 @@ class Link:
         members = [topology.ranks_of(node)[0] for node in self.nodes]
         self._ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
         self._purpose = purpose
-        self._group: Any = None
-        self._tag = 0  # of this link's messages among those of the group
+        self._up: Any = None  # the group of messages to nodes behind their sender
+        self._down: Any = None  # that of the others
+        self._tag = 0  # of this link's messages among those of the groups
         self._others = [(self.index + i) % self.count for i in range(1, self.count)]
         self._members = np.argsort(np.argsort(self._ranks)).tolist()  # of the group, whose ranks ascend
         self._reach = [FIRST_ROOM] * self.count  # words that each node has room for
@@ -61,9 +62,14 @@ class Link:
         self.left = False  # some node has said that it makes no further cut
 
     def open(self) -> None:
-        """Make the group. Collective over the ranks that exchange."""
-        self._group = lane(tuple(sorted(self._ranks)), self._purpose, self.timeout_s + GRACE_S)
-        self._tag = _tags[self._group] = _tags.get(self._group, 0) + 1
+        """Make the groups. Collective over the ranks that exchange.
+
+        Each way has a group of its own: while a thread sends, gloo's thread that hears of a message between
+        the same two ranks of the same group spins, and maybe on the core that the sender waits for.
+        """
+        ranks, timeout_s = tuple(sorted(self._ranks)), self.timeout_s + GRACE_S
+        self._up, self._down = (lane(ranks, f"{self._purpose}, {way}", timeout_s) for way in ("up", "down"))
+        self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
         for node in self._others:
             room = np.empty(FIRST_ROOM, np.int64)
             self._rooms[node] = room, self._make_room(node, room)
@@ -135,7 +141,8 @@ class Link:
 
     def _send(self, node: int, words: np.ndarray) -> Any:
         try:
-            return self._group.send([torch.from_numpy(words)], self._members[node], self._tag)
+            group = self._up if node > self.index else self._down
+            return group.send([torch.from_numpy(words)], self._members[node], self._tag)
         except RuntimeError as error:
             self._fail(error, node)
 
@@ -159,7 +166,8 @@ class Link:
 
     def _make_room(self, node: int, words: np.ndarray) -> Any:
         try:
-            return self._group.recv([torch.from_numpy(words)], self._members[node], self._tag)
+            group = self._down if node > self.index else self._up
+            return group.recv([torch.from_numpy(words)], self._members[node], self._tag)
         except RuntimeError as error:
             self._fail(error, node)
 
