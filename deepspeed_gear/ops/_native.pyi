@@ -98,9 +98,7 @@ def gather_(
     threads: int,
     /,
 ) -> None: ...
-def copy_rows_(
-    to: Sequence[Tensor], sources: Sequence[Tensor], pieces: Tensor, ends: Tensor, /
-) -> None: ...
+def copy_rows_(to: Sequence[Tensor], sources: Sequence[Tensor], pieces: Tensor, ends: Tensor, /) -> None: ...
 def plan_rows_(
     pieces: Tensor,
     ends: Tensor,
@@ -115,5 +113,62 @@ def plan_rows_(
     slots: Tensor | None,
     first_row: int,
     first_slot: int,
+    /,
+) -> None: ...
+def assign_draws_(
+    owner: Tensor,
+    own: Tensor,
+    points: Tensor,
+    found: Tensor,
+    coordinates: Tensor,
+    totals: Tensor,
+    index: int,
+    /,
+) -> None: ...
+def send_draws_(
+    samples: Tensor,
+    packed: Tensor,
+    ends: Tensor,
+    records: Tensor,
+    own: Tensor,
+    steps: Tensor | None,
+    goals: Tensor | None,
+    readers: Tensor,
+    need_of: Tensor,
+    offset: int,
+    index: int,
+    takes_own: int,
+    /,
+) -> None: ...
+def take_draws_(
+    ring: Tensor,
+    origins: Tensor,
+    samples: Tensor,
+    which: Tensor,
+    found: Tensor,
+    heard: Sequence[Tensor],
+    records: Tensor,
+    own: Tensor,
+    steps: Tensor | None,
+    owner: Tensor,
+    asked: Tensor,
+    need_of: Tensor,
+    first: int,
+    offset: int,
+    index: int,
+    takes_own: int,
+    /,
+) -> None: ...
+def pack_reports_(
+    packed: Tensor,
+    ends: Tensor,
+    reports: Tensor,
+    latest: int,
+    /,
+) -> None: ...
+def unpack_reports_(
+    reports: Tensor,
+    packed: Tensor,
+    latest: int,
     /,
 ) -> None: ...

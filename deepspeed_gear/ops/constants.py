@@ -14,6 +14,11 @@ U_SLOT, U_GENERATION, U_ANCHOR, U_PRIORITY = range(4)
 REPORT_WORDS = UPDATE_WORDS + 2  # an update, the batch it belongs to, its sample number
 REPORT_BATCH, REPORT_NUMBER = UPDATE_WORDS, UPDATE_WORDS + 1
 
+# cpu/ops.h: what travels between nodes.
+BY_ID = 1 << 62  # number of a report by id: behind every sample number
+SHARD_BITS = 32  # where several nodes hold a table, the slot of a report has its shard above these
+UNKNOWN = -1  # id of a sample that a node knows nothing of
+
 # cpu/ops.h: what updates of priorities did.
 APPLIED, STALE, CLAMPED, HIGHEST_PRIORITY, DRAWABLE = range(5)
 NUM_UPDATE_COUNTS = 5

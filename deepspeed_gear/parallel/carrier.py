@@ -86,7 +86,7 @@ class Carrier:
         self._packed = np.empty(0, np.int64)  # kept: fresh memory costs a fault a page
         self.takes_own = not table.collects_own_rows
 
-    def steps_of(self, records: torch.Tensor) -> np.ndarray | None:
+    def steps_of(self, records: torch.Tensor) -> torch.Tensor | None:
         """Return the steps of the n-step returns of this node's records, where windows follow them. [n]."""
         if self._n_step is None:
             return None
@@ -97,9 +97,9 @@ class Carrier:
         returns, discount = torch.empty(count), torch.empty(count)
         steps, powers = torch.empty(count, dtype=torch.int64), torch.ones(n + 1, dtype=torch.float64)
         self._ops.n_step_(returns, discount, steps, reward, terminated, truncated, powers, records, n)
-        return steps.numpy()
+        return steps
 
-    def pack(self, outgoing: np.ndarray, heads: np.ndarray) -> list[np.ndarray]:
+    def pack(self, outgoing: torch.Tensor, heads: np.ndarray) -> list[np.ndarray]:
         """Plan rows, and pack them into messages.
 
         Args:
@@ -119,7 +119,7 @@ class Carrier:
         return [messages[end - count : end] for end, count in zip(ends.tolist(), words.tolist(), strict=True)]
 
     def unpack(
-        self, entry: int, incoming: np.ndarray, heads: np.ndarray, messages: Sequence[np.ndarray]
+        self, entry: int, incoming: torch.Tensor, heads: np.ndarray, messages: Sequence[np.ndarray]
     ) -> np.ndarray:
         """Put rows where they belong.
 
@@ -143,7 +143,7 @@ class Carrier:
         sources = [_bytes_of(message) for message in messages]
         self._ops.copy_rows_(self._arrivals, sources, plan.pieces, plan.ends)
         base_row, base_slot = self._table.first_arrival
-        return plan.lies + (base_row + first_row, base_slot + first_slot)
+        return np.add(plan.lies, np.array([base_row + first_row, base_slot + first_slot]))
 
 
 def _bytes_of(words: np.ndarray) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,25 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import (
-    R_ANCHOR,
-    R_FIRST_ROW,
-    R_ID,
-    R_MASS,
-    R_NUM_STEPS,
-    R_NUMBER,
-    R_SLOT,
-    S_ANCHOR,
-    S_GOAL,
-    S_N_STEPS,
-    S_NEED,
-    S_PEER,
-    S_SLOT,
-    SAMPLE_WORDS,
-)
+from deepspeed_gear.ops.constants import R_FIRST_ROW, R_MASS, R_SLOT, S_GOAL, SAMPLE_WORDS
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.carrier import WORD_BYTES, Carrier
-from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.parallel.link import NO_WORDS, Link
 from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.selection.stream import Stream
 
@@ -64,25 +50,18 @@ class NodeCut:
     records: list[torch.Tensor] = field(default_factory=list)
 
 
-class Found(NamedTuple):
-    """Samples of a cut with what they resolved to.
+class Own(NamedTuple):
+    """What this node has drawn from its own part.
 
     Args:
-        sample: Index in the cut. [n], int64.
-        holder: Node that holds their rows. [n], int64.
-        records: Resolutions, with the slots of the holder. [n, 8], int64.
+        sample: Indices in the cut, ascending. [n], int64.
+        records: Resolutions. [n, 8], int64.
         steps: Steps of their n-step returns, where windows follow them. [n], int64.
     """
 
-    sample: np.ndarray
-    holder: np.ndarray
-    records: np.ndarray
-    steps: np.ndarray | None
-
-    def part(self, which: np.ndarray | slice) -> Found:
-        """Return some of them."""
-        steps = None if self.steps is None else self.steps[which]
-        return Found(self.sample[which], self.holder[which], self.records[which], steps)
+    sample: torch.Tensor
+    records: torch.Tensor
+    steps: torch.Tensor | None
 
 
 class Delivery:
@@ -99,6 +78,11 @@ class Delivery:
     def __init__(self, stream: Stream, link: Link, routes: Routes, carrier: Carrier, goals: Goals) -> None:
         self._stream, self._link, self._routes, self._carrier = stream, link, routes, carrier
         self._goals, self._index, self._num_nodes = goals, routes.index, routes.num_nodes
+        self._ops, self._draws_goals = stream.ops, any(need.goals for need in routes.needs)
+        self._readers, self._need_of = (torch.from_numpy(part) for part in (routes.readers, routes.need_of))
+        everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
+        self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
+        self._words = wire.resolution_words(carrier.has_steps)
         self.least_drawn = 0  # of the latest cut: the smallest mass that any node has drawn
 
     def fill(self, cut: NodeCut, own: np.ndarray, records: torch.Tensor) -> None:
@@ -109,89 +93,82 @@ class Delivery:
             own: Samples that this node holds, ascending. [n], int64.
             records: Their resolutions. [n, 8], int64.
         """
-        mine = Found(own, np.full_like(own, self._index), records.numpy(), self._carrier.steps_of(records))
         try:
-            wait = self._link.begin(self._pack(cut, mine))
-            ring = self._begin_ring(cut, mine)  # while the others' messages come
-            self._receive(cut, mine, ring, wait())
+            mine = Own(torch.from_numpy(own), records, self._carrier.steps_of(records))
+            heard = self._link.begin(self._pack(cut, mine))()
+            self._receive(cut, mine, heard)
         except Exception as error:
             self._link.abandon(error)
             raise
 
-    def _pack(self, cut: NodeCut, mine: Found) -> list[np.ndarray]:
-        """Return what each node needs of this node: its smallest mass, resolutions, rows."""
-        packed = wire.pack_resolutions(mine.records, mine.steps)
-        node, which = self._routes.destinations(mine.sample, cut.offset)
-        outgoing = self._samples(cut, mine.part(which), node, node)
-        if self._carrier.takes_own:
-            outgoing = np.concatenate([outgoing, self._samples_here(cut, mine)])
-        parts = np.split(packed[which], np.searchsorted(node, np.arange(1, self._num_nodes)))
+    def _pack(self, cut: NodeCut, mine: Own) -> list[np.ndarray]:
+        """Return the message for each node: this one's smallest mass, resolutions, rows."""
+        goals = self._goals(self._stream, mine.records) if self._draws_goals else None
+        samples, parts = self._sent(mine, goals, self._readers, self._need_of, cut.offset)
         if cut.needs_all:
-            parts = [packed] * self._num_nodes
-            parts[self._index] = packed[:0]
+            parts = self._sent(mine, None, *self._everyone, 0)[1]
+        parts[self._index] = NO_WORDS
         heads = np.array([WORD_BYTES * (HEAD_WORDS + part.size) for part in parts])
-        messages = self._carrier.pack(outgoing, heads)
-        self.least_drawn = int(mine.records[:, R_MASS].min(initial=wire.MOST))
+        messages = self._carrier.pack(samples, heads)
+        self.least_drawn = int(mine.records[:, R_MASS].min()) if len(mine.records) else wire.MOST
         for message, part in zip(messages, parts, strict=True):
             message[1] = self.least_drawn
-            message[HEAD_WORDS : HEAD_WORDS + part.size] = part.reshape(-1)
+            message[HEAD_WORDS : HEAD_WORDS + part.size] = part
         return messages
 
-    def _begin_ring(self, cut: NodeCut, mine: Found) -> np.ndarray:
-        """Put this node's own resolutions into the ring."""
-        ring = self._stream.ring[cut.entry].numpy()
-        ring[: cut.count] = 0
-        ring[: cut.count, R_ID] = wire.UNKNOWN
-        self._put(cut, mine, ring)
-        return ring
+    def _sent(
+        self, mine: Own, goals: torch.Tensor | None, readers: torch.Tensor, need_of: torch.Tensor, offset: int
+    ) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """Return the samples that nodes need, and the words of resolutions for each node."""
+        most = len(mine.records) * readers.shape[1]
+        samples = torch.empty(most, SAMPLE_WORDS, dtype=torch.int64)
+        packed, ends = np.empty((most, self._words), np.int64), np.empty(self._num_nodes, np.int64)
+        found = samples, torch.from_numpy(packed), torch.from_numpy(ends)
+        route = readers, need_of, offset, self._index, int(self._carrier.takes_own)
+        self._ops.send_draws_(*found, mine.records, mine.sample, mine.steps, goals, *route)
+        bounds = [0, *(ends * self._words).tolist()]
+        words = packed.reshape(-1)
+        return samples[: int(ends[-1])], [words[begin:end] for begin, end in itertools.pairwise(bounds)]
 
-    def _put(self, cut: NodeCut, found: Found, ring: np.ndarray) -> None:
-        assert self._stream.origins is not None
-        ring[found.sample] = found.records
-        origins = self._stream.origins[cut.entry].numpy()
-        origins[found.sample] = found.holder << wire.SHARD_BITS | found.records[:, R_SLOT]
-
-    def _receive(self, cut: NodeCut, mine: Found, ring: np.ndarray, heard: list[np.ndarray]) -> None:
+    def _receive(self, cut: NodeCut, mine: Own, heard: list[np.ndarray]) -> None:
         """Put what the others say into the ring, and their rows where they belong."""
         self.least_drawn = min(self.least_drawn, *(int(words[0]) for words in heard))
-        theirs, heads = self._resolutions_in(cut, heard)
-        self._put(cut, theirs, ring)
-        got = theirs.part(np.nonzero(np.isin(theirs.sample, cut.wanted))[0]) if cut.needs_all else theirs
-        incoming = self._samples(cut, got, got.holder, np.full_like(got.holder, self._index))
-        sample = got.sample
-        if self._carrier.takes_own:
-            here = mine.part(np.isin(mine.sample, cut.wanted))
-            incoming = np.concatenate([incoming, self._samples_here(cut, mine)])
-            sample = np.concatenate([sample, here.sample])
-        ring[sample[:, None], (R_FIRST_ROW, R_SLOT)] = self._carrier.unpack(cut.entry, incoming, heads, heard)
-
-    def _resolutions_in(self, cut: NodeCut, heard: list[np.ndarray]) -> tuple[Found, np.ndarray]:
-        """Return the resolutions of other nodes, and the bytes in front of the rows of each. [S]."""
-        words = wire.resolution_words(self._carrier.has_steps)
         counts = np.bincount(cut.owner, minlength=self._num_nodes)
         counts[self._index] = 0
-        ends = HEAD_WORDS - 1 + counts * words
-        packed = [said[HEAD_WORDS - 1 : end] for said, end in zip(heard, ends.tolist(), strict=True)]
-        records, steps = wire.unpack_resolutions(np.concatenate(packed).reshape(-1, words))
-        order = np.argsort(cut.owner, kind="stable")
-        order = order[cut.owner[order] != self._index]
-        index = cut.asked[order]
-        records[:, R_NUMBER] = cut.first + index
-        return Found(index, cut.owner[order], records, steps), WORD_BYTES * ends
+        heads = WORD_BYTES * (HEAD_WORDS - 1 + counts * self._words)
+        words = [torch.from_numpy(said[HEAD_WORDS - 1 :]) for said in heard]
+        ring, which, samples = self._taken(cut, mine, words)
+        first_row_and_slot = self._carrier.unpack(cut.entry, samples, heads, heard)
+        ring[which[:, None], (R_FIRST_ROW, R_SLOT)] = first_row_and_slot
 
-    def _samples_here(self, cut: NodeCut, mine: Found) -> np.ndarray:
-        """Return the samples of which this node copies rows for itself, as of a mapped data set."""
-        here = mine.part(np.isin(mine.sample, cut.wanted))
-        return self._samples(cut, here, here.holder, here.holder)
-
-    def _samples(self, cut: NodeCut, found: Found, peer: np.ndarray, reader: np.ndarray) -> np.ndarray:
-        """Return samples whose rows travel between this node and `peer`, to be read by `reader`. [n, 7]."""
-        samples = np.zeros((len(found.sample), SAMPLE_WORDS), np.int64)
-        goal = self._goals(self._stream, torch.from_numpy(found.records))
-        samples[:, S_PEER] = peer
-        samples[:, S_NEED] = self._routes.need_of[reader, self._routes.replica_of(found.sample, cut.offset)]
-        samples[:, S_SLOT : S_ANCHOR + 1] = found.records[:, (R_SLOT, R_NUM_STEPS, R_ANCHOR)]
-        if found.steps is not None:
-            samples[:, S_N_STEPS] = found.steps
-        samples[:, S_GOAL] = -1 if goal is None else goal.numpy()
-        return samples
+    def _taken(
+        self, cut: NodeCut, mine: Own, words: list[torch.Tensor]
+    ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+        """Fill the ring; return it, and the samples whose rows come: indices in the cut, and as of the op."""
+        assert self._stream.origins is not None
+        ring, count = self._stream.ring[cut.entry][: cut.count], len(mine.records) + len(cut.asked)
+        samples = torch.empty(count, SAMPLE_WORDS, dtype=torch.int64)
+        which, found = torch.empty(count, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        self._ops.take_draws_(
+            ring,
+            self._stream.origins[cut.entry],
+            samples,
+            which,
+            found,
+            words,
+            mine.records,
+            mine.sample,
+            mine.steps,
+            torch.from_numpy(cut.owner),
+            torch.from_numpy(cut.asked),
+            self._need_of,
+            cut.first,
+            cut.offset,
+            self._index,
+            int(self._carrier.takes_own),
+        )
+        samples, which = samples[: int(found)], which[: int(found)]
+        goals = self._goals(self._stream, ring[which]) if self._draws_goals else None
+        if goals is not None:
+            samples[:, S_GOAL] = goals
+        return ring.numpy(), which.numpy(), samples

@@ -21,7 +21,8 @@ from deepspeed_gear.parallel.watch import SOME_NODE
 GRACE_S = 5.0  # beyond our own wait, so that gloo's wait ends after it
 FIRST_ROOM = 1024  # words that a message has room for before any has come
 _LEAST_WAIT_S = 1e-3
-_tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of each group: messages of one never reach another
+NO_WORDS = np.empty(0, np.int64)
+_tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, each with a tag
 
 
 class Link:
@@ -220,5 +221,5 @@ def message_of(words: np.ndarray) -> np.ndarray:
 
 
 def _room_for(size: int, room: int) -> int:
-    """Return the words that the next message has room for, behind one of some size: sender and receiver agree."""
+    """Return the words that a message behind one of some size has room for, as both ends know."""
     return room if size <= room else 1 << (size - 1).bit_length()

@@ -9,7 +9,7 @@ import numpy as np
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY
 from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.parallel.link import NO_WORDS, Link
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Selector
 from deepspeed_gear.selection.stream import Stream
@@ -17,7 +17,6 @@ from deepspeed_gear.selection.stream import Stream
 # Words of what a node says first.
 KEY, STATUS, STOP, WAITED_US, WAITING, TOTAL, ITEMS, LEAST, HIGHEST = range(9)
 HELLO_WORDS = 9
-NO_WORDS = np.empty(0, np.int64)
 FINE, FAILED = 0, 1
 TEXT_WORDS = 64
 MOST_LEAVE_S = 10.0  # what a node that leaves waits for the others to hear it

@@ -15,13 +15,13 @@ from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.carrier import Carrier
 from deepspeed_gear.parallel.delivery import Delivery, Goals, NodeCut
 from deepspeed_gear.parallel.link import Link
-from deepspeed_gear.parallel.meeting import HIGHEST, ITEMS, LEAST, NO_WORDS, Meeting
+from deepspeed_gear.parallel.meeting import HIGHEST, ITEMS, LEAST, Meeting
 from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.parallel.window import edge_over_nodes
 from deepspeed_gear.selection.age import AgeMasses, items_of
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Check
-from deepspeed_gear.selection.shards import assign, merge_top
+from deepspeed_gear.selection.shards import merge_top
 from deepspeed_gear.selection.stream import Stream
 
 
@@ -55,7 +55,7 @@ class NodeSelector(Meeting):
         self._delivery = Delivery(stream, link, routes, carrier, goals)
         self._is_first = True
         self._cut: NodeCut | None = None
-        self._heard: list[np.ndarray] = []  # reports of the others, packed
+        self._heard: list[np.ndarray] = []  # reports from each node, packed
 
     # ---- phases ----------------------------------------------------------------------------------
 
@@ -129,10 +129,13 @@ class NodeSelector(Meeting):
             self._due = masses.reports.due(key)
             entries = [rows for _, rows in self._due]
             reports = np.concatenate(entries) if entries else np.empty((0, REPORT_WORDS), np.int64)
-            self._reports = wire.by_shard(reports, self._num_nodes)
-        sent = [wire.pack_reports(rows, key - masses.rule.lag) for rows in self._reports]
-        sent[self._index] = NO_WORDS
-        return sent
+        packed, ends = (
+            np.empty((len(reports), wire.PACKED_REPORT_WORDS), np.int64),
+            np.empty(self._num_nodes, np.int64),
+        )
+        tensors = [torch.from_numpy(part) for part in (packed, ends, reports)]
+        masses.ops.pack_reports_(*tensors, key - masses.rule.lag)
+        return np.split(packed, ends[:-1])
 
     def _apply_reports(self, key: int) -> None:
         masses = self.masses
@@ -142,11 +145,10 @@ class NodeSelector(Meeting):
 
         def change() -> None:
             masses.counts[HIGHEST_PRIORITY] = max(highest, int(masses.counts[HIGHEST_PRIORITY]))
-            mine = wire.local_reports(self._reports[self._index])
-            packed = [words.reshape(-1, wire.PACKED_REPORT_WORDS) for words in self._heard]
-            others = [wire.unpack_reports(words, latest) for words in packed]
-            found = [masses.known_reports(rows) for rows in (mine, *others) if len(rows)]
-            masses.apply_reports(key, found)
+            packed = np.concatenate(self._heard).reshape(-1, wire.PACKED_REPORT_WORDS)
+            reports = np.empty((len(packed), REPORT_WORDS), np.int64)
+            masses.ops.unpack_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
+            masses.apply_reports(key, [masses.known_reports(reports)] if len(reports) else [])
             if self._due:
                 masses.reports.take(self._due)
             masses.check_clamped()
@@ -158,19 +160,20 @@ class NodeSelector(Meeting):
     def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
         cut = self._cut
         assert cut is not None
-        points = coordinates.numpy()
-        ends = np.cumsum(self._totals)
-        low = int(ends[self._index] - self._totals[self._index])
-        own = np.nonzero((points >= low) & (points < low + int(self._totals[self._index])))[0]
+        count = len(coordinates)
+        owner, mine, points = torch.empty(3, count, dtype=torch.int64).unbind()
+        found, totals = torch.zeros(1, dtype=torch.int64), torch.from_numpy(self._totals)
+        self.masses.ops.assign_draws_(owner, mine, points, found, coordinates, totals, self._index)
+        own, points = mine.numpy()[: int(found)], points[: int(found)]
         records = torch.empty(len(own), RESOLUTION_WORDS, dtype=torch.int64)
         if len(own):
             with self._table.lock:
-                self.masses.resolve_numbered(records, torch.from_numpy(points[own] - low), own + first)
+                self.masses.resolve_numbered(records, points, own + first)
         cut.first = first - done
         cut.own.append(own + done)
         cut.records.append(records)
-        begin, end = np.searchsorted(cut.asked, [done, done + len(points)])
-        cut.owner[begin:end], _ = assign(points[cut.asked[begin:end] - done], self._totals.tolist())
+        begin, end = np.searchsorted(cut.asked, [done, done + count])
+        cut.owner[begin:end] = owner.numpy()[cut.asked[begin:end] - done]
 
     def highest(self, count: int) -> torch.Tensor:
         masses = self.masses

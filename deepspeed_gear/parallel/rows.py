@@ -87,13 +87,13 @@ def layout_of(needs: Sequence[RowNeeds], row_bytes: Mapping[str, int]) -> RowLay
         key = tuple((window, tuple(which)) for window, which in reads.items())
         columns.append((alike.setdefault(key, len(alike)), 0, row_bytes[name]))
     windows = [(group, *window) for key, group in alike.items() for window, _ in key]
-    which = [indices for key in alike for _, indices in key]
+    which: list[tuple[int, ...]] = [indices for key in alike for _, indices in key]
     for name, indices in single.items():
         columns.append((-1, len(which), row_bytes[name]))
         which.append(tuple(indices))
     members = torch.zeros(len(which), len(needs), dtype=torch.bool)
-    for row, indices in enumerate(which):
-        members[row, list(indices)] = True
+    for row, having in enumerate(which):
+        members[row, list(having)] = True
     return RowLayout(
         (*of_steps, *single),
         torch.tensor(windows, dtype=torch.int64).reshape(-1, WINDOW_WORDS),
@@ -161,7 +161,11 @@ class RowPlanner:
         self._ends = torch.empty(len(layout.names), num_peers, dtype=torch.int64)
 
     def plan(
-        self, samples: np.ndarray, heads: np.ndarray, slots: torch.Tensor | None, at: tuple[int, int] = (0, 0)
+        self,
+        samples: torch.Tensor,
+        heads: np.ndarray,
+        slots: torch.Tensor | None,
+        at: tuple[int, int] = (0, 0),
     ) -> RowPlan:
         """Plan the rows of some samples.
 
@@ -174,14 +178,18 @@ class RowPlanner:
         count, layout = len(samples), self._layout
         if len(self._pieces) < count * layout.num_pieces:
             self._pieces = torch.empty(count * layout.num_pieces, 3, dtype=torch.int64)
-        sizes, lies, room = np.empty_like(heads), np.empty((count, 2), np.int64), torch.zeros(2, dtype=torch.int64)
+        sizes, lies, room = (
+            np.empty_like(heads),
+            np.empty((count, 2), np.int64),
+            torch.zeros(2, dtype=torch.int64),
+        )
         self._ops.plan_rows_(
             self._pieces,
             self._ends,
             torch.from_numpy(sizes),
             torch.from_numpy(lies),
             room,
-            torch.from_numpy(samples),
+            samples,
             layout.windows,
             layout.members,
             layout.columns,

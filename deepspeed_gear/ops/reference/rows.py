@@ -75,7 +75,8 @@ def plan_rows_(
         columns: `constants.C_*`: group of windows, or -1 and the row of members. [C, 3], int64.
         heads: Bytes in front of the rows in each peer's message. [S], int64.
         slots: The slot table of the sender; None for the receiver. [N, 8], int64.
-        first_row, first_slot: Where the arrivals begin.
+        first_row: Of the arrivals.
+        first_slot: Likewise.
     """
     wanted = [_Sample(*words) for words in samples.tolist()]
     reads = [_Window(*words) for words in windows.tolist()]

@@ -336,9 +336,24 @@ TORCH_LIBRARY(gear, m) {
       "threads) -> ()");
   m.def("copy_rows_(Tensor(a!)[] to, Tensor[] sources, Tensor pieces, Tensor ends) -> ()");
   m.def(
-      "plan_rows_(Tensor(a!) pieces, Tensor(b!) ends, Tensor(c!) sizes, Tensor(d!) lies, Tensor(e!) "
+      "plan_rows_(Tensor(a!) pieces, Tensor(b!) ends, Tensor(c!) sizes, Tensor(d!) lies, "
+      "Tensor(e!) "
       "room, Tensor samples, Tensor windows, Tensor members, Tensor columns, Tensor heads, Tensor? "
       "slots, int first_row, int first_slot) -> ()");
+  m.def(
+      "assign_draws_(Tensor(a!) owner, Tensor(b!) own, Tensor(c!) points, Tensor(d!) found, Tensor "
+      "coordinates, Tensor totals, int index) -> ()");
+  m.def(
+      "send_draws_(Tensor(a!) samples, Tensor(b!) packed, Tensor(c!) ends, Tensor records, Tensor "
+      "own, Tensor? steps, Tensor? goals, Tensor readers, Tensor need_of, int offset, int index, "
+      "int takes_own) -> "
+      "()");
+  m.def(
+      "take_draws_(Tensor(a!) ring, Tensor(b!) origins, Tensor(c!) samples, Tensor(d!) which, "
+      "Tensor(e!) found, Tensor[] heard, Tensor records, Tensor own, Tensor? steps, Tensor owner, "
+      "Tensor asked, Tensor need_of, int first, int offset, int index, int takes_own) -> ()");
+  m.def("pack_reports_(Tensor(a!) packed, Tensor(b!) ends, Tensor reports, int latest) -> ()");
+  m.def("unpack_reports_(Tensor(a!) reports, Tensor packed, int latest) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(gear, CPU, m) {
@@ -360,4 +375,9 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("gather_", gear::Gather);
   m.impl("copy_rows_", gear::CopyRows);
   m.impl("plan_rows_", gear::PlanRows);
+  m.impl("assign_draws_", gear::AssignDraws);
+  m.impl("send_draws_", gear::SendDraws);
+  m.impl("take_draws_", gear::TakeDraws);
+  m.impl("pack_reports_", gear::PackReports);
+  m.impl("unpack_reports_", gear::UnpackReports);
 }

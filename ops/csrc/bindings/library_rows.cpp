@@ -123,8 +123,8 @@ void PlanRows(at::Tensor& pieces, at::Tensor& ends, at::Tensor& sizes, at::Tenso
               const std::optional<at::Tensor>& slots, int64_t first_row, int64_t first_slot) {
   CheckRecords(samples, "samples", kSampleWords);
   CheckRecords(pieces, "pieces", kPieceWords);
-  for (const at::Tensor* tensor : std::initializer_list<const at::Tensor*>{
-           &ends, &sizes, &lies, &room, &heads})
+  for (const at::Tensor* tensor :
+       std::initializer_list<const at::Tensor*>{&ends, &sizes, &lies, &room, &heads})
     CheckTensor(*tensor, "ends, sizes, lies, room and heads", at::kLong);
   if (slots) CheckRecords(*slots, "slots", kSlotWords);
   const cpu::RowLayout layout = LayoutOf(windows, members, columns);

@@ -97,6 +97,20 @@ PyMethodDef kMethods[] = {
         "plan_rows_",
         "plan_rows_(pieces, ends, sizes, lies, room, samples, windows, members, columns, heads, "
         "slots, first_row, first_slot) -> None"),
+    Method<gear::AssignDraws>(
+        "assign_draws_",
+        "assign_draws_(owner, own, points, found, coordinates, totals, index) -> None"),
+    Method<gear::SendDraws>("send_draws_",
+                            "send_draws_(samples, packed, ends, records, own, steps, goals, "
+                            "readers, need_of, offset, index, takes_own) -> None"),
+    Method<gear::TakeDraws>(
+        "take_draws_",
+        "take_draws_(ring, origins, samples, which, found, heard, records, own, steps, owner, "
+        "asked, need_of, first, offset, index, takes_own) -> None"),
+    Method<gear::PackReports>("pack_reports_",
+                              "pack_reports_(packed, ends, reports, latest) -> None"),
+    Method<gear::UnpackReports>("unpack_reports_",
+                                "unpack_reports_(reports, packed, latest) -> None"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -150,8 +150,7 @@ class Planner {
     std::vector<Span> merged;
     int64_t reach = -1;
     for (const Keyed& item : *ordered) {
-      const int64_t rows =
-          block == nullptr ? item.value : high_[item.value] - low_[item.value];
+      const int64_t rows = block == nullptr ? item.value : high_[item.value] - low_[item.value];
       if (item.key > reach || merged.empty()) {
         const int64_t trajectory = item.key / apart_, first = item.key % apart_;
         merged.push_back({trajectory, first, first});
@@ -203,9 +202,9 @@ class Planner {
   const RowSample* samples_;
   int64_t count_;
   RowLayout layout_;
-  int64_t apart_ = 2;                 // of the rows of neighbouring trajectories
-  std::vector<int64_t> low_, high_;   // of each sample's rows
-  std::vector<int64_t> trajectory_;   // of each sample
+  int64_t apart_ = 2;                   // of the rows of neighbouring trajectories
+  std::vector<int64_t> low_, high_;     // of each sample's rows
+  std::vector<int64_t> trajectory_;     // of each sample
   std::vector<int64_t> peers_, slots_;  // of each trajectory, ascending
   std::vector<std::vector<Keyed>> found_;
   std::vector<std::vector<Span>> spans_;  // of each group of windows
