@@ -143,7 +143,7 @@ class Carrier:
         sources = [_bytes_of(message) for message in messages]
         self._ops.copy_rows_(self._arrivals, sources, plan.pieces, plan.ends)
         base_row, base_slot = self._table.first_arrival
-        return np.add(plan.lies, np.array([base_row + first_row, base_slot + first_slot]))
+        return np.asarray(np.add(plan.lies, (base_row + first_row, base_slot + first_slot)))
 
 
 def _bytes_of(words: np.ndarray) -> torch.Tensor:

@@ -213,10 +213,10 @@ class Link:
         raise self._broken
 
 
-def message_of(words: np.ndarray) -> np.ndarray:
-    """Return words as `Link.begin` wants them. [n], int64 -> [1 + n], int64."""
-    message = np.empty(1 + len(words), np.int64)
-    message[1:] = words
+def message_of(words: np.ndarray, more: np.ndarray = NO_WORDS) -> np.ndarray:
+    """Return words, and more behind them, as `Link.begin` wants them. [n] and [m] -> [1 + n + m], int64."""
+    message = np.empty(1 + len(words) + len(more), np.int64)
+    message[1 : 1 + len(words)], message[1 + len(words) :] = words, more
     return message
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY
 from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.link import NO_WORDS, Link
+from deepspeed_gear.parallel.link import NO_WORDS, Link, message_of
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Selector
 from deepspeed_gear.selection.stream import Stream
@@ -53,15 +53,14 @@ class Meeting(Selector):
         """Say this node's record, with more words for each node behind it.
 
         Returns:
-            The words of each node behind its record.
+            The words of each node behind its record; gone when the next exchange ends.
         """
         words = self._record()
         words[KEY] = -1 if self._key is None else self._key
         words[STATUS], words[STOP] = (FINE if error is None else FAILED), stop
         behind = [NO_WORDS] * self._num_nodes if more is None else more
-        said = self.link.swap([np.concatenate([words, part.reshape(-1)]) for part in behind])
-        heard = np.stack([part[:HELLO_WORDS] for part in said])
-        self._records = heard
+        said = self.link.begin([message_of(words, part.reshape(-1)) for part in behind])()
+        heard = self._records = np.stack([part[:HELLO_WORDS] for part in said])
         self._note_waits(heard[:, WAITED_US])
         self.num_cuts += 1
         if heard[:, STOP].any():

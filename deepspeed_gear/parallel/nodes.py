@@ -53,6 +53,7 @@ class NodeSelector(Meeting):
         super().__init__(stream, link)
         self._routes, self._verify_every = routes, verify_every
         self._delivery = Delivery(stream, link, routes, carrier, goals)
+        self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest cut
         self._is_first = True
         self._cut: NodeCut | None = None
         self._heard: list[np.ndarray] = []  # reports from each node, packed
@@ -85,7 +86,10 @@ class NodeSelector(Meeting):
 
     def _new_cut(self, key: int, entry: int, count: int) -> NodeCut:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
-        wanted = self._routes.wanted(count, offset)
+        turn = count, offset % self._routes.data_world
+        if turn not in self._wanted:
+            self._wanted = {turn: self._routes.wanted(*turn)}
+        wanted = self._wanted[turn]
         verifies = self.spec.kind != "pass" and bool(self._verify_every) and key % self._verify_every == 0
         asked = np.arange(count) if verifies else wanted
         return NodeCut(key, entry, count, offset, wanted, verifies, asked, np.zeros_like(asked))
@@ -129,10 +133,8 @@ class NodeSelector(Meeting):
             self._due = masses.reports.due(key)
             entries = [rows for _, rows in self._due]
             reports = np.concatenate(entries) if entries else np.empty((0, REPORT_WORDS), np.int64)
-        packed, ends = (
-            np.empty((len(reports), wire.PACKED_REPORT_WORDS), np.int64),
-            np.empty(self._num_nodes, np.int64),
-        )
+        packed = np.empty((len(reports), wire.PACKED_REPORT_WORDS), np.int64)
+        ends = np.empty(self._num_nodes, np.int64)
         tensors = [torch.from_numpy(part) for part in (packed, ends, reports)]
         masses.ops.pack_reports_(*tensors, key - masses.rule.lag)
         return np.split(packed, ends[:-1])
@@ -162,15 +164,16 @@ class NodeSelector(Meeting):
         assert cut is not None
         count = len(coordinates)
         owner, mine, points = torch.empty(3, count, dtype=torch.int64).unbind()
-        found, totals = torch.zeros(1, dtype=torch.int64), torch.from_numpy(self._totals)
-        self.masses.ops.assign_draws_(owner, mine, points, found, coordinates, totals, self._index)
-        own, points = mine.numpy()[: int(found)], points[: int(found)]
+        found, totals = np.zeros(1, np.int64), torch.from_numpy(self._totals)
+        assign = self.masses.ops.assign_draws_
+        assign(owner, mine, points, torch.from_numpy(found), coordinates, totals, self._index)
+        own, points = mine.numpy()[: found[0]], points[: found[0]]
         records = torch.empty(len(own), RESOLUTION_WORDS, dtype=torch.int64)
         if len(own):
             with self._table.lock:
                 self.masses.resolve_numbered(records, points, own + first)
         cut.first = first - done
-        cut.own.append(own + done)
+        cut.own.append(own + done if done else own)
         cut.records.append(records)
         begin, end = np.searchsorted(cut.asked, [done, done + count])
         cut.owner[begin:end] = owner.numpy()[cut.asked[begin:end] - done]
@@ -218,8 +221,11 @@ class NodeSelector(Meeting):
         """Swap the resolutions and the rows of the cut."""
         cut = self._cut
         assert cut is not None
-        own = np.concatenate([np.empty(0, np.int64), *cut.own])
-        records = torch.cat([torch.empty(0, RESOLUTION_WORDS, dtype=torch.int64), *cut.records])
+        if len(cut.own) == 1:
+            own, records = cut.own[0], cut.records[0]
+        else:
+            own = np.concatenate([np.empty(0, np.int64), *cut.own])
+            records = torch.cat([torch.empty(0, RESOLUTION_WORDS, dtype=torch.int64), *cut.records])
         if self.stream.draws is not None and len(own):
             with self._table.lock:
                 self.stream.draws.count(records.numpy())
