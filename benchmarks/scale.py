@@ -29,7 +29,6 @@ from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.delivery import HEAD_WORDS, Delivery
 from deepspeed_gear.parallel.meeting import HELLO_WORDS
 from deepspeed_gear.parallel.nodes import NodeSelector
-from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.selection.masses import Masses
 
 NODES = [2**i for i in range(11)]
@@ -41,18 +40,13 @@ WARM = 2  # plans that are not timed
 CACHE_BYTES = 128 << 20  # more than the caches hold
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (NodeSelector, "begin", "begin: record, status"),
-    (Routes, "wanted", "wanted"),
     (NodeSelector, "resolve", "own samples, owners"),
     (Masses, "resolve_numbered", "resolve own samples: resolve_"),
     (NodeSelector, "finish", "own records together"),
-    (Delivery, "_receive", "what is received"),
-    (Delivery, "_put", "ring, origins"),
     (Delivery, "_pack", "messages"),
-    (Delivery, "_resolutions_in", "resolutions from nodes"),
-    (wire, "pack_resolutions", "pack resolutions"),
-    (wire, "unpack_resolutions", "unpack resolutions"),
-    (Routes, "destinations", "destinations"),
-    (Delivery, "_samples", "samples whose rows travel"),
+    (Delivery, "_sent", "resolutions by node"),
+    (Delivery, "_receive", "what is received"),
+    (Delivery, "_taken", "ring, origins, samples whose rows are received"),
 )
 Row = dict[str, Any]
 
@@ -60,7 +54,7 @@ Row = dict[str, Any]
 @contextlib.contextmanager
 def timed_parts(timers: Timers) -> Iterator[None]:
     """Time the parts of a plan, wherever they are called from."""
-    owners = [*PARTS, *((Wire, name, LINK) for name in ("swap", "begin"))]
+    owners = [*PARTS, (Wire, "begin", LINK)]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in owners]
     try:
         for owner, name, part in owners:

@@ -93,12 +93,8 @@ class Link:
 
     def gather_ragged(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the rows of every node. [n, words], int64 -> [n_s, words] each."""
-        found = self.swap([rows.reshape(-1)] * self.count)
-        return [words.reshape(-1, rows.shape[1]) for words in found]
-
-    def swap(self, words: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Send each node some words; return those from each, copied. [n_s] for each node, int64."""
-        return [found.copy() for found in self.begin([message_of(part) for part in words])()]
+        found = self.begin([message_of(rows.reshape(-1))] * self.count)()
+        return [words.copy().reshape(-1, rows.shape[1]) for words in found]
 
     def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
         """Begin to send each node a message; return what waits for those from each.
