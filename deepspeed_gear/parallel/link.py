@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,6 +23,15 @@ FIRST_ROOM = 1024  # words that a message has room for before any has come
 _LEAST_WAIT_S = 1e-3
 NO_WORDS = np.empty(0, np.int64)
 _tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, each with a tag
+
+
+class _Failed(NamedTuple):
+    """A receive that could not begin: its node may have said all that it had to say."""
+
+    error: RuntimeError
+
+    def wait(self, timeout: timedelta) -> NoReturn:
+        raise self.error
 
 
 class Link:
@@ -162,11 +171,12 @@ class Link:
         return room[1:size]
 
     def _make_room(self, node: int, words: np.ndarray) -> Any:
+        """Receive into words; return what waits for it, and says then if the node has ended already."""
         try:
             group = self._down if node > self.index else self._up
             return group.recv([torch.from_numpy(words)], self._members[node], self._tag)
         except RuntimeError as error:
-            self._fail(error, node)
+            return _Failed(error)
 
     def _wait(self, node: int, work: Any, until: float) -> None:
         try:
