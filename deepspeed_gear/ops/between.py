@@ -182,7 +182,7 @@ def pack_reports(
 
 
 def unpack_reports(packed: Tensor, latest: int, *, ops: Ops | None = None) -> Tensor:
-    """Unpack reports of a store: by id with slot -1, and the id in place of the generation.
+    """Unpack reports of a store: where a slot is not known, as -1 and with the id in place of the generation.
 
     Args:
         packed: [n, 3], int64.

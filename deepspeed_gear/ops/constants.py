@@ -17,6 +17,7 @@ REPORT_BATCH, REPORT_NUMBER = UPDATE_WORDS, UPDATE_WORDS + 1
 # cpu/ops.h: what travels between nodes.
 BY_ID = 1 << 62  # number of a report by id: behind every sample number
 SHARD_BITS = 32  # where several nodes hold a table, the slot of a report has its shard above these
+ANY_SLOT = (1 << SHARD_BITS) - 1  # in place of the slot in a report by id that only its shard knows
 UNKNOWN = -1  # id of a sample that a node knows nothing of
 
 # cpu/ops.h: what updates of priorities did.

@@ -76,7 +76,7 @@ class Delivery:
     """
 
     def __init__(self, stream: Stream, link: Link, routes: Routes, carrier: Carrier, goals: Goals) -> None:
-        self._stream, self._link, self._routes, self._carrier = stream, link, routes, carrier
+        self._stream, self._link, self._carrier = stream, link, carrier
         self._goals, self._index, self._num_nodes = goals, routes.index, routes.num_nodes
         self._ops, self._draws_goals = stream.ops, any(need.goals for need in routes.needs)
         self._readers, self._need_of = (torch.from_numpy(part) for part in (routes.readers, routes.need_of))

@@ -10,7 +10,6 @@ from deepspeed_gear.errors import GearError
 
 MOST = (1 << 62) - 1  # no mass is greater
 PACKED_REPORT_WORDS = 3
-ANY_SLOT = (1 << 32) - 1  # in place of the slot in a report by id
 
 
 def text_of(error: Exception) -> str:

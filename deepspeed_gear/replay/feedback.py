@@ -10,8 +10,7 @@ import torch
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.errors import DataError, ShapeError
-from deepspeed_gear.ops.constants import BY_ID, R_ID, SHARD_BITS
-from deepspeed_gear.parallel import wire
+from deepspeed_gear.ops.constants import ANY_SLOT, BY_ID, R_ID, SHARD_BITS
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.reports import check_priorities
 from deepspeed_gear.store.split import split_of
@@ -174,7 +173,7 @@ def _over_nodes(
     found = updates.copy()
     found[:, 0] = own << SHARD_BITS | updates[:, 0]
     elsewhere = (shards >= 0) & (shards != own)
-    found[elsewhere, 0] = shards[elsewhere] << SHARD_BITS | wire.ANY_SLOT
+    found[elsewhere, 0] = shards[elsewhere] << SHARD_BITS | ANY_SLOT
     found[elsewhere, 1] = ids[elsewhere]
     return found, known | elsewhere
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import (
+    ANY_SLOT,
     HIGHEST_PRIORITY,
     R_ID,
     R_SLOT,
@@ -24,7 +25,6 @@ from deepspeed_gear.ops.constants import (
     UNKNOWN,
 )
 from deepspeed_gear.parallel.plan import shards_of
-from deepspeed_gear.parallel.wire import ANY_SLOT
 from deepspeed_gear.selection.cut import COUNT, KEY
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, STATE
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops, functional, load_backend
 from deepspeed_gear.ops.constants import (
+    ANY_SLOT,
     BY_ID,
     R_FIRST_ROW,
     R_ID,
@@ -30,7 +31,6 @@ from deepspeed_gear.ops.constants import (
     U_SLOT,
     UNKNOWN,
 )
-from deepspeed_gear.parallel.wire import ANY_SLOT
 from deepspeed_gear.selection.reports import NEVER
 
 MOST_32, MOST_BACK = (1 << 32) - 1, (1 << 16) - 1
@@ -131,13 +131,13 @@ def reports(draw: st.DrawFn) -> tuple[Tensor, int]:
     latest = draw(st.integers(0, 1 << 40) | st.integers(0, 3))
     found = torch.zeros(draw(st.integers(0, 5)), 6, dtype=torch.int64)
     for row in found:
-        by_id = draw(st.booleans())
-        slot = ANY_SLOT if by_id else draw(st.integers(0, ANY_SLOT - 1))
+        by_id, is_known = draw(st.booleans()), draw(st.booleans())
+        slot = draw(st.integers(0, ANY_SLOT - 1)) if is_known or not by_id else ANY_SLOT
         row[U_SLOT] = draw(st.integers(0, 3)) << SHARD_BITS | slot
-        row[U_GENERATION] = draw(words_62 if by_id else words_32)
+        row[U_GENERATION] = draw(words_62 if slot == ANY_SLOT else words_32)
         row[U_ANCHOR], row[U_PRIORITY] = draw(words_32), draw(words_32)
         row[REPORT_BATCH] = latest - draw(st.integers(0, MOST_BACK - 1) | st.sampled_from([MOST_BACK - 1]))
-        row[REPORT_NUMBER] = BY_ID if by_id else draw(st.integers(0, (1 << 48) - 2))
+        row[REPORT_NUMBER] = BY_ID if by_id else draw(st.integers(0, (1 << 48) - 3))
     return found, latest
 
 
@@ -150,7 +150,7 @@ def test_reports(drawn: tuple[Tensor, int]) -> None:
         shard = made[:, U_SLOT] >> SHARD_BITS
         expected = made[torch.argsort(shard, stable=True)]
         expected[:, U_SLOT] &= ANY_SLOT
-        expected[expected[:, REPORT_NUMBER] == BY_ID, U_SLOT] = -1
+        expected[expected[:, U_SLOT] == ANY_SLOT, U_SLOT] = -1
         assert torch.equal(found, expected), "by shard, in their order"
         assert ends.tolist() == [int((shard <= index).sum()) for index in range(4)]
 

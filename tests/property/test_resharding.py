@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import (
+    ANY_SLOT,
     APPLIED,
     BY_ID,
     HIGHEST_PRIORITY,
@@ -26,7 +27,6 @@ from deepspeed_gear.ops.constants import (
     U_SLOT,
     UNKNOWN,
 )
-from deepspeed_gear.parallel import wire
 from deepspeed_gear.replay import resharding
 from deepspeed_gear.replay.resharding import Division, Saved
 from deepspeed_gear.selection.cut import COUNT, HEAD_WORDS, KEY
@@ -195,17 +195,17 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
         content["log"] = np.zeros((len(words), REPORT_WORDS), np.int64)
         for entry, (index, slot, generation) in zip(content["log"], words, strict=True):
             entry[U_SLOT], entry[U_GENERATION] = index << SHARD_BITS | slot, generation
-            entry[REPORT_NUMBER] = BY_ID if slot == wire.ANY_SLOT else slot
+            entry[REPORT_NUMBER] = BY_ID if slot == ANY_SLOT else slot
         return Saved(records, np.array(numbers), 5, {"train": content})
 
-    first = shard([0, 2], [3, 7], [(1, 9, 1), (1, wire.ANY_SLOT, 5), (1, 2, 1), (0, 7, 4)])
+    first = shard([0, 2], [3, 7], [(1, 9, 1), (1, ANY_SLOT, 5), (1, 2, 1), (0, 7, 4)])
     whole = resharding.merge([first, shard([1, 3, 5], [0, 8, 9], [])])
     log = whole.streams["train"]["log"]
     assert log[:, [U_SLOT, U_GENERATION]].tolist() == [[1, 4], [4, 1], [-1, 5]]
     division = Division.of(np.array([0, 0, 0, 0, 1]))
     parts = [resharding.part_of(whole, "train", division, index, None)["log"] for index in range(2)]
-    assert (parts[0][:, U_SLOT] & wire.ANY_SLOT).tolist() == [1]
-    assert (parts[1][:, U_SLOT] & wire.ANY_SLOT).tolist() == [0, wire.ANY_SLOT]
+    assert (parts[0][:, U_SLOT] & ANY_SLOT).tolist() == [1]
+    assert (parts[1][:, U_SLOT] & ANY_SLOT).tolist() == [0, ANY_SLOT]
     assert whole.positions_of(np.array([5, 4, 2, -1])).tolist() == [4, -1, 1, -1]
     assert whole.positions_of(empty).tolist() == []
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..constants import (
+    ANY_SLOT,
     BY_ID,
     R_ANCHOR,
     R_GENERATION,
@@ -35,7 +36,8 @@ from ..constants import (
 
 _LOW = (1 << SHARD_BITS) - 1
 _NUMBER_BITS, _MOST_BACK = 48, (1 << 16) - 1
-_MOST_NUMBER = (1 << _NUMBER_BITS) - 1  # stands for BY_ID
+_MOST_NUMBER = (1 << _NUMBER_BITS) - 1
+_UNKNOWN_BY_ID, _KNOWN_BY_ID = _MOST_NUMBER, _MOST_NUMBER - 1  # stand for BY_ID
 
 
 def assign_draws_(
@@ -202,8 +204,8 @@ def _unpack(words: Tensor, number: int) -> Tensor:
 def pack_reports_(packed: Tensor, ends: Tensor, reports: Tensor, latest: int) -> None:
     """Pack reports by shard.
 
-    A report by id carries the id, since its slot is known to the store alone. Batches that lie further back
-    than 65,534 are not told apart.
+    A report by id carries the id where the slot is known to another store alone: `ANY_SLOT`. Batches that lie
+    further back than 65,534 are not told apart.
 
     Args:
         packed: Gets the reports of each shard, as they stand. [n, 3], int64.
@@ -214,11 +216,13 @@ def pack_reports_(packed: Tensor, ends: Tensor, reports: Tensor, latest: int) ->
     shard = reports[:, U_SLOT] >> SHARD_BITS
     ordered = reports[torch.argsort(shard, stable=True)]
     by_id = ordered[:, REPORT_NUMBER] == BY_ID
+    is_unknown = by_id & ((ordered[:, U_SLOT] & _LOW) == ANY_SLOT)
     handle = _join(ordered[:, U_GENERATION], ordered[:, U_SLOT])
-    packed[:, 0] = torch.where(by_id, ordered[:, U_GENERATION], handle)
+    packed[:, 0] = torch.where(is_unknown, ordered[:, U_GENERATION], handle)
     packed[:, 1] = _join(ordered[:, U_PRIORITY], ordered[:, U_ANCHOR])
     back = (latest - ordered[:, REPORT_BATCH]).clamp(0, _MOST_BACK)
-    number = torch.where(by_id, _MOST_NUMBER, ordered[:, REPORT_NUMBER] & _MOST_NUMBER)
+    last = torch.where(is_unknown, _UNKNOWN_BY_ID, _KNOWN_BY_ID)
+    number = torch.where(by_id, last, ordered[:, REPORT_NUMBER] & _MOST_NUMBER)
     packed[:, 2] = back << _NUMBER_BITS | number
     ends.copy_(torch.bincount(shard, minlength=len(ends)).cumsum(0))
 
@@ -227,16 +231,16 @@ def unpack_reports_(reports: Tensor, packed: Tensor, latest: int) -> None:
     """Unpack reports.
 
     Args:
-        reports: Gets what `pack_reports_` was given, with the slots of the store; by id: slot -1, the id in
-            place of the generation. [n, 6], int64.
+        reports: Gets what `pack_reports_` was given, with the slots of the store; where one is not known -1,
+            and the id in place of the generation. [n, 6], int64.
         packed: [n, 3], int64.
         latest: As `pack_reports_`.
     """
     number = packed[:, 2] & _MOST_NUMBER
-    by_id = number == _MOST_NUMBER
+    is_unknown = number == _UNKNOWN_BY_ID
     generation, slot = _split(packed[:, 0])
-    reports[:, U_SLOT] = torch.where(by_id, -1, slot)
-    reports[:, U_GENERATION] = torch.where(by_id, packed[:, 0], generation)
+    reports[:, U_SLOT] = torch.where(is_unknown, -1, slot)
+    reports[:, U_GENERATION] = torch.where(is_unknown, packed[:, 0], generation)
     reports[:, U_PRIORITY], reports[:, U_ANCHOR] = _split(packed[:, 1])
     reports[:, REPORT_BATCH] = latest - (packed[:, 2] >> _NUMBER_BITS & _MOST_BACK)
-    reports[:, REPORT_NUMBER] = torch.where(by_id, BY_ID, number)
+    reports[:, REPORT_NUMBER] = torch.where(number >= _KNOWN_BY_ID, BY_ID, number)

@@ -126,13 +126,14 @@ void PackReports(const Report* reports, int64_t count, int64_t latest, int64_t n
   Begin(&place);
   for (int64_t i = 0; i < count; ++i) {
     const Report& r = reports[i];
-    const bool by_id = r.number == kById;
+    const bool by_id = r.number == kById, is_unknown = by_id && Low(r.update.slot) == kAnySlot;
     // The oldest batch is beyond what a difference of two can be.
     const int64_t least = latest - kMostBack;
     const int64_t back = r.batch >= latest ? 0 : r.batch <= least ? kMostBack : latest - r.batch;
-    const int64_t number = by_id ? kMostNumber : r.number & kMostNumber;
+    const int64_t last = is_unknown ? kUnknownById : kKnownById;
+    const int64_t number = by_id ? last : r.number & kMostNumber;
     packed[place[r.update.slot >> 32]++] = {
-        by_id ? r.update.generation : Join(r.update.generation, r.update.slot),
+        is_unknown ? r.update.generation : Join(r.update.generation, r.update.slot),
         Join(static_cast<int64_t>(r.update.priority), r.update.anchor),
         static_cast<int64_t>(static_cast<uint64_t>(back) << kNumberBits |
                              static_cast<uint64_t>(number))};
@@ -144,13 +145,13 @@ void UnpackReports(const PackedReport* packed, int64_t count, int64_t latest, Re
   for (int64_t i = 0; i < count; ++i) {
     const PackedReport& p = packed[i];
     const int64_t number = p.order & kMostNumber;
-    const bool by_id = number == kMostNumber;
+    const bool is_unknown = number == kUnknownById;
     const int64_t back =
         static_cast<int64_t>(static_cast<uint64_t>(p.order) >> kNumberBits) & kMostBack;
-    reports[i] = {{by_id ? -1 : Low(p.handle), by_id ? p.handle : High(p.handle), Low(p.value),
-                   static_cast<uint64_t>(High(p.value))},
+    reports[i] = {{is_unknown ? -1 : Low(p.handle), is_unknown ? p.handle : High(p.handle),
+                   Low(p.value), static_cast<uint64_t>(High(p.value))},
                   latest - back,
-                  by_id ? kById : number};
+                  number >= kKnownById ? kById : number};
   }
 }
 

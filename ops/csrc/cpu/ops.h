@@ -212,14 +212,16 @@ int64_t PutDraws(const Resolution* records, const int64_t* own, int64_t count,
 
 // A report on its way to the node that holds its item.
 struct PackedReport {
-  int64_t handle;  // generation << 32 | slot, or the id
+  int64_t handle;  // generation << 32 | slot, or the id where the reporter does not know the slot
   int64_t value;   // priority << 32 | anchor
-  int64_t order;   // batches before the latest << 48 | sample number, all ones for one by id
+  int64_t order;   // batches before the latest << 48 | sample number, or one of the last two by id
 };
 static_assert(sizeof(PackedReport) == 24, "a packed report is a row of 3 int64");
 
 inline constexpr int64_t kNumberBits = 48;
 inline constexpr int64_t kMostNumber = (int64_t{1} << kNumberBits) - 1;
+inline constexpr int64_t kUnknownById = kMostNumber, kKnownById = kMostNumber - 1;
+inline constexpr int64_t kAnySlot = (int64_t{1} << 32) - 1;  // in place of a slot that is not known
 inline constexpr int64_t kMostBack = (1 << 16) - 1;
 inline constexpr int64_t kById = int64_t{1} << 62;  // the number of a report by id
 
@@ -227,7 +229,8 @@ inline constexpr int64_t kById = int64_t{1} << 62;  // the number of a report by
 void PackReports(const Report* reports, int64_t count, int64_t latest, int64_t num_shards,
                  PackedReport* packed, int64_t* ends);
 
-// The inverse, but for the shard; by id: slot -1, the id in place of the generation.
+// The inverse, but for the shard; where the slot is not known: -1, the id in place of the
+// generation.
 void UnpackReports(const PackedReport* packed, int64_t count, int64_t latest, Report* reports);
 
 // How one field is collected from one column.
