@@ -55,10 +55,19 @@ SECTION: dict[str, Any] = {
 }
 
 
+def mix(key: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Return a checksum of each row. [...], int64, each."""
+    key, step, steps = (words.astype(np.uint64) for words in (key, step, steps))
+    words = (
+        key * np.uint64(0x9E3779B97F4A7C15) ^ step * np.uint64(0x2545F4914F6CDD1D) ^ steps << np.uint64(50)
+    )
+    return np.asarray((words >> np.uint64(1)).astype(np.int64))
+
+
 def rows(key: int, steps: int) -> dict[str, np.ndarray]:
     """Return a trajectory whose rows say which they are."""
     step = np.arange(steps + 1)
-    mixed = (key * 0x9E3779B97F4A7C1 + step * 0x2545F4914F6CDD1D + steps) & 0x7FFFFFFFFFFFFFFF
+    mixed = mix(np.full(steps + 1, key), step, np.full(steps + 1, steps))
     mark = np.stack([np.full(steps + 1, key), step, np.full(steps + 1, steps), mixed], axis=1)
     return {"mark": mark, "again": mark[:-1].copy(), "key": np.int64(key)}
 
@@ -70,7 +79,7 @@ def wrong(batch: Any) -> int:
     for name in ("mark", "again"):
         found, real = batch[name].numpy(), batch.mask[name].numpy()
         step, steps = found[..., 1], found[..., 2]
-        mixed = (key * 0x9E3779B97F4A7C1 + step * 0x2545F4914F6CDD1D + steps) & 0x7FFFFFFFFFFFFFFF
+        mixed = mix(np.broadcast_to(key, step.shape), step, steps)
         good = (found[..., 0] == key) & (found[..., 3] == mixed) & (steps == steps[:, -1:])
         good &= step - step[:, -1:] == np.arange(1 - WINDOW, 1)
         bad |= (real & ~good).any(1)
@@ -128,6 +137,7 @@ def host(kill: bool) -> None:
     children: dict[int, float] = {}
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    TrajectoryWriter.attach(SECTION, wait_s=60).close()  # so that children have everything loaded
     count = 0
     while not stop:
         while len(children) < WRITERS:
@@ -137,8 +147,9 @@ def host(kill: bool) -> None:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 try:
                     write(count + os.getpid() * 1000)
-                finally:
-                    os._exit(1)
+                except Exception as error:  # the run has ended
+                    print(f"a writer has ended: {error}", file=sys.stderr)
+                os._exit(1)
             children[child] = time.monotonic() + 0.1 * (1 + count % WRITERS / WRITERS)
         time.sleep(0.02)
         for child, until in list(children.items()):
