@@ -138,7 +138,7 @@ def messages(run: Nodes, quick: bool) -> Rows:
 def growth(run: Nodes, quick: bool) -> Rows:
     """Compare batches on 1, 2 and 4 nodes with what the plan of benchmarks/scale.py predicts for them.
 
-    A batch's time is its plan's, three exchanges of a few bytes, and the node's bytes at the speed of large
+    A batch's time is its plan's, two exchanges of a few bytes, and the node's bytes at the speed of large
     messages, both as measured between as many nodes.
     """
     rows: Rows = []
@@ -150,7 +150,7 @@ def growth(run: Nodes, quick: bool) -> Rows:
         if count > 1:
             kind = "all_to_all_single"
             small, large = (run.run(f"{WORK}:messages", size, 5, count=count) for size in (96, MIB))
-            waits = 3e3 * slowest(small, kind)
+            waits = 2e3 * slowest(small, kind)
             carried = 1e3 * slowest(large, kind) * planned["node_bytes"] / ((count - 1) * MIB)
         sample_ms = float(np.mean([rank["sample_ms"] for rank in found]))
         sent = float(np.mean([rank["sent"] for rank in found]))

@@ -26,33 +26,27 @@ from support.planning import ROW_BYTES, WINDOW, Batch, Node, Wire, routes_at
 from support.report import Disturbance, document, print_table, write_json
 
 from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.delivery import Delivery
+from deepspeed_gear.parallel.delivery import HEAD_WORDS, Delivery
 from deepspeed_gear.parallel.meeting import HELLO_WORDS
 from deepspeed_gear.parallel.nodes import NodeSelector
-from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.selection.masses import Masses
 
 NODES = [2**i for i in range(11)]
 MOST_WHOLE = 8  # up to so many nodes, every node's plan is made, to compare its bytes with those counted
 BOUND_MS = 50.0
-EXCHANGES = 3  # what each node says first, resolutions, rows
+EXCHANGES = 2  # what each node says first; resolutions and rows
 REST, LINK = "rest", "link (stand-in)"
 WARM = 2  # plans that are not timed
 CACHE_BYTES = 128 << 20  # more than the caches hold
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (NodeSelector, "begin", "begin: record, status"),
-    (Routes, "wanted", "wanted"),
     (NodeSelector, "resolve", "own samples, owners"),
     (Masses, "resolve_numbered", "resolve own samples: resolve_"),
     (NodeSelector, "finish", "own records together"),
-    (Delivery, "_receive", "ring, origins"),
-    (Delivery, "_send_resolutions", "resolutions by node"),
-    (Delivery, "_receive_resolutions", "resolutions from nodes"),
-    (wire, "pack_resolutions", "pack resolutions"),
-    (wire, "unpack_resolutions", "unpack resolutions"),
-    (Routes, "destinations", "destinations"),
-    (Delivery, "_pack_rows", "samples whose rows are sent"),
-    (Delivery, "_swap_rows", "samples whose rows are received"),
+    (Delivery, "_pack", "messages"),
+    (Delivery, "_sent", "resolutions by node"),
+    (Delivery, "_receive", "what is received"),
+    (Delivery, "_taken", "ring, origins, samples whose rows are received"),
 )
 Row = dict[str, Any]
 
@@ -60,7 +54,7 @@ Row = dict[str, Any]
 @contextlib.contextmanager
 def timed_parts(timers: Timers) -> Iterator[None]:
     """Time the parts of a plan, wherever they are called from."""
-    owners = [*PARTS, *((Wire, name, LINK) for name in ("swap_equal", "begin_words"))]
+    owners = [*PARTS, (Wire, "begin", LINK)]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in owners]
     try:
         for owner, name, part in owners:
@@ -78,7 +72,7 @@ def counted(batch: Batch, num_nodes: int, ranks: int) -> np.ndarray:
     size = 8 * wire.resolution_words(False) + rows * sum(ROW_BYTES.values())
     pair = batch.owner * num_nodes + reader
     found = np.bincount(pair, size, num_nodes**2).reshape(num_nodes, num_nodes).astype(np.int64)
-    found += 8 * (HELLO_WORDS + wire.resolution_words(False))  # what a node says first, and of its draws
+    found += 8 * (1 + HELLO_WORDS + HEAD_WORDS)  # what a node says first, and of its draws
     np.fill_diagonal(found, 0)
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ DTYPE_CODES: dict[str, int] = {name: code for code, name in enumerate(DTYPES)}
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 ROLES = ("observation", "action", "reward", "terminated", "truncated", "return", "length", "other")
 Rows = Literal["T", "T+1", "1"]
+MOST_LATE = 62  # late columns: a bit each
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Column:
         shape: Shape of one row, without the time axis.
         role: What it means to derived fields, one of `ROLES`.
         rows: Rows per trajectory of T transitions: "T", "T+1" (observations) or "1" (one value).
+        late: Whether it may be written after the trajectory was added, once.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Column:
     shape: tuple[int, ...] = ()
     role: str = "other"
     rows: Rows = "T"
+    late: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
@@ -63,6 +66,8 @@ class Column:
             raise SchemaError(f"column {self.name}: role", f"must be one of {', '.join(ROLES)}", self.role)
         if self.rows not in ("T", "T+1", "1"):
             raise SchemaError(f"column {self.name}: rows", "must be 'T', 'T+1' or '1'", self.rows)
+        if self.late and self.role in ("reward", "terminated", "truncated"):
+            raise SchemaError(f"column {self.name}", f"must not be late with the role {self.role}")
         if any(n < 1 for n in self.shape):
             raise SchemaError(f"column {self.name}: shape", "must have positive sizes", self.shape)
 
@@ -98,6 +103,8 @@ class Schema:
             raise SchemaError("schema", "must have at least one column")
         if len(self._by_name) != len(self.columns):
             raise SchemaError("schema", "must have unique column names", [c.name for c in self.columns])
+        if len(self.late_columns) > MOST_LATE:
+            raise SchemaError("schema", f"must have at most {MOST_LATE} late columns")
         if not self.step_columns:
             raise SchemaError("schema", "must have at least one column with a row per step")
         for role in ("reward", "terminated", "truncated"):
@@ -120,6 +127,15 @@ class Schema:
     @property
     def trajectory_columns(self) -> tuple[Column, ...]:
         return tuple(c for c in self.columns if c.rows == "1")
+
+    @property
+    def late_columns(self) -> tuple[Column, ...]:
+        return tuple(c for c in self.columns if c.late)
+
+    def late_bits(self, names: Iterable[str]) -> int:
+        """Return the bits that say of some late columns that they have been written; others are left out."""
+        wanted = set(names)
+        return sum(1 << index for index, c in enumerate(self.late_columns) if c.name in wanted)
 
     @property
     def has_final_row(self) -> bool:
@@ -162,7 +178,7 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able description; `from_json` reverses it."""
-        return {"columns": [{**asdict(c), "shape": list(c.shape)} for c in self.columns]}
+        return {"columns": [_entry_of(column) for column in self.columns]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schema:
@@ -190,3 +206,11 @@ class Schema:
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON, hex."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def _entry_of(column: Column) -> dict[str, Any]:
+    """Return a column as JSON; what most have not is left out, so that old fingerprints stay."""
+    entry = {**asdict(column), "shape": list(column.shape)}
+    if not column.late:
+        del entry["late"]
+    return entry

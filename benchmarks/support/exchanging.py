@@ -61,7 +61,7 @@ class Shared:
 
     def watch(self) -> Watch:
         """Measure the exchange of rows from now on."""
-        return Watch(self._selector._delivery._carrier, self._selector.stream)
+        return Watch(self._selector._delivery._carrier, self._selector.stream, self.link)
 
 
 class Watch:
@@ -70,43 +70,49 @@ class Watch:
     Args:
         carrier: Whose rows they are: planned, packed, sent, received, copied to where they lie.
         stream: Whose cuts they are.
+        link: Carries them, behind the resolutions of their samples.
     """
 
-    def __init__(self, carrier: Any, stream: Any) -> None:
-        self.carry_s = self.cut_s = self.swap_s = self._pack_s = 0.0
+    def __init__(self, carrier: Any, stream: Any, link: Any) -> None:
+        self.carry_s = self.cut_s = self.swap_s = 0.0
         self.sizes: list[int] = []
         self.expected: list[int] = []
-        pack, carry, cut, link = carrier.pack, carrier.carry, stream._cut, carrier._link
+        spent = {"pack": 0.0, "unpack": 0.0, "_cut": 0.0}
+
+        def timed(owner: Any, name: str) -> None:
+            work = getattr(owner, name)
+
+            def run(*arguments: Any) -> Any:
+                begin = time.perf_counter()
+                found = work(*arguments)
+                spent[name] = time.perf_counter() - begin
+                self.carry_s = spent["pack"] + self.swap_s + spent["unpack"]
+                self.cut_s = spent["_cut"]
+                return found
+
+            setattr(owner, name, run)
+
         begin_exchange = link.begin
 
-        def timed_begin(sent: Any, sizes: Sequence[int], received: Any, expected: Sequence[int]) -> Any:
+        def timed_begin(messages: Sequence[np.ndarray]) -> Any:
             begin = time.perf_counter()
-            wait = begin_exchange(sent, sizes, received, expected)
-            self.sizes, self.expected = list(sizes), list(expected)
+            wait = begin_exchange(messages)
+            begun_s = time.perf_counter() - begin
+            self.sizes = [0 if node == link.index else part.nbytes for node, part in enumerate(messages)]
 
-            def timed_wait() -> None:
-                wait()
-                self.swap_s = time.perf_counter() - begin
+            def timed_wait() -> list[np.ndarray]:
+                begin = time.perf_counter()
+                found = wait()
+                self.swap_s = begun_s + time.perf_counter() - begin
+                sizes = [8 + part.nbytes for part in found]
+                self.expected = [0 if node == link.index else size for node, size in enumerate(sizes)]
+                return found
 
             return timed_wait
 
-        def timed_pack(*arguments: Any) -> None:
-            begin = time.perf_counter()
-            pack(*arguments)
-            self._pack_s = time.perf_counter() - begin
-
-        def timed_carry(*arguments: Any) -> Any:
-            begin = time.perf_counter()
-            found = carry(*arguments)
-            self.carry_s = self._pack_s + time.perf_counter() - begin
-            return found
-
-        def timed_cut(*arguments: Any) -> None:
-            begin = time.perf_counter()
-            cut(*arguments)
-            self.cut_s = time.perf_counter() - begin
-
-        carrier.pack, carrier.carry, stream._cut, link.begin = timed_pack, timed_carry, timed_cut, timed_begin
+        for owner, name in ((carrier, "pack"), (carrier, "unpack"), (stream, "_cut")):
+            timed(owner, name)
+        link.begin = timed_begin
 
 
 # ---- bare exchanges ------------------------------------------------------------------------------
@@ -311,15 +317,16 @@ def _times_of_cuts(shared: Shared) -> dict[str, list[float]]:
     begin_exchange, cut = link.begin, stream._cut
     spent = [0.0]
 
-    def timed_begin(*arguments: Any) -> Callable[[], None]:
+    def timed_begin(*arguments: Any) -> Callable[[], list[np.ndarray]]:
         begin = time.perf_counter()
         wait = begin_exchange(*arguments)
         spent[0] += time.perf_counter() - begin
 
-        def timed_wait() -> None:
+        def timed_wait() -> list[np.ndarray]:
             begin = time.perf_counter()
-            wait()
+            found: list[np.ndarray] = wait()
             spent[0] += time.perf_counter() - begin
+            return found
 
         return timed_wait
 

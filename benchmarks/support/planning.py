@@ -17,13 +17,13 @@ from fixed_cost import Timers
 
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.ops import functional, load_backend
-from deepspeed_gear.ops.constants import FAN_OUT, R_ANCHOR, R_ID, R_NUM_STEPS, R_SLOT
-from deepspeed_gear.parallel import wire
+from deepspeed_gear.ops.constants import FAN_OUT, R_ANCHOR, R_ID, R_NUM_STEPS, R_SLOT, SLOT_WORDS
+from deepspeed_gear.parallel.delivery import HEAD_WORDS
 from deepspeed_gear.parallel.meeting import HELLO_WORDS, TOTAL
 from deepspeed_gear.parallel.nodes import NodeSelector
 from deepspeed_gear.parallel.plan import grid
 from deepspeed_gear.parallel.routes import Routes, routes_of
-from deepspeed_gear.parallel.rows import Samples, messages, plan_rows
+from deepspeed_gear.parallel.rows import RowPlanner, layout_of
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.selection.anchors import AnchorRule
@@ -68,18 +68,18 @@ class Wire:
         self.index, self.count, self.last_wait_s, self.left = index, count, 0.0, False
         self.sent = np.zeros(count, np.int64)
         self.heard: list[np.ndarray] = []
+        self._begins_cut = False
 
-    def swap_equal(self, words: np.ndarray) -> np.ndarray:
-        assert words.shape == (self.count, HELLO_WORDS)
-        words = words.copy()
-        words[:, TOTAL] = TRAJECTORIES * STEPS
-        self.sent += 8 * HELLO_WORDS
-        return words
-
-    def begin_words(self, rows: Sequence[np.ndarray], counts: np.ndarray) -> Callable[[], list[np.ndarray]]:
-        assert [len(part) for part in self.heard] == counts.tolist()
-        self.sent += [part.nbytes for part in rows]
-        return lambda: self.heard
+    def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
+        """Answer the record, and then what follows it."""
+        self.sent += [part.nbytes for part in messages]
+        self._begins_cut = not self._begins_cut
+        if not self._begins_cut:
+            return lambda: self.heard
+        said = messages[0][1:].copy()
+        assert said.shape == (HELLO_WORDS,)
+        said[TOTAL] = TRAJECTORIES * STEPS
+        return lambda: [said] * self.count
 
     def abandon(self, error: Exception) -> None:
         """No other node waits."""
@@ -88,26 +88,30 @@ class Wire:
 class Planner:
     """Stands in for a Carrier: plans the rows and copies none."""
 
-    takes_own = False
+    takes_own = has_steps = False
 
     def __init__(self, routes: Routes, timers: Timers) -> None:
-        self._needs, self._count = routes.needs, routes.num_nodes
-        self._plan = timers.wrap("plan_rows, twice", plan_rows)
-        self._messages = timers.wrap("messages, twice", messages)
+        self._count = routes.num_nodes
+        planner = RowPlanner(load_backend(), layout_of(routes.needs, ROW_BYTES), routes.num_nodes)
+        self._plan = timers.wrap("plan_rows, twice", planner.plan)
+        self._slots = torch.zeros(TRAJECTORIES, SLOT_WORDS, dtype=torch.int64)
         self.sent, self.received = np.zeros((2, self._count), np.int64)
 
     def steps_of(self, records: torch.Tensor) -> None:
         """No window follows n-step steps."""
 
-    def pack(self, outgoing: Samples) -> None:
-        """Plan and count what would be sent."""
-        self.sent += self._messages(self._plan(outgoing, self._needs), ROW_BYTES, self._count)[1]
+    def pack(self, outgoing: np.ndarray, heads: np.ndarray) -> list[np.ndarray]:
+        """Plan and count what would be sent; return messages of heads alone."""
+        self.sent += self._plan(outgoing, heads, self._slots).sizes
+        return [np.empty(head // 8, np.int64) for head in heads.tolist()]
 
-    def carry(self, entry: int, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
+    def unpack(
+        self, entry: int, incoming: np.ndarray, heads: np.ndarray, messages: Sequence[np.ndarray]
+    ) -> np.ndarray:
         """Plan and count what would be received; return where it would lie."""
-        plan = self._plan(incoming, self._needs)
-        self.received += self._messages(plan, ROW_BYTES, self._count)[1]
-        return plan.shift, plan.trajectory
+        plan = self._plan(incoming, heads, None)
+        self.received += plan.sizes
+        return plan.lies
 
 
 class Batch(NamedTuple):
@@ -147,6 +151,7 @@ class Node:
             origins=torch.empty(1, batch, dtype=torch.int64),
             draws=None,
             notice=None,
+            ops=load_backend(),
             stopped=False,
         )
         link: Any = self.link
@@ -164,11 +169,12 @@ class Node:
         records[:, R_ID] = batch.coordinates[others] // STEPS
         records[:, R_SLOT], records[:, R_ANCHOR] = batch.slot[others], batch.anchor[others]
         records[:, R_NUM_STEPS] = STEPS
-        packed = wire.pack_resolutions(records, None)
+        everyone = torch.ones(1, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int16)  # as for node 1
+        given = torch.from_numpy(records), torch.arange(len(records))
+        packed = functional.send_draws(*given, *everyone, 0, 0)[1].numpy()
         ends = np.cumsum(np.bincount(owner, minlength=routes.num_nodes))[:-1]
-        head = np.zeros((1, packed.shape[1]), np.int64)
-        self.link.heard = [np.concatenate([head, part]) for part in np.split(packed, ends)]
-        self.link.heard[routes.index] = packed[:0]
+        parts = [part.reshape(-1) for part in np.split(packed, ends)]
+        self.link.heard = [np.concatenate([np.ones(HEAD_WORDS - 1, np.int64), part]) for part in parts]
 
     def plan(self, key: int) -> None:
         """Make the cut of a global batch up to what is sent."""

@@ -86,6 +86,8 @@ def _check_table(table: TableConfig, at: str) -> None:
             "writers": table.writers or None,
             "remove": None if table.remove == "none" else table.remove,
             "max_times_sampled": table.max_times_sampled or None,
+            "max_age": table.max_age or None,
+            "version": table.version,
             "rate": table.rate,
             "capacity_trajectories": table.capacity_trajectories,
             "max_length": table.max_length,

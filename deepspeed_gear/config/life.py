@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge, Le
 from pydantic import Field
 
-from deepspeed_gear.config.types import Count, Float, GearModel, Int, Positive
+from deepspeed_gear.config.types import Count, Float, GearModel, Int, Name, Positive
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +49,23 @@ class RateConfig(GearModel):
     )
     timeout_s: Positive = Field(
         default=600.0, description="Seconds after which a wait of who samples or adds is an error."
+    )
+
+
+class VersionConfig(GearModel):
+    """How far the policy that made a trajectory may be behind the learner's (`Replay.set_version`).
+
+    A trajectory is as old as the oldest policy in it.
+    """
+
+    column: Name = Field(description="The integer column that holds the policy's version of each step.")
+    max_lag: Annotated[Int, Ge(0)] = Field(description="Versions that it may be behind.")
+    on_stale: Literal["drop", "wait"] = Field(
+        default="drop",
+        description=(
+            'What happens to those that fall behind. "drop": they go, and are counted by length. "wait": a '
+            "new version waits until no actor's open trajectory would; what is complete goes as ever."
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from deepspeed_gear.config import digest
 from deepspeed_gear.config.burn_in import check_burn_in
 from deepspeed_gear.config.checks import check_options
 from deepspeed_gear.config.hindsight import check_hindsight
-from deepspeed_gear.config.life import RateConfig, RemoveKind, Writers
+from deepspeed_gear.config.life import RateConfig, RemoveKind, VersionConfig, Writers
 from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
 from deepspeed_gear.config.types import (
     Count,
@@ -80,6 +80,13 @@ class ColumnConfig(GearModel):
             "Rows of a trajectory of T steps: one a step, one more (observations), or one per trajectory."
         ),
     )
+    late: Flag = Field(
+        default=False,
+        description=(
+            "It may be written after the trajectory was added, once (`Replay.fill`). Batches that read it "
+            "hold only trajectories that have it."
+        ),
+    )
 
     @field_serializer("dtype")
     def serialize_torch_dtype(self, dtype: str) -> str:
@@ -103,7 +110,7 @@ class SchemaConfig(GearModel):
     def build(self) -> Schema:
         """Make the schema."""
         columns = self.columns.items()
-        return Schema([Column(name, c.dtype, tuple(c.shape), c.role, c.rows) for name, c in columns])
+        return Schema([Column(name, c.dtype, tuple(c.shape), c.role, c.rows, c.late) for name, c in columns])
 
 
 class TableConfig(GearModel):
@@ -157,6 +164,13 @@ class TableConfig(GearModel):
     )
     max_times_sampled: Annotated[Int, Ge(0), Lt(2**31)] = Field(
         default=0, description="A trajectory goes when it was drawn so often. 0: never for that."
+    )
+    max_age: Annotated[Int, Ge(0)] = Field(
+        default=0,
+        description="A trajectory goes when so many global batches were cut since it came. 0: never.",
+    )
+    version: VersionConfig | None = Field(
+        default=None, description="How far behind the learner's policy the steps may be. null: any far."
     )
     rate: RateConfig | None = Field(
         default=None, description="Who waits for whom. null: nobody waits, but for the first item."

@@ -99,7 +99,6 @@ def gather_(
     threads: int,
     /,
 ) -> None: ...
-def copy_rows_(to: Tensor, source: Tensor, pieces: Tensor, /) -> None: ...
 
 # Lists and writers of a store (store/extents.py says what they mean). A refusal is negative.
 
@@ -151,3 +150,78 @@ def rows_put(targets: Any, columns: Sequence[Any], rows: Any, /) -> int:
     Returns:
         -1, or the index of the first buffer that is not of the target's form; then nothing has happened.
     """
+
+def copy_rows_(to: Sequence[Tensor], sources: Sequence[Tensor], pieces: Tensor, ends: Tensor, /) -> None: ...
+def plan_rows_(
+    pieces: Tensor,
+    ends: Tensor,
+    sizes: Tensor,
+    lies: Tensor,
+    room: Tensor,
+    samples: Tensor,
+    windows: Tensor,
+    members: Tensor,
+    columns: Tensor,
+    heads: Tensor,
+    slots: Tensor | None,
+    first_row: int,
+    first_slot: int,
+    /,
+) -> None: ...
+def assign_draws_(
+    owner: Tensor,
+    own: Tensor,
+    points: Tensor,
+    found: Tensor,
+    coordinates: Tensor,
+    totals: Tensor,
+    index: int,
+    /,
+) -> None: ...
+def send_draws_(
+    samples: Tensor,
+    packed: Tensor,
+    ends: Tensor,
+    records: Tensor,
+    own: Tensor,
+    steps: Tensor | None,
+    goals: Tensor | None,
+    readers: Tensor,
+    need_of: Tensor,
+    offset: int,
+    index: int,
+    takes_own: int,
+    /,
+) -> None: ...
+def take_draws_(
+    ring: Tensor,
+    origins: Tensor,
+    samples: Tensor,
+    which: Tensor,
+    found: Tensor,
+    heard: Sequence[Tensor],
+    records: Tensor,
+    own: Tensor,
+    steps: Tensor | None,
+    owner: Tensor,
+    asked: Tensor,
+    need_of: Tensor,
+    first: int,
+    offset: int,
+    index: int,
+    takes_own: int,
+    /,
+) -> None: ...
+def pack_reports_(
+    packed: Tensor,
+    ends: Tensor,
+    reports: Tensor,
+    latest: int,
+    /,
+) -> None: ...
+def unpack_reports_(
+    reports: Tensor,
+    packed: Tensor,
+    latest: int,
+    /,
+) -> None: ...

@@ -41,6 +41,12 @@ class Ops:
     n_step_: Op
     gather_: Op
     copy_rows_: Op
+    plan_rows_: Op
+    assign_draws_: Op
+    send_draws_: Op
+    take_draws_: Op
+    pack_reports_: Op
+    unpack_reports_: Op
     native: ModuleType | None = None
 
     def on_host(self) -> Ops:

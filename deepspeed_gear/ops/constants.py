@@ -14,6 +14,12 @@ U_SLOT, U_GENERATION, U_ANCHOR, U_PRIORITY = range(4)
 REPORT_WORDS = UPDATE_WORDS + 2  # an update, the batch it belongs to, its sample number
 REPORT_BATCH, REPORT_NUMBER = UPDATE_WORDS, UPDATE_WORDS + 1
 
+# cpu/ops.h: what travels between nodes.
+BY_ID = 1 << 62  # number of a report by id: behind every sample number
+SHARD_BITS = 32  # where several nodes hold a table, the slot of a report has its shard above these
+ANY_SLOT = (1 << SHARD_BITS) - 1  # in place of the slot in a report by id that only its shard knows
+UNKNOWN = -1  # id of a sample that a node knows nothing of
+
 # cpu/ops.h: what updates of priorities did.
 APPLIED, STALE, CLAMPED, HIGHEST_PRIORITY, DRAWABLE = range(5)
 NUM_UPDATE_COUNTS = 5
@@ -32,6 +38,14 @@ PAD_VALUE, PAD_EDGE = 0, 1
 SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE, SOURCE_TRAJECTORY, SOURCE_TIMESTEP, SOURCE_POSITION = range(5)
 # Source, offset, length, align, after_n_step, pad, elements, index of the mask, first and count of the part.
 FIELD_INTS = 10
+
+# cpu/ops.h: what rows that travel are planned from.
+SAMPLE_WORDS = 7
+S_PEER, S_NEED, S_SLOT, S_NUM_STEPS, S_ANCHOR, S_N_STEPS, S_GOAL = range(7)
+WINDOW_WORDS = 7
+W_GROUP, W_IS_GOAL, W_FIRST, W_END, W_FOLLOWS, W_EDGE, W_FINAL_ROW = range(7)
+COLUMN_WORDS = 3
+C_GROUP, C_MEMBERS, C_ROW_BYTES = range(3)
 
 # common/tree.h
 FAN_OUT = 32

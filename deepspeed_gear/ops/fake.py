@@ -24,9 +24,26 @@ OP_NAMES = (
     "n_step_",
     "gather_",
     "copy_rows_",
+    "plan_rows_",
+    "assign_draws_",
+    "send_draws_",
+    "take_draws_",
+    "pack_reports_",
+    "unpack_reports_",
 )
 #: Ops of the host's store, which have no kernels.
-HOST_ONLY = ("top_k_", "report_", "prioritize_", "copy_rows_")
+HOST_ONLY = (
+    "top_k_",
+    "report_",
+    "prioritize_",
+    "copy_rows_",
+    "plan_rows_",
+    "assign_draws_",
+    "send_draws_",
+    "take_draws_",
+    "pack_reports_",
+    "unpack_reports_",
+)
 
 _lock = threading.Lock()
 _registered = False

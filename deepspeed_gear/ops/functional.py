@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from . import reference
 from .backends import Ops, load_backend
+from .between import assign_draws, pack_reports, plan_rows, send_draws, take_draws, unpack_reports
 from .checks import check_key, check_range, check_tensor
 from .constants import (
     ALIGN_IN_PLACE,
@@ -47,6 +48,7 @@ from .priorities import (
 
 __all__ = [
     "Ops",
+    "assign_draws",
     "copy_rows",
     "draw",
     "gather",
@@ -58,7 +60,9 @@ __all__ = [
     "minima_size",
     "minima_update",
     "n_step",
+    "pack_reports",
     "permute",
+    "plan_rows",
     "powers_of",
     "prioritize",
     "q62",
@@ -66,12 +70,15 @@ __all__ = [
     "resolve",
     "resolve_rows",
     "scaling",
+    "send_draws",
     "suffix_sum",
+    "take_draws",
     "top_k",
     "tree",
     "tree_levels",
     "tree_size",
     "tree_total",
+    "unpack_reports",
 ]
 
 _SCALING_ELEMENTS = 128
@@ -349,7 +356,7 @@ def copy_rows(source: Tensor, first: Tensor, sizes: Tensor, *, ops: Ops | None =
     num_bytes = int(ends[-1]) if len(ends) else 0
     reference.check_pieces(pieces, num_bytes, len(source))
     packed = torch.empty(num_bytes, dtype=torch.uint8)
-    (ops or load_backend()).copy_rows_(packed, source, pieces)
+    (ops or load_backend()).copy_rows_([packed], [source], pieces, torch.tensor([len(pieces)]))
     return packed
 
 

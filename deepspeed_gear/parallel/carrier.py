@@ -9,12 +9,13 @@ import torch
 
 from deepspeed_gear.config import NStepConfig
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.parallel.link import Link
-from deepspeed_gear.parallel.rows import RowNeeds, RowPlan, Samples, messages, plan_rows
+from deepspeed_gear.parallel.rows import RowNeeds, RowPlanner, layout_of
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.columns import as_tensor
 from deepspeed_gear.store.spec import RETURN_TO_GO
-from deepspeed_gear.store.table import FIRST_ROW, Table
+from deepspeed_gear.store.table import Table
+
+WORD_BYTES = 8
 
 
 def most_rows(needs: Sequence[RowNeeds], longest: int, n: int) -> int:
@@ -52,7 +53,7 @@ class Carrier:
 
     Args:
         table: This node's part.
-        link: To the other nodes.
+        num_nodes: How many nodes hold the table.
         needs: What is read of samples, by index.
         n_step: N-step returns, or None.
         rows: The first of this stream's arrival rows, and how many a cut has.
@@ -62,28 +63,30 @@ class Carrier:
     def __init__(
         self,
         table: Table,
-        link: Link,
+        num_nodes: int,
         needs: Sequence[RowNeeds],
         n_step: NStepConfig | None,
         rows: tuple[int, int],
         slots: tuple[int, int],
     ) -> None:
-        self._table, self._link, self._needs, self._ops = table, link, needs, table.ops
+        self._table, self._ops = table, table.ops
         self._rows, self._slots = rows, slots
         follows = any(read.follows for need in needs for read in need.reads)
         self._n_step = n_step if follows else None
+        self.has_steps = self._n_step is not None  # whether resolutions travel with their n-step steps
         names = {read.column for need in needs for read in need.reads}
         names.update(name for need in needs for name in need.per_trajectory)
         names.update(goal for need in needs for goal, _ in need.goals)
-        self._held = {name: _flat(table.held(name)) for name in names}
-        self._arrivals = {name: _flat(table.arrivals(name)) for name in names}
-        self._row_bytes = {name: table.held(name)[:1].nbytes or _row_bytes(table, name) for name in names}
-        # Messages are kept: fresh memory costs a fault a page. They are gone when `carry` returns.
-        self._packed = self._received = torch.empty(0, dtype=torch.uint8)
-        self._to_send = self._packed, np.zeros(link.count, np.int64)
+        row_bytes = {name: table.held(name)[:1].nbytes or _row_bytes(table, name) for name in names}
+        layout = layout_of(needs, row_bytes)
+        self._planner = RowPlanner(table.ops, layout, num_nodes)
+        self._held = [_flat(table.held(name)) for name in layout.names]
+        self._arrivals = [_flat(table.arrivals(name)) for name in layout.names]
+        self._slot_table = torch.from_numpy(table.slots)
+        self._packed = np.empty(0, np.int64)  # kept: fresh memory costs a fault a page
         self.takes_own = not table.collects_own_rows
 
-    def steps_of(self, records: torch.Tensor) -> np.ndarray | None:
+    def steps_of(self, records: torch.Tensor) -> torch.Tensor | None:
         """Return the steps of the n-step returns of this node's records, where windows follow them. [n]."""
         if self._n_step is None:
             return None
@@ -94,75 +97,57 @@ class Carrier:
         returns, discount = torch.empty(count), torch.empty(count)
         steps, powers = torch.empty(count, dtype=torch.int64), torch.ones(n + 1, dtype=torch.float64)
         self._ops.n_step_(returns, discount, steps, reward, terminated, truncated, powers, records, n)
-        return steps.numpy()
+        return steps
 
-    def pack(self, outgoing: Samples) -> None:
-        """Plan and pack rows; `carry` sends them.
+    def pack(self, outgoing: torch.Tensor, heads: np.ndarray) -> list[np.ndarray]:
+        """Plan rows, and pack them into messages.
 
         Args:
-            outgoing: What others need of this node, by receiver.
+            outgoing: Samples that others need of this node, by receiver: `constants.S_*`. [n, 7], int64.
+            heads: Bytes in front of the rows, whole words. [S], int64.
+        Returns:
+            The message for each node, whose head is to be filled; gone with the next call. [words] each.
         """
-        self._to_send = self._pack(plan_rows(outgoing, self._needs), self._link.count)
+        plan = self._planner.plan(outgoing, heads, self._slot_table)
+        words = (heads + plan.sizes + WORD_BYTES - 1) // WORD_BYTES
+        ends = np.cumsum(words)
+        size = int(ends[-1])
+        if size > len(self._packed):
+            self._packed = np.empty(1 << (size - 1).bit_length(), np.int64)
+        messages = self._packed[:size]
+        self._ops.copy_rows_([_bytes_of(messages)], self._held, plan.pieces, plan.ends[:, -1:].contiguous())
+        return [messages[end - count : end] for end, count in zip(ends.tolist(), words.tolist(), strict=True)]
 
-    def carry(self, entry: int, incoming: Samples) -> tuple[np.ndarray, np.ndarray]:
-        """Send what is packed, and receive rows.
+    def unpack(
+        self, entry: int, incoming: torch.Tensor, heads: np.ndarray, messages: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Put rows where they belong.
 
         Args:
             entry: The ring's entry whose arrivals are filled.
-            incoming: What this node needs, by sender.
+            incoming: Samples that this node needs, by sender: `constants.S_*`. [n, 7], int64.
+            heads: Bytes in front of the rows. [S], int64.
+            messages: Of each node. [words] each, int64.
         Returns:
-            First row and slot of each incoming sample, as `Table.collected` counts them. [n] each, int64.
+            First row and slot of each incoming sample, as `Table.collected` counts them. [n, 2], int64.
         """
-        receive = plan_rows(incoming, self._needs)
-        if receive.num_rows > self._rows[1] or len(receive.slot) > self._slots[1]:
+        first_row, first_slot = self._rows[0] + entry * self._rows[1], self._slots[0] + entry * self._slots[1]
+        plan = self._planner.plan(incoming, heads, None, (first_row, first_slot))
+        if plan.num_rows > self._rows[1] or plan.num_trajectories > self._slots[1]:
             raise StoreError(
                 f"table {self._table.spec.name}: arrivals",
                 f"must fit into {self._rows[1]} rows and {self._slots[1]} slots",
-                f"{receive.num_rows} and {len(receive.slot)}",
+                f"{plan.num_rows} and {plan.num_trajectories}",
                 "this is a fault of gear: please report it",
             )
-        places, expected = messages(receive, self._row_bytes, self._link.count)
-        received = self._received = _of_size(self._received, int(expected.sum()))
-        packed, sizes = self._to_send
-        self._link.swap(packed, sizes.tolist(), received, expected.tolist())
-        first_row, first_slot = self._rows[0] + entry * self._rows[1], self._slots[0] + entry * self._slots[1]
-        for name, pieces in places.items():
-            row_bytes = self._row_bytes[name]
-            if name in receive.rows:
-                to = (first_row + receive.place[name]) * row_bytes
-            else:
-                to = (first_slot + receive.per_trajectory[name]) * row_bytes
-            self._copy(self._arrivals[name], received, to, pieces.at, pieces.size)
+        sources = [_bytes_of(message) for message in messages]
+        self._ops.copy_rows_(self._arrivals, sources, plan.pieces, plan.ends)
         base_row, base_slot = self._table.first_arrival
-        return base_row + first_row + receive.shift, base_slot + first_slot + receive.trajectory
-
-    def _pack(self, plan: RowPlan, num_nodes: int) -> tuple[torch.Tensor, np.ndarray]:
-        places, sizes = messages(plan, self._row_bytes, num_nodes)
-        packed = self._packed = _of_size(self._packed, int(sizes.sum()))
-        starts = self._table.slots[plan.slot, FIRST_ROW]
-        for name, pieces in places.items():
-            if name in plan.rows:
-                owner, first, _ = plan.rows[name]
-                source = (starts[owner] + first) * self._row_bytes[name]
-            else:
-                source = plan.slot[plan.per_trajectory[name]] * self._row_bytes[name]
-            self._copy(packed, self._held[name], pieces.at, source, pieces.size)
-        return packed, sizes
-
-    def _copy(
-        self, to: torch.Tensor, source: torch.Tensor, at: np.ndarray, first: np.ndarray, size: np.ndarray
-    ) -> None:
-        if len(size):
-            pieces = np.empty((len(size), 3), np.int64)
-            pieces[:, 0], pieces[:, 1], pieces[:, 2] = at, first, size
-            self._ops.copy_rows_(to, source, torch.from_numpy(pieces))
+        return np.asarray(np.add(plan.lies, (base_row + first_row, base_slot + first_slot)))
 
 
-def _of_size(buffer: torch.Tensor, size: int) -> torch.Tensor:
-    """Return so many bytes, in a buffer's memory if they fit."""
-    if size > buffer.untyped_storage().nbytes():
-        return torch.empty(size, dtype=torch.uint8)
-    return torch.as_strided(buffer, (size,), (1,))
+def _bytes_of(words: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(words).view(torch.uint8)
 
 
 def _flat(rows: np.ndarray) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,22 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import (
-    R_ANCHOR,
-    R_FIRST_ROW,
-    R_ID,
-    R_MASS,
-    R_NUM_STEPS,
-    R_NUMBER,
-    R_SLOT,
-)
+from deepspeed_gear.ops.constants import R_FIRST_ROW, R_MASS, R_SLOT, S_GOAL, SAMPLE_WORDS
 from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.carrier import Carrier
-from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.parallel.carrier import WORD_BYTES, Carrier
+from deepspeed_gear.parallel.link import NO_WORDS, Link
 from deepspeed_gear.parallel.routes import Routes
-from deepspeed_gear.parallel.rows import Samples
 from deepspeed_gear.selection.stream import Stream
 
+HEAD_WORDS = 2  # of a message: its size, the smallest mass that its node has drawn
 Goals = Callable[[Stream, torch.Tensor], torch.Tensor | None]
 
 
@@ -57,55 +50,18 @@ class NodeCut:
     records: list[torch.Tensor] = field(default_factory=list)
 
 
-class Found(NamedTuple):
-    """Samples of a cut with what they resolved to.
+class Own(NamedTuple):
+    """What this node has drawn from its own part.
 
     Args:
-        sample: Index in the cut. [n], int64.
-        holder: Node that holds their rows. [n], int64.
-        records: Resolutions, with the slots of the holder. [n, 8], int64.
+        sample: Indices in the cut, ascending. [n], int64.
+        records: Resolutions. [n, 8], int64.
         steps: Steps of their n-step returns, where windows follow them. [n], int64.
     """
 
-    sample: np.ndarray
-    holder: np.ndarray
-    records: np.ndarray
-    steps: np.ndarray | None
-
-    def part(self, which: np.ndarray | slice) -> Found:
-        """Return some of them."""
-        steps = None if self.steps is None else self.steps[which]
-        return Found(self.sample[which], self.holder[which], self.records[which], steps)
-
-    def with_(self, other: Found) -> Found:
-        """Return these and others."""
-        steps = None
-        if self.steps is not None and other.steps is not None:
-            steps = np.concatenate([self.steps, other.steps])
-        sample, holder = (np.concatenate(pair) for pair in zip(self[:2], other[:2], strict=True))
-        return Found(sample, holder, np.concatenate([self.records, other.records]), steps)
-
-
-class Own(NamedTuple):
-    """Samples of which a node copies rows for itself, as of a mapped data set."""
-
-    found: Found
-    samples: Samples
-
-
-class Begun(NamedTuple):
-    """Resolutions that are under way.
-
-    Args:
-        least: The smallest mass that this node has drawn.
-        node, which: Where its samples go, as `Routes.destinations`.
-        wait: Returns the words of each node.
-    """
-
-    least: int
-    node: np.ndarray
-    which: np.ndarray
-    wait: Callable[[], list[np.ndarray]]
+    sample: torch.Tensor
+    records: torch.Tensor
+    steps: torch.Tensor | None
 
 
 class Delivery:
@@ -120,8 +76,13 @@ class Delivery:
     """
 
     def __init__(self, stream: Stream, link: Link, routes: Routes, carrier: Carrier, goals: Goals) -> None:
-        self._stream, self._link, self._routes, self._carrier = stream, link, routes, carrier
+        self._stream, self._link, self._carrier = stream, link, carrier
         self._goals, self._index, self._num_nodes = goals, routes.index, routes.num_nodes
+        self._ops, self._draws_goals = stream.ops, any(need.goals for need in routes.needs)
+        self._readers, self._need_of = (torch.from_numpy(part) for part in (routes.readers, routes.need_of))
+        everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
+        self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
+        self._words = wire.resolution_words(carrier.has_steps)
         self.least_drawn = 0  # of the latest cut: the smallest mass that any node has drawn
 
     def fill(self, cut: NodeCut, own: np.ndarray, records: torch.Tensor) -> None:
@@ -132,89 +93,82 @@ class Delivery:
             own: Samples that this node holds, ascending. [n], int64.
             records: Their resolutions. [n, 8], int64.
         """
-        mine = Found(own, np.full_like(own, self._index), records.numpy(), self._carrier.steps_of(records))
-        begun = self._send_resolutions(cut, mine)
         try:
-            kept = self._pack_rows(cut, mine, begun.node, begun.which)  # while the others' resolutions come
-            self._receive(cut, mine, begun, kept)
+            mine = Own(torch.from_numpy(own), records, self._carrier.steps_of(records))
+            heard = self._link.begin(self._pack(cut, mine))()
+            self._receive(cut, mine, heard)
         except Exception as error:
             self._link.abandon(error)
             raise
 
-    def _receive(self, cut: NodeCut, mine: Found, begun: Begun, kept: Own | None) -> None:
-        theirs = self._receive_resolutions(cut, mine, begun)
-        ring = self._stream.ring[cut.entry].numpy()
-        ring[: cut.count] = 0
-        ring[: cut.count, R_ID] = wire.UNKNOWN
-        ring[theirs.sample] = theirs.records
-        ring[mine.sample] = mine.records
-        assert self._stream.origins is not None
-        origins = self._stream.origins[cut.entry].numpy()
-        for found in (mine, theirs):
-            origins[found.sample] = found.holder << wire.SHARD_BITS | found.records[:, R_SLOT]
-        self._swap_rows(cut, theirs, kept, ring)
-
-    def _send_resolutions(self, cut: NodeCut, mine: Found) -> Begun:
-        """Begin to tell each node what it needs of this node's resolutions."""
-        packed = wire.pack_resolutions(mine.records, mine.steps)
-        node, which = self._routes.destinations(mine.sample, cut.offset)
-        parts = np.split(which, np.searchsorted(node, np.arange(1, self._num_nodes)))
+    def _pack(self, cut: NodeCut, mine: Own) -> list[np.ndarray]:
+        """Return the message for each node: this one's smallest mass, resolutions, rows."""
+        goals = self._goals(self._stream, mine.records) if self._draws_goals else None
+        samples, parts = self._sent(mine, goals, self._readers, self._need_of, cut.offset)
         if cut.needs_all:
-            parts = [np.arange(len(packed))] * self._num_nodes
-        head = np.zeros((1, packed.shape[1]), np.int64)
-        head[0, 0] = least = int(mine.records[:, R_MASS].min(initial=wire.MOST))
-        sent = [np.concatenate([head, packed[part]]) for part in parts]
-        sent[self._index] = sent[self._index][:0]
-        counts = 1 + np.bincount(cut.owner, minlength=self._num_nodes)
+            parts = self._sent(mine, None, *self._everyone, 0)[1]
+        parts[self._index] = NO_WORDS
+        heads = np.array([WORD_BYTES * (HEAD_WORDS + part.size) for part in parts])
+        messages = self._carrier.pack(samples, heads)
+        self.least_drawn = int(mine.records[:, R_MASS].min()) if len(mine.records) else wire.MOST
+        for message, part in zip(messages, parts, strict=True):
+            message[1] = self.least_drawn
+            message[HEAD_WORDS : HEAD_WORDS + part.size] = part
+        return messages
+
+    def _sent(
+        self, mine: Own, goals: torch.Tensor | None, readers: torch.Tensor, need_of: torch.Tensor, offset: int
+    ) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """Return the samples that nodes need, and the words of resolutions for each node."""
+        most = len(mine.records) * readers.shape[1]
+        samples = torch.empty(most, SAMPLE_WORDS, dtype=torch.int64)
+        packed, ends = np.empty((most, self._words), np.int64), np.empty(self._num_nodes, np.int64)
+        found = samples, torch.from_numpy(packed), torch.from_numpy(ends)
+        route = readers, need_of, offset, self._index, int(self._carrier.takes_own)
+        self._ops.send_draws_(*found, mine.records, mine.sample, mine.steps, goals, *route)
+        bounds = [0, *(ends * self._words).tolist()]
+        words = packed.reshape(-1)
+        return samples[: int(ends[-1])], [words[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+    def _receive(self, cut: NodeCut, mine: Own, heard: list[np.ndarray]) -> None:
+        """Put what the others say into the ring, and their rows where they belong."""
+        self.least_drawn = min(self.least_drawn, *(int(words[0]) for words in heard))
+        counts = np.bincount(cut.owner, minlength=self._num_nodes)
         counts[self._index] = 0
-        return Begun(least, node, which, self._link.begin_words(sent, counts))
+        heads = WORD_BYTES * (HEAD_WORDS - 1 + counts * self._words)
+        words = [torch.from_numpy(said[HEAD_WORDS - 1 :]) for said in heard]
+        ring, which, samples = self._taken(cut, mine, words)
+        first_row_and_slot = self._carrier.unpack(cut.entry, samples, heads, heard)
+        ring[which[:, None], (R_FIRST_ROW, R_SLOT)] = first_row_and_slot
 
-    def _receive_resolutions(self, cut: NodeCut, mine: Found, begun: Begun) -> Found:
-        """Return what the others say."""
-        heard = [rows for rows in begun.wait() if len(rows)]
-        self.least_drawn = min([begun.least, *(int(rows[0, 0]) for rows in heard)])
-        order = np.argsort(cut.owner, kind="stable")
-        order = order[cut.owner[order] != self._index]
-        records, steps = wire.unpack_resolutions(np.concatenate([rows[1:] for rows in heard]))
-        index = cut.asked[order]
-        records[:, R_NUMBER] = cut.first + index
-        return Found(index, cut.owner[order], records, steps)
-
-    def _pack_rows(self, cut: NodeCut, mine: Found, node: np.ndarray, which: np.ndarray) -> Own | None:
-        """Pack the rows that other nodes lack; return what this node copies for itself."""
-        outgoing, own = self._samples(cut, mine.part(which), node, node), None
-        if self._carrier.takes_own:
-            here = mine.part(np.nonzero(np.isin(mine.sample, cut.wanted))[0])
-            own = Own(here, self._samples(cut, here, here.holder, here.holder))
-            outgoing = _together(outgoing, own.samples)
-        self._carrier.pack(outgoing)
-        return own
-
-    def _swap_rows(self, cut: NodeCut, theirs: Found, own: Own | None, ring: np.ndarray) -> None:
-        """Exchange rows, and say where those lie that this node has got."""
-        needed = np.nonzero(np.isin(theirs.sample, cut.wanted))[0] if cut.needs_all else slice(None)
-        got = theirs.part(needed)
-        incoming = self._samples(cut, got, got.holder, np.full_like(got.holder, self._index))
-        if own is not None:
-            got, incoming = got.with_(own.found), _together(incoming, own.samples)
-        first_row, slot = self._carrier.carry(cut.entry, incoming)
-        ring[got.sample, R_FIRST_ROW], ring[got.sample, R_SLOT] = first_row, slot
-
-    def _samples(self, cut: NodeCut, found: Found, peer: np.ndarray, reader: np.ndarray) -> Samples:
-        """Return samples whose rows travel between this node and `peer`, to be read by `reader`."""
-        replica = self._routes.replica_of(found.sample, cut.offset)
-        records, none = found.records, np.zeros_like(found.sample)
-        goal = self._goals(self._stream, torch.from_numpy(records))
-        return Samples(
-            peer,
-            self._routes.need_of[reader, replica],
-            records[:, R_SLOT],
-            records[:, R_NUM_STEPS],
-            records[:, R_ANCHOR],
-            none if found.steps is None else found.steps,
-            none - 1 if goal is None else goal.numpy(),
+    def _taken(
+        self, cut: NodeCut, mine: Own, words: list[torch.Tensor]
+    ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+        """Fill the ring; return it, and the samples whose rows come: indices in the cut, and as of the op."""
+        assert self._stream.origins is not None
+        ring, count = self._stream.ring[cut.entry][: cut.count], len(mine.records) + len(cut.asked)
+        samples = torch.empty(count, SAMPLE_WORDS, dtype=torch.int64)
+        which, found = torch.empty(count, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        self._ops.take_draws_(
+            ring,
+            self._stream.origins[cut.entry],
+            samples,
+            which,
+            found,
+            words,
+            mine.records,
+            mine.sample,
+            mine.steps,
+            torch.from_numpy(cut.owner),
+            torch.from_numpy(cut.asked),
+            self._need_of,
+            cut.first,
+            cut.offset,
+            self._index,
+            int(self._carrier.takes_own),
         )
-
-
-def _together(one: Samples, other: Samples) -> Samples:
-    return Samples(*(np.concatenate(pair) for pair in zip(one, other, strict=True)))
+        samples, which = samples[: int(found)], which[: int(found)]
+        goals = self._goals(self._stream, ring[which]) if self._draws_goals else None
+        if goals is not None:
+            samples[:, S_GOAL] = goals
+        return ring.numpy(), which.numpy(), samples

@@ -6,7 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,6 +19,19 @@ from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.parallel.watch import SOME_NODE
 
 GRACE_S = 5.0  # beyond our own wait, so that gloo's wait ends after it
+FIRST_ROOM = 1024  # words that a message has room for before any has come
+_LEAST_WAIT_S = 1e-3
+NO_WORDS = np.empty(0, np.int64)
+_tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, each with a tag
+
+
+class _Failed(NamedTuple):
+    """A receive that could not begin: its node may have said all that it had to say."""
+
+    error: RuntimeError
+
+    def wait(self, timeout: timedelta) -> NoReturn:
+        raise self.error
 
 
 class Link:
@@ -42,7 +56,14 @@ class Link:
         members = [topology.ranks_of(node)[0] for node in self.nodes]
         self._ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
         self._purpose = purpose
-        self._group: Any = None
+        self._up: Any = None  # the group of messages to nodes behind their sender
+        self._down: Any = None  # that of the others
+        self._tag = 0  # of this link's messages among those of the groups
+        self._others = [(self.index + i) % self.count for i in range(1, self.count)]
+        self._members = np.argsort(np.argsort(self._ranks)).tolist()  # of the group, whose ranks ascend
+        self._reach = [FIRST_ROOM] * self.count  # words that each node has room for
+        self._spare = [np.empty(FIRST_ROOM, np.int64) for _ in self.nodes]  # what came last
+        self._rooms: dict[int, tuple[np.ndarray, Any]] = {}  # for what comes next
         self._broken: LostNodeError | None = None
         self.check: Callable[[], None] = lambda: None  # raises what is known to be lost
         self.note: Callable[[LostNodeError], None] = lambda error: None  # is told what was found lost
@@ -51,8 +72,17 @@ class Link:
         self.left = False  # some node has said that it makes no further cut
 
     def open(self) -> None:
-        """Make the group. Collective over the ranks that exchange."""
-        self._group = lane(tuple(sorted(self._ranks)), self._purpose, self.timeout_s + GRACE_S)
+        """Make the groups. Collective over the ranks that exchange.
+
+        Each way has a group of its own: while a thread sends, gloo's thread that hears of a message between
+        the same two ranks of the same group spins, and maybe on the core that the sender waits for.
+        """
+        ranks, timeout_s = tuple(sorted(self._ranks)), self.timeout_s + GRACE_S
+        self._up, self._down = (lane(ranks, f"{self._purpose}, {way}", timeout_s) for way in ("up", "down"))
+        self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
+        for node in self._others:
+            room = np.empty(FIRST_ROOM, np.int64)
+            self._rooms[node] = room, self._make_room(node, room)
 
     def name(self, index: int) -> str:
         """Return one of the nodes as errors name it."""
@@ -60,99 +90,99 @@ class Link:
 
     def gather(self, words: np.ndarray) -> np.ndarray:
         """Return the same number of words of every node. [n], int64 -> [S, n], int64."""
-        return self.swap_equal(np.broadcast_to(words, (self.count, len(words))))
+        return self.begin_gather(words)()
 
-    def swap_equal(self, words: np.ndarray) -> np.ndarray:
-        """Send each node a row, of equal size everywhere; return the row from each. [S, n], int64, both."""
-        size = words.shape[1] * 8
-        sizes = [size] * self.count
-        sent = torch.from_numpy(np.ascontiguousarray(words).view(np.uint8).reshape(-1))
-        received = torch.empty(size * self.count, dtype=torch.uint8)
-        self.swap(sent, sizes, received, sizes)
-        return received.numpy().view(np.int64).reshape(words.shape)
+    def begin_gather(self, words: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin `gather`; return what waits for it, to be called before the next exchange begins.
 
-    def swap_words(self, rows: Sequence[np.ndarray], counts: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Send each node rows of equally many words; return the rows from each.
-
-        Args:
-            rows: [n_s, words] for each node, int64.
-            counts: Rows from each node. [S].
+        A message may stay unanswered for any time, and does not keep a process from ending.
         """
-        return self.begin_words(rows, counts)()
-
-    def begin_words(
-        self, rows: Sequence[np.ndarray], counts: Sequence[int] | np.ndarray
-    ) -> Callable[[], list[np.ndarray]]:
-        """Begin `swap_words`; return what waits for it."""
-        words = rows[0].shape[1]
-        sent = torch.from_numpy(np.concatenate(rows).reshape(-1).view(np.uint8))
-        expected = [int(count) * words * 8 for count in counts]
-        received = torch.empty(sum(expected), dtype=torch.uint8)
-        wait = self.begin(sent, [part.nbytes for part in rows], received, expected)
-
-        def end() -> list[np.ndarray]:
-            wait()
-            found = received.numpy().view(np.int64).reshape(-1, words)
-            return list(np.split(found, np.cumsum(np.asarray(counts, np.int64))[:-1]))
-
-        return end
+        wait = self.begin([message_of(words)] * self.count)
+        return lambda: np.stack(wait())
 
     def gather_ragged(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the rows of every node. [n, words], int64 -> [n_s, words] each."""
-        counts = self.gather(np.array([len(rows)]))[:, 0]
-        return self.swap_words([rows] * self.count, counts)
+        found = self.begin([message_of(rows.reshape(-1))] * self.count)()
+        return [words.copy().reshape(-1, rows.shape[1]) for words in found]
 
-    def swap(
-        self, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor, expected: Sequence[int]
-    ) -> None:
-        """Send bytes to each node and receive bytes from each.
+    def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
+        """Begin to send each node a message; return what waits for those from each.
+
+        A message says how long it is, so nobody has to know. It goes into the room that its receiver has made
+        before it was sent, without a word between the two; what is longer follows in a second part, and from
+        then on there is as much room. What has come stays as it is until the next exchange ends.
 
         Args:
-            sent: The messages one behind the other, in the order of nodes. [sum(sizes)], uint8.
-            sizes: Bytes for each node; what is for this node itself is copied. [S].
-            received: Gets the messages of all nodes. [sum(expected)], uint8.
-            expected: Bytes from each node, as it has them in its own `sizes`. [S].
+            messages: Words for each node, whose first one is set here; not to be changed before the exchange
+                ends. What is for this node itself is given back. [1 + n_s] each, int64.
+        Returns:
+            What returns the words behind the first one, of each node. [n_s] each.
         Raises:
             LostNodeError: A node does not answer in time, or its connection has ended.
         """
-        self.begin(sent, sizes, received, expected)()
-
-    def begin(
-        self, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor, expected: Sequence[int]
-    ) -> Callable[[], None]:
-        """Begin `swap`; return what waits for it, to be called before the next exchange begins.
-
-        One collective: with sends and receives between pairs a cut over two nodes of one core each takes two
-        to three times as long, most of it in gloo's own threads.
-        """
         if self._broken is not None:
             raise self._broken
-        order = np.argsort(self._ranks).tolist()  # of the nodes in the group, whose ranks ascend
-        to, source = [sizes[node] for node in order], [expected[node] for node in order]
-        in_order = order == list(range(self.count))
-        given = sent if in_order else torch.cat([_pieces(sent, sizes)[node] for node in order])
-        found = received if in_order else torch.empty_like(received)
-        self.bytes_sent += sum(sizes) - sizes[self.index]
-        try:
-            work = dist.all_to_all_single(found, given, source, to, group=self._group, async_op=True)
-        except RuntimeError as error:
-            self._fail(error)
+        sent: list[tuple[int, Any]] = []
+        for node in self._others:
+            words, room = messages[node], self._reach[node]
+            words[0] = len(words)
+            self.bytes_sent += words.nbytes
+            parts = [words] if len(words) <= room else [words[:room], words[room:]]
+            self._reach[node] = _room_for(len(words), room)
+            sent += [(node, self._send(node, part)) for part in parts]
 
-        def wait() -> None:
+        def wait() -> list[np.ndarray]:
             begin = time.monotonic()
-            try:
-                work.wait(timedelta(seconds=self.timeout_s))
-            except RuntimeError as error:
-                self._fail(error)
+            until = begin + self.timeout_s
+            found = [messages[self.index][1:]] * self.count
+            for node in self._others:
+                found[node] = self._receive(node, until)
+            for node, work in sent:
+                self._wait(node, work, until)
             self.num_exchanges += 1
             self.last_wait_s = time.monotonic() - begin
-            self.bytes_received += sum(expected) - expected[self.index]
-            if not in_order:
-                parts = _pieces(received, expected)
-                for node, part in zip(order, _pieces(found, source), strict=True):
-                    parts[node].copy_(part)
+            return found
 
         return wait
+
+    def _send(self, node: int, words: np.ndarray) -> Any:
+        try:
+            group = self._up if node > self.index else self._down
+            return group.send([torch.from_numpy(words)], self._members[node], self._tag)
+        except RuntimeError as error:
+            self._fail(error, node)
+
+    def _receive(self, node: int, until: float) -> np.ndarray:
+        """Wait for a message, and make room for the next one."""
+        room, work = self._rooms[node]
+        self._wait(node, work, until)
+        size = int(room[0])
+        words = _room_for(size, len(room))
+        if words > len(room):
+            longer = np.empty(words, np.int64)
+            longer[: len(room)] = room
+            self._wait(node, self._make_room(node, longer[len(room) : size]), until)
+            room = longer
+        other = self._spare[node]
+        if len(other) < words:
+            other = np.empty(words, np.int64)
+        self._spare[node], self._rooms[node] = room, (other, self._make_room(node, other))
+        self.bytes_received += 8 * size
+        return room[1:size]
+
+    def _make_room(self, node: int, words: np.ndarray) -> Any:
+        """Receive into words; return what waits for it, and says then if the node has ended already."""
+        try:
+            group = self._down if node > self.index else self._up
+            return group.recv([torch.from_numpy(words)], self._members[node], self._tag)
+        except RuntimeError as error:
+            return _Failed(error)
+
+    def _wait(self, node: int, work: Any, until: float) -> None:
+        try:
+            work.wait(timedelta(seconds=max(until - time.monotonic(), _LEAST_WAIT_S)))
+        except RuntimeError as error:
+            self._fail(error, node)
 
     @contextlib.contextmanager
     def parting(self, timeout_s: float) -> Iterator[None]:
@@ -165,39 +195,6 @@ class Link:
                 yield
         finally:
             self.timeout_s, self.check, self.note = kept
-
-    def begin_pairs(self, words: np.ndarray) -> Callable[[], np.ndarray]:
-        """Begin `gather` with messages between pairs; return what waits for it. [n], int64 -> [S, n], int64.
-
-        Unlike a collective under way they may stay unanswered for any time, and do not keep a process from
-        ending.
-        """
-        if self._broken is not None:
-            raise self._broken
-        sent = torch.from_numpy(np.array(words, np.int64))
-        received = sent.repeat(self.count, 1)
-        others = [(self.index + i) % self.count for i in range(1, self.count)]
-        works: list[tuple[int, Any]] = []
-        try:
-            for node in others:
-                works.append((node, dist.irecv(received[node], self._ranks[node], group=self._group)))
-            for node in others:
-                works.append((node, dist.isend(sent, self._ranks[node], group=self._group)))
-        except RuntimeError as error:
-            self._fail(error)
-
-        def wait() -> np.ndarray:
-            begin, until = time.monotonic(), time.monotonic() + self.timeout_s
-            for node, work in works:
-                try:
-                    work.wait(timedelta(seconds=max(until - time.monotonic(), 1e-3)))
-                except RuntimeError as error:
-                    self._fail(error, node)
-            self.num_exchanges += 1
-            self.last_wait_s = time.monotonic() - begin
-            return np.asarray(received.numpy())
-
-        return wait
 
     def abandon(self, error: Exception) -> None:
         """Break the link: an error keeps this node from an exchange that the others wait in."""
@@ -222,5 +219,13 @@ class Link:
         raise self._broken
 
 
-def _pieces(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    return list(torch.split(buffer, list(sizes)))
+def message_of(words: np.ndarray, more: np.ndarray = NO_WORDS) -> np.ndarray:
+    """Return words, and more behind them, as `Link.begin` wants them. [n] and [m] -> [1 + n + m], int64."""
+    message = np.empty(1 + len(words) + len(more), np.int64)
+    message[1 : 1 + len(words)], message[1 + len(words) :] = words, more
+    return message
+
+
+def _room_for(size: int, room: int) -> int:
+    """Return the words that a message behind one of some size has room for, as both ends know."""
+    return room if size <= room else 1 << (size - 1).bit_length()

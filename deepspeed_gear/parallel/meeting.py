@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY
 from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.parallel.link import NO_WORDS, Link, message_of
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Selector
 from deepspeed_gear.selection.stream import Stream
 
-# Words of what a node says first: the last one is for each receiver a word of its own.
-KEY, STATUS, STOP, WAITED_US, WAITING, TOTAL, ITEMS, LEAST, HIGHEST, REPORTS = range(10)
-HELLO_WORDS = 10
+# Words of what a node says first.
+KEY, STATUS, STOP, WAITED_US, WAITING, TOTAL, ITEMS, LEAST, HIGHEST = range(9)
+HELLO_WORDS = 9
 FINE, FAILED = 0, 1
 TEXT_WORDS = 64
 MOST_LEAVE_S = 10.0  # what a node that leaves waits for the others to hear it
@@ -47,21 +47,27 @@ class Meeting(Selector):
     def waiting(self) -> bool:
         return self._waiting
 
-    def _hello(self, error: Exception | None, stop: bool, reports: np.ndarray) -> None:
-        words = np.empty((self._num_nodes, HELLO_WORDS), np.int64)
-        words[:] = self._record()
-        words[:, KEY] = -1 if self._key is None else self._key
-        words[:, STATUS], words[:, STOP] = (FINE if error is None else FAILED), stop
-        words[:, REPORTS] = reports
-        heard = self.link.swap_equal(words)
-        self._records = heard
+    def _hello(
+        self, error: Exception | None, stop: bool, more: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        """Say this node's record, with more words for each node behind it.
+
+        Returns:
+            The words of each node behind its record; gone when the next exchange ends.
+        """
+        words = self._record()
+        words[KEY] = -1 if self._key is None else self._key
+        words[STATUS], words[STOP] = (FINE if error is None else FAILED), stop
+        behind = [NO_WORDS] * self._num_nodes if more is None else more
+        said = self.link.begin([message_of(words, part.reshape(-1)) for part in behind])()
+        heard = self._records = np.stack([part[:HELLO_WORDS] for part in said])
         self._note_waits(heard[:, WAITED_US])
         self.num_cuts += 1
         if heard[:, STOP].any():
             self.link.left = True
             self._raise_stop(heard)
         self._raise_failure(heard, error)
-        if (heard[:, KEY] != words[0, KEY]).any():
+        if (heard[:, KEY] != words[KEY]).any():
             asked = {self.link.name(i): key for i, key in enumerate(heard[:, KEY].tolist())}
             raise PeerError(
                 f"stream {self.spec.name}: the nodes",
@@ -71,13 +77,14 @@ class Meeting(Selector):
             )
         self._waiting = bool(heard[:, WAITING].any())
         self._totals = heard[:, TOTAL].copy()
+        return [part[HELLO_WORDS:] for part in said]
 
     def leave(self) -> None:
         """Tell the other nodes that this one makes no further cut, unless one of them has said so."""
         if not self.link.left:
             self._key = None
             with self.link.parting(MOST_LEAVE_S):
-                self._hello(None, True, np.zeros(self._num_nodes, np.int64))
+                self._hello(None, True)
         self.link.left = False
 
     def _record(self) -> np.ndarray:

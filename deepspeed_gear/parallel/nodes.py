@@ -15,13 +15,13 @@ from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.carrier import Carrier
 from deepspeed_gear.parallel.delivery import Delivery, Goals, NodeCut
 from deepspeed_gear.parallel.link import Link
-from deepspeed_gear.parallel.meeting import HIGHEST, ITEMS, LEAST, REPORTS, Meeting
+from deepspeed_gear.parallel.meeting import HIGHEST, ITEMS, LEAST, Meeting
 from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.parallel.window import edge_over_nodes
 from deepspeed_gear.selection.age import AgeMasses, items_of
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Check
-from deepspeed_gear.selection.shards import assign, merge_top
+from deepspeed_gear.selection.shards import merge_top
 from deepspeed_gear.selection.stream import Stream
 
 
@@ -53,8 +53,10 @@ class NodeSelector(Meeting):
         super().__init__(stream, link)
         self._routes, self._verify_every = routes, verify_every
         self._delivery = Delivery(stream, link, routes, carrier, goals)
+        self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest cut
         self._is_first = True
         self._cut: NodeCut | None = None
+        self._heard: list[np.ndarray] = []  # reports from each node, packed
 
     # ---- phases ----------------------------------------------------------------------------------
 
@@ -70,7 +72,7 @@ class NodeSelector(Meeting):
             PeerError: A node has failed, ended, or asks for another global batch.
         """
         self._cut, self._key = self._new_cut(key, entry, count), key
-        reports = np.zeros(self._num_nodes, np.int64)
+        reports: list[np.ndarray] | None = None
         error: Exception | None = None
         try:
             if isinstance(self.masses, PriorityMasses):
@@ -80,11 +82,14 @@ class NodeSelector(Meeting):
                     self.masses.apply(key)
         except Exception as caught:
             error = caught
-        self._hello(error, self.stream.stopped, reports)
+        self._heard = self._hello(error, self.stream.stopped, reports)
 
     def _new_cut(self, key: int, entry: int, count: int) -> NodeCut:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
-        wanted = self._routes.wanted(count, offset)
+        turn = count, offset % self._routes.data_world
+        if turn not in self._wanted:
+            self._wanted = {turn: self._routes.wanted(*turn)}
+        wanted = self._wanted[turn]
         verifies = self.spec.kind != "pass" and bool(self._verify_every) and key % self._verify_every == 0
         asked = np.arange(count) if verifies else wanted
         return NodeCut(key, entry, count, offset, wanted, verifies, asked, np.zeros_like(asked))
@@ -120,34 +125,32 @@ class NodeSelector(Meeting):
 
         self._apply_together(change)
 
-    def _take_reports(self, key: int) -> np.ndarray:
-        """Copy the reports that are due, by the node that they go to; return how many go to each. [S]."""
+    def _take_reports(self, key: int) -> list[np.ndarray]:
+        """Copy the reports that are due; return those for each node, packed."""
         masses = self.masses
         assert isinstance(masses, PriorityMasses)
         with self._table.lock:
             self._due = masses.reports.due(key)
             entries = [rows for _, rows in self._due]
             reports = np.concatenate(entries) if entries else np.empty((0, REPORT_WORDS), np.int64)
-            self._reports = wire.by_shard(reports, self._num_nodes)
-        counts = np.array([len(rows) for rows in self._reports])
-        counts[self._index] = 0
-        return counts
+        packed = np.empty((len(reports), wire.PACKED_REPORT_WORDS), np.int64)
+        ends = np.empty(self._num_nodes, np.int64)
+        tensors = [torch.from_numpy(part) for part in (packed, ends, reports)]
+        masses.ops.pack_reports_(*tensors, key - masses.rule.lag)
+        return np.split(packed, ends[:-1])
 
     def _apply_reports(self, key: int) -> None:
         masses = self.masses
         assert isinstance(masses, PriorityMasses)
         latest = key - masses.rule.lag
-        sent = [wire.pack_reports(rows, latest) for rows in self._reports]
-        sent[self._index] = np.empty((0, wire.PACKED_REPORT_WORDS), np.int64)
-        received = self.link.swap_words(sent, self._records[:, REPORTS])
         highest = int(self._records[:, HIGHEST].max())
 
         def change() -> None:
             masses.counts[HIGHEST_PRIORITY] = max(highest, int(masses.counts[HIGHEST_PRIORITY]))
-            mine = wire.local_reports(self._reports[self._index])
-            others = [wire.unpack_reports(words, latest) for words in received]
-            found = [masses.known_reports(rows) for rows in (mine, *others) if len(rows)]
-            masses.apply_reports(key, found)
+            packed = np.concatenate(self._heard).reshape(-1, wire.PACKED_REPORT_WORDS)
+            reports = np.empty((len(packed), REPORT_WORDS), np.int64)
+            masses.ops.unpack_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
+            masses.apply_reports(key, [masses.known_reports(reports)] if len(reports) else [])
             if self._due:
                 masses.reports.take(self._due)
             masses.check_clamped()
@@ -159,20 +162,22 @@ class NodeSelector(Meeting):
     def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
         cut = self._cut
         assert cut is not None
-        points = coordinates.numpy()
-        ends = np.cumsum(self._totals)
-        low = int(ends[self._index] - self._totals[self._index])
-        own = np.nonzero((points >= low) & (points < low + int(self._totals[self._index])))[0]
+        count = len(coordinates)
+        owner, mine, points = torch.empty(3, count, dtype=torch.int64).unbind()
+        found, totals = np.zeros(1, np.int64), torch.from_numpy(self._totals)
+        assign = self.masses.ops.assign_draws_
+        assign(owner, mine, points, torch.from_numpy(found), coordinates, totals, self._index)
+        own, points = mine.numpy()[: found[0]], points[: found[0]]
         records = torch.empty(len(own), RESOLUTION_WORDS, dtype=torch.int64)
         if len(own):
             with self._table.lock:
-                self.masses.resolve_numbered(records, torch.from_numpy(points[own] - low), own + first)
+                self.masses.resolve_numbered(records, points, own + first)
                 self.stream.pin(cut.key, records)
         cut.first = first - done
-        cut.own.append(own + done)
+        cut.own.append(own + done if done else own)
         cut.records.append(records)
-        begin, end = np.searchsorted(cut.asked, [done, done + len(points)])
-        cut.owner[begin:end], _ = assign(points[cut.asked[begin:end] - done], self._totals.tolist())
+        begin, end = np.searchsorted(cut.asked, [done, done + count])
+        cut.owner[begin:end] = owner.numpy()[cut.asked[begin:end] - done]
 
     def highest(self, count: int) -> torch.Tensor:
         masses = self.masses
@@ -217,8 +222,11 @@ class NodeSelector(Meeting):
         """Swap the resolutions and the rows of the cut."""
         cut = self._cut
         assert cut is not None
-        own = np.concatenate([np.empty(0, np.int64), *cut.own])
-        records = torch.cat([torch.empty(0, RESOLUTION_WORDS, dtype=torch.int64), *cut.records])
+        if len(cut.own) == 1:
+            own, records = cut.own[0], cut.records[0]
+        else:
+            own = np.concatenate([np.empty(0, np.int64), *cut.own])
+            records = torch.cat([torch.empty(0, RESOLUTION_WORDS, dtype=torch.int64), *cut.records])
         if self.stream.draws is not None and len(own):
             with self._table.lock:
                 self.stream.draws.count(records.numpy())

@@ -7,7 +7,7 @@ import torch
 
 from deepspeed_gear.ops.constants import REPORT_WORDS
 from deepspeed_gear.parallel.link import Link
-from deepspeed_gear.parallel.meeting import REPORTS, Meeting
+from deepspeed_gear.parallel.meeting import Meeting
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Check, Selector
 from deepspeed_gear.selection.stream import Stream
@@ -25,6 +25,7 @@ class ReplicaSelector(Meeting):
         super().__init__(stream, link)
         self._here = Selector(stream.spec, stream.masses)
         self._reports = np.empty((0, REPORT_WORDS), np.int64)
+        self._heard: list[np.ndarray] = []  # those of all nodes
 
     @property
     def _priorities(self) -> PriorityMasses:
@@ -34,21 +35,18 @@ class ReplicaSelector(Meeting):
     def begin(self, key: int, entry: int, count: int, check: Check) -> None:
         self._key = key
         error: Exception | None = None
-        reports = np.zeros(self._num_nodes, np.int64)
         try:
             with self._table.lock:
                 self._due = self._priorities.reports.due(key)
                 self._reports = np.concatenate([self._reports[:0], *(rows for _, rows in self._due)])
-            reports[:] = len(self._reports)
         except Exception as caught:
             error = caught
-        self._hello(error, self.stream.stopped, reports)
+        heard = self._hello(error, self.stream.stopped, [self._reports] * self._num_nodes)
+        self._heard = [words.reshape(-1, REPORT_WORDS) for words in heard]
 
     def apply(self, key: int) -> int:
-        found = self.link.swap_words([self._reports] * self._num_nodes, self._records[:, REPORTS])
-
         def change() -> None:
-            self._priorities.apply_reports(key, [rows for rows in found if len(rows)])
+            self._priorities.apply_reports(key, [rows for rows in self._heard if len(rows)])
             if self._due:
                 self._priorities.reports.take(self._due)
             self._priorities.check_clamped()

@@ -46,32 +46,13 @@ class Routes:
         """Return the replicas with a rank on this node that reads. [n], int64."""
         return np.nonzero(self.need_of[self.index] >= 0)[0]
 
-    def replica_of(self, samples: np.ndarray, offset: int) -> np.ndarray:
-        """Return the replica that trains on each sample of a cut: its micro batches take turns.
-
-        Args:
-            samples: Indices in the cut. [n], int64.
-            offset: Of the cut's first sample among those of all tables.
-        """
-        return np.asarray((samples + offset) % self.data_world)
-
-    def destinations(self, samples: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where samples go, this node excluded.
-
-        Args:
-            samples: Indices in the cut, ascending. [n], int64.
-            offset: As `replica_of`.
-        Returns:
-            Node, and index into `samples`, of each message's parts: by node, then as they stand. [m] each.
-        """
-        nodes = self.readers[self.replica_of(samples, offset)]
-        which, column = np.nonzero((nodes >= 0) & (nodes != self.index))
-        node = nodes[which, column]
-        order = np.argsort(node, kind="stable")
-        return node[order], which[order]
-
     def wanted(self, count: int, offset: int) -> np.ndarray:
-        """Return which samples of a cut this node needs, ascending. [n], int64."""
+        """Return which samples of a cut this node needs, ascending. [n], int64.
+
+        Args:
+            count: Samples of the cut.
+            offset: Of its first sample among those of all tables: micro batches take turns.
+        """
         if len(self.replicas_here) == self.data_world:
             return np.arange(count)
         firsts = (self.replicas_here - offset) % self.data_world

@@ -1,4 +1,4 @@
-"""Which rows of which trajectories a node must get, each once, and where they lie in messages. Pure.
+"""Which rows of which trajectories a node must get: what its samples read, as the op `plan_rows_` takes it.
 
 A sender and a receiver compute the same plan from what the samples resolved to, so no message has to say what
 is in it. Windows of samples that overlap, or whose item was drawn twice, are merged: a row travels once.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-WORD_BITS = 63  # of a word that is not negative
-Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # trajectory, first row, end. [n] each, int64
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import COLUMN_WORDS, WINDOW_WORDS
 
 
 @dataclass(frozen=True)
@@ -53,278 +53,148 @@ class RowNeeds:
     goals: tuple[tuple[str, int], ...] = ()
 
 
-class Samples(NamedTuple):
-    """Samples whose rows travel, in any order. [n] each, int64.
+class RowLayout(NamedTuple):
+    """What is read, as the op takes it.
 
     Args:
-        peer: Node that they come from, or go to.
-        needs: Index of what is read of them.
-        slot: Of their trajectories, in the store that holds them.
-        num_steps: Lengths of the trajectories.
-        anchor: Of the samples.
-        n_steps: Steps of their n-step returns.
-        goal: Rows of achieved goals, -1 for none.
+        names: Columns, those of steps first. [C].
+        windows, members, columns: As `ops/reference/rows.py` says.
+        num_pieces: Most pieces of a sample.
     """
 
-    peer: np.ndarray
-    needs: np.ndarray
-    slot: np.ndarray
-    num_steps: np.ndarray
-    anchor: np.ndarray
-    n_steps: np.ndarray
-    goal: np.ndarray
+    names: tuple[str, ...]
+    windows: torch.Tensor
+    members: torch.Tensor
+    columns: torch.Tensor
+    num_pieces: int
 
 
-class RowPlan(NamedTuple):
-    """What travels.
+Window = tuple[int, int, int, int, int, int]  # is_goal, first, end, follows, edge, final_row
+Reads = dict[Window, list[int]]  # each with the needs that have it
+
+
+def layout_of(needs: Sequence[RowNeeds], row_bytes: Mapping[str, int]) -> RowLayout:
+    """Lay out what is read.
 
     Args:
-        peer, slot: Of each trajectory of which a row travels, ascending. [G] each.
-        rows: By column of steps: trajectory, first row and end of the pieces, disjoint, ascending.
-        per_trajectory: By column of one row per trajectory: the trajectories.
-        place: By column of steps: where each piece lies among the receiver's rows. [n] each.
-        trajectory: Of each sample. [samples].
-        shift: What, added to a step's number, gives its place among the receiver's rows. [samples].
-        num_rows: Rows that the receiver needs room for.
+        needs: What is read of a sample, by index.
+        row_bytes: Bytes of a row of each column.
     """
-
-    peer: np.ndarray
-    slot: np.ndarray
-    rows: dict[str, Spans]
-    per_trajectory: dict[str, np.ndarray]
-    place: dict[str, np.ndarray]
-    trajectory: np.ndarray
-    shift: np.ndarray
-    num_rows: int
-
-
-def plan_rows(samples: Samples, needs: Sequence[RowNeeds]) -> RowPlan:
-    """Return which rows travel for some samples.
-
-    Args:
-        samples: Those of all peers.
-        needs: What is read, by index.
-    Cost: a sort of the windows for each different set of windows that columns have.
-    """
-    count = len(samples.slot)
-    wide = int(samples.slot.max(initial=0)) + 1
-    known, trajectory = _distinct(samples.peer * wide + samples.slot)
-    apart = int(samples.num_steps.max(initial=0)) + 2  # of the rows of neighbouring trajectories
-    windows, per_trajectory = _columns_of(tuple(needs))
-    found: dict[Reads, Spans] = {}
-    low, high = np.full(count, apart, np.int64), np.zeros(count, np.int64)  # of each sample's rows
-    all_travel = True  # every window has a row, so what is to have a place is what travels
-    for reads in dict.fromkeys(windows.values()):
-        parts = [_rows_read(samples, trajectory, which, read, low, high) for which, read in reads]
-        owner, first, end = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
-        all_travel = all_travel and len(owner) == count
-        found[reads] = _merge(owner, first, end, apart)
-    one_window = all_travel and len(found) == 1 and len(reads) == 1
-    if one_window:
-        block, first, end = found[reads]
-    else:
-        nothing = low >= high
-        low[nothing] = high[nothing] = 0
-        block, first, end = _merge(trajectory[~nothing], low[~nothing], high[~nothing], apart)
-    begin, starts = np.cumsum(end - first) - (end - first), block * apart + first
-    if len(block):
-        at = np.searchsorted(starts, trajectory * apart + low, side="right") - 1
-        shift = (begin - first)[at] if one_window else np.where(nothing, 0, (begin - first)[at])
-    else:
-        shift = np.zeros(count, np.int64)
-    places: dict[Reads, np.ndarray] = {}
-    for reads, (owner, row, _) in found.items():
-        if one_window:
-            places[reads] = begin
-            continue
-        inside = np.searchsorted(starts, owner * apart + row, side="right") - 1
-        places[reads] = begin[inside] + row - first[inside] if len(block) else row
-    rows = {column: found[reads] for column, reads in windows.items()}
-    place = {column: places[reads] for column, reads in windows.items()}
-    single = {column: np.unique(trajectory[_of(samples, which)]) for column, which in per_trajectory.items()}
-    return RowPlan(
-        known // wide, known % wide, rows, single, place, trajectory, shift, int((end - first).sum())
+    of_steps, single = _windows_by_column(needs), _per_trajectory(needs)
+    alike: dict[tuple[tuple[Window, tuple[int, ...]], ...], int] = {}  # columns that are read alike: a group
+    columns = []
+    for name, reads in of_steps.items():
+        key = tuple((window, tuple(which)) for window, which in reads.items())
+        columns.append((alike.setdefault(key, len(alike)), 0, row_bytes[name]))
+    windows = [(group, *window) for key, group in alike.items() for window, _ in key]
+    which: list[tuple[int, ...]] = [indices for key in alike for _, indices in key]
+    for name, indices in single.items():
+        columns.append((-1, len(which), row_bytes[name]))
+        which.append(tuple(indices))
+    members = torch.zeros(len(which), len(needs), dtype=torch.bool)
+    for row, having in enumerate(which):
+        members[row, list(having)] = True
+    return RowLayout(
+        (*of_steps, *single),
+        torch.tensor(windows, dtype=torch.int64).reshape(-1, WINDOW_WORDS),
+        members,
+        torch.tensor(columns, dtype=torch.int64).reshape(-1, COLUMN_WORDS),
+        sum(len(reads) for reads in of_steps.values()) + len(single),
     )
 
 
-Which = tuple[int, ...]
-Goal = tuple[int]  # final_row of a column of achieved goals
-Reads = tuple[tuple[Which, "Read | Goal"], ...]
-ALL: Which = ()  # where all needs have a window
-
-
-@lru_cache(maxsize=64)
-def _columns_of(needs: tuple[RowNeeds, ...]) -> tuple[dict[str, Reads], dict[str, Which]]:
-    """Return the windows of each column of steps, and which needs have each column of trajectories."""
-    return _windows_by_column(needs), _per_trajectory(needs)
-
-
-def _of(samples: Samples, which: Which) -> np.ndarray:
-    """Return the samples that have one of some needs. [n], bool."""
-    return np.ones(len(samples.needs), bool) if which == ALL else np.isin(samples.needs, which)
-
-
 def _windows_by_column(needs: Sequence[RowNeeds]) -> dict[str, Reads]:
-    """Return the different windows of each column, each with the indices of the needs that have it."""
-    found: dict[str, dict[Read | Goal, list[int]]] = {}
+    """Return the different windows of each column."""
+    found: dict[str, Reads] = {}
     for index, need in enumerate(needs):
-        for read in need.reads:
-            window = Read("", read.first, read.end, read.follows, read.edge, read.final_row)
-            found.setdefault(read.column, {}).setdefault(window, []).append(index)
-        for column, final_row in need.goals:
-            found.setdefault(column, {}).setdefault((final_row,), []).append(index)
-    return {
-        column: tuple((_which(which, len(needs)), window) for window, which in windows.items())
-        for column, windows in found.items()
-    }
+        windows = [
+            (read.column, (0, read.first, read.end, int(read.follows), int(read.edge), read.final_row))
+            for read in need.reads
+        ]
+        windows += [(column, (1, 0, 1, 0, 0, final_row)) for column, final_row in need.goals]
+        for column, window in windows:
+            indices = found.setdefault(column, {}).setdefault(window, [])
+            if index not in indices:
+                indices.append(index)
+    return found
 
 
-def _which(indices: Sequence[int], num_needs: int) -> Which:
-    known = tuple(dict.fromkeys(indices))
-    return ALL if len(known) == num_needs else known
-
-
-def _per_trajectory(needs: Sequence[RowNeeds]) -> dict[str, Which]:
+def _per_trajectory(needs: Sequence[RowNeeds]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for index, need in enumerate(needs):
         for column in need.per_trajectory:
             found.setdefault(column, []).append(index)
-    return {column: _which(which, len(needs)) for column, which in found.items()}
+    return found
 
 
-def _rows_read(
-    samples: Samples,
-    trajectory: np.ndarray,
-    which: Which,
-    read: Read | Goal,
-    low: np.ndarray,
-    high: np.ndarray,
-) -> Spans:
-    """Return what one window of a column reads, and widen the samples' own spans by it."""
-    here = _of(samples, which)
-    if isinstance(read, tuple):
-        first = samples.goal
-        end = first + (first >= 0)
-    else:
-        # np.clip, and a ufunc with `where`, take several times as long as these.
-        held = samples.num_steps + read.final_row
-        at = samples.anchor + (read.first + samples.n_steps if read.follows else read.first)
-        inside = np.maximum(at, 0)
-        first = np.minimum(inside, held)
-        end = np.maximum(first, np.minimum(np.maximum(at + (read.end - read.first), 0), held))
-        nearest = np.minimum(
-            inside, held - 1
-        )  # has a place even if it does not travel: ops check that it has
-        _widen(low, high, nearest, nearest + 1, None if which == ALL else here)
-        if read.edge:
-            first, end = np.where(end > first, (first, end), (nearest, nearest + 1))
-    there = (end > first) & here
-    if there.all():
-        _widen(low, high, first, end, None)
-        return trajectory, first, end
-    _widen(low, high, first, end, there)
-    return trajectory[there], first[there], end[there]
-
-
-def _widen(
-    low: np.ndarray, high: np.ndarray, first: np.ndarray, end: np.ndarray, where: np.ndarray | None
-) -> None:
-    """Widen spans so that they hold others."""
-    if where is None:
-        np.minimum(low, first, out=low)
-        np.maximum(high, end, out=high)
-    else:
-        np.minimum(low, first, out=low, where=where)
-        np.maximum(high, end, out=high, where=where)
-
-
-def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `np.unique` returns with inverse. [n], int64, at least 0 -> [m] and [n], int64."""
-    bits = len(values).bit_length()
-    if not len(values) or int(values.max()).bit_length() + bits >= WORD_BITS:
-        known, index = np.unique(values, return_inverse=True)
-        return known, index.reshape(-1)
-    words = np.sort(values << bits | np.arange(len(values)))
-    ordered = words >> bits
-    new = np.empty(len(values), bool)
-    new[0] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
-    index = np.empty(len(values), np.int64)
-    index[words & ((1 << bits) - 1)] = np.cumsum(new) - 1
-    return ordered[new], index
-
-
-def _merge(owner: np.ndarray, first: np.ndarray, end: np.ndarray, apart: int) -> Spans:
-    """Merge overlapping and touching spans of each trajectory. Ascending."""
-    if not len(owner):
-        return owner, first, end
-    begins, size = owner * apart + first, end - first
-    bits = int(size.max()).bit_length()
-    if (
-        int(begins.max()).bit_length() + bits < WORD_BITS
-    ):  # sorting words is 10 times as fast as sorting indices
-        words = np.sort(begins << bits | size)
-        begins = words >> bits
-        ends = begins + (words & ((1 << bits) - 1))
-    else:
-        order = np.argsort(begins, kind="stable")
-        begins, ends = begins[order], (begins + size)[order]
-    reach = np.maximum.accumulate(ends)
-    new = np.concatenate([[True], begins[1:] > reach[:-1]])
-    at = np.nonzero(new)[0]
-    last = np.concatenate([at[1:], [len(begins)]]) - 1
-    trajectory = begins[at] // apart
-    return trajectory, begins[at] - trajectory * apart, reach[last] - trajectory * apart
-
-
-class Pieces(NamedTuple):
-    """Where pieces of a column lie in the messages of all peers, one behind the other. [n] each, in bytes.
+class RowPlan(NamedTuple):
+    """What travels. Valid until the next plan of the same planner.
 
     Args:
-        at: Where each begins.
-        size: Of each.
+        pieces, ends: What `copy_rows_` copies. [k, 3] and [C, S], int64.
+        sizes: Bytes of rows in each peer's message. [S], int64.
+        lies: Of a receiver: what, added to a step's number, gives its place among the rows that arrive, and
+            the trajectory among those that arrive. [n, 2], int64.
+        num_rows, num_trajectories: Of a receiver: what it needs room for.
     """
 
-    at: np.ndarray
-    size: np.ndarray
+    pieces: torch.Tensor
+    ends: torch.Tensor
+    sizes: np.ndarray
+    lies: np.ndarray
+    num_rows: int
+    num_trajectories: int
 
 
-def messages(
-    plan: RowPlan, row_bytes: Mapping[str, int], num_peers: int
-) -> tuple[dict[str, Pieces], np.ndarray]:
-    """Return where the rows of a plan lie in messages: peer by peer, and of each column by column.
+class RowPlanner:
+    """Plans rows. One thread at a time.
 
     Args:
-        plan: What travels.
-        row_bytes: Bytes of a row of each column.
+        ops: Of the store.
+        layout: What is read.
         num_peers: S.
-    Returns:
-        By column, and the bytes of each peer's message [S].
     """
-    spread: dict[int, Spread] = {}  # of columns that have the same rows
-    columns: dict[str, Spread] = {}
-    for column, spans in plan.rows.items():
-        if id(spans) not in spread:
-            spread[id(spans)] = _spread(plan.peer[spans[0]], spans[2] - spans[1], num_peers)
-        columns[column] = spread[id(spans)]
-    for column, which in plan.per_trajectory.items():
-        columns[column] = _spread(plan.peer[which], np.ones(len(which), np.int64), num_peers)
-    totals = np.array([columns[column][3] * row_bytes[column] for column in columns], np.int64)
-    totals = totals.reshape(len(columns), num_peers)
-    before = np.cumsum(totals.T.reshape(-1)) - totals.T.reshape(-1)  # by peer, then column
-    starts = before.reshape(num_peers, len(columns))
-    found = {}
-    for index, (column, (peer, count, within, _)) in enumerate(columns.items()):
-        size = row_bytes[column]
-        found[column] = Pieces(starts[peer, index] + within * size, count * size)
-    return found, totals.sum(0)
 
+    def __init__(self, ops: Ops, layout: RowLayout, num_peers: int) -> None:
+        self._ops, self._layout = ops, layout
+        self._pieces = torch.empty(0, 3, dtype=torch.int64)  # kept: fresh memory costs a fault a page
+        self._ends = torch.empty(len(layout.names), num_peers, dtype=torch.int64)
 
-Spread = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    def plan(
+        self,
+        samples: torch.Tensor,
+        heads: np.ndarray,
+        slots: torch.Tensor | None,
+        at: tuple[int, int] = (0, 0),
+    ) -> RowPlan:
+        """Plan the rows of some samples.
 
-
-def _spread(peer: np.ndarray, count: np.ndarray, num_peers: int) -> Spread:
-    """Return peer and rows of each piece, the rows of its peer before it, and the rows of each peer."""
-    totals = np.bincount(peer, count, num_peers).astype(np.int64)  # exact below 2^53
-    before = np.cumsum(totals) - totals
-    return peer, count, np.cumsum(count) - count - before[peer], totals
+        Args:
+            samples: `constants.S_*`, by sender or receiver. [n, 7], int64.
+            heads: Bytes in front of the rows in each peer's message. [S], int64.
+            slots: The slot table of the sender; None for the receiver. [N, 8], int64.
+            at: First row and slot of the arrivals.
+        """
+        count, layout = len(samples), self._layout
+        if len(self._pieces) < count * layout.num_pieces:
+            self._pieces = torch.empty(count * layout.num_pieces, 3, dtype=torch.int64)
+        sizes, lies, room = (
+            np.empty_like(heads),
+            np.empty((count, 2), np.int64),
+            torch.zeros(2, dtype=torch.int64),
+        )
+        self._ops.plan_rows_(
+            self._pieces,
+            self._ends,
+            torch.from_numpy(sizes),
+            torch.from_numpy(lies),
+            room,
+            samples,
+            layout.windows,
+            layout.members,
+            layout.columns,
+            torch.from_numpy(heads),
+            slots,
+            *at,
+        )
+        return RowPlan(self._pieces, self._ends, sizes, lies, *room.tolist())

@@ -10,10 +10,9 @@ import torch
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.errors import DataError, ShapeError
-from deepspeed_gear.ops.constants import R_ID
-from deepspeed_gear.parallel import wire
+from deepspeed_gear.ops.constants import ANY_SLOT, BY_ID, R_ID, SHARD_BITS
 from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.reports import BY_ID, check_priorities
+from deepspeed_gear.selection.reports import check_priorities
 from deepspeed_gear.store.split import split_of
 from deepspeed_gear.store.table import FIRST_ROW
 
@@ -172,9 +171,9 @@ def _over_nodes(
         known: Which these are. [n], bool.
     """
     found = updates.copy()
-    found[:, 0] = own << wire.SHARD_BITS | updates[:, 0]
+    found[:, 0] = own << SHARD_BITS | updates[:, 0]
     elsewhere = (shards >= 0) & (shards != own)
-    found[elsewhere, 0] = shards[elsewhere] << wire.SHARD_BITS | wire.ANY_SLOT
+    found[elsewhere, 0] = shards[elsewhere] << SHARD_BITS | ANY_SLOT
     found[elsewhere, 1] = ids[elsewhere]
     return found, known | elsewhere
 

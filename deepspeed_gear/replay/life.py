@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from deepspeed_gear.config import GearConfig, TableConfig
 from deepspeed_gear.config.life import RateConfig
 from deepspeed_gear.errors import ConfigError
@@ -29,7 +31,12 @@ def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int
         raise ConfigError(f"{at}.{option}", rule, None, remedy)
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
     rate = None if table.rate is None else _rate(config, table, table.rate, batch, at)
-    return Life(table.remove, table.keep_best, steps, trajectories, times, rate)
+    life = Life(table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age)
+    if table.version is None:
+        return life
+    version = table.version
+    waits = version.on_stale == "wait"
+    return replace(life, version_column=version.column, max_lag=version.max_lag, waits=waits)
 
 
 def _rate(config: GearConfig, table: TableConfig, rate: RateConfig, batch: int, at: str) -> Rate:

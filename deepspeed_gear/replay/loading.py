@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import CheckpointError
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_ID, R_SLOT
+from deepspeed_gear.ops.constants import R_FIRST_ROW, R_ID, R_SLOT, UNKNOWN
 from deepspeed_gear.parallel.nodes import NodeSelector
 from deepspeed_gear.replay import resharding, snapshot
 from deepspeed_gear.replay.parts import Parts
@@ -141,7 +141,7 @@ class Loading:
         for at in np.argsort(part["heads"][:, KEY]).tolist():
             head = part["heads"][at]
             key, count = int(head[KEY]), int(head[COUNT])
-            own = np.nonzero(part["ring"][at, :count, R_ID] != saved.UNKNOWN)[0]
+            own = np.nonzero(part["ring"][at, :count, R_ID] != UNKNOWN)[0]
             records = part["ring"][at, own]
             records[:, R_FIRST_ROW] = stream.table.slots[records[:, R_SLOT], FIRST_ROW]
             first = int(head[SAMPLES]) - count

@@ -185,7 +185,7 @@ def connect(
             link = links.train if spec.name == TRAIN else links.passes
             if link is not None:
                 room = (row, wanted * most), (slot, wanted)
-                carrier = Carrier(stream.table, link, route.needs, config.n_step, *room)
+                carrier = Carrier(stream.table, route.num_nodes, route.needs, config.n_step, *room)
                 selector = NodeSelector(stream, link, route, carrier, goals, config.verify_every)
                 stream.selector = selector
                 if spec.name == TRAIN:

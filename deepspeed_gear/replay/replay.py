@@ -14,7 +14,7 @@ from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
 from deepspeed_gear.parallel.topology import Place
-from deepspeed_gear.replay import content, continuation, feedback, statistics
+from deepspeed_gear.replay import content, continuation, feedback, statistics, versions
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.metrics import Metrics
@@ -27,6 +27,7 @@ from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.late import fill
 from deepspeed_gear.writer.writer import TrajectoryWriter
 
 Ids = Sequence[int] | torch.Tensor
@@ -282,6 +283,33 @@ class Replay:
         """
         self._check_open()
         return self._inserter(table).add(trajectory)
+
+    def set_version(self, version: int, table: str | None = None) -> None:
+        """Say which version the learner's policy has now; steps that are too far behind go at the next cut.
+
+        With `on_stale = "wait"` it waits until no actor's open trajectory would fall too far behind. Any rank
+        may say it, each node's ranks for its own store.
+
+        Raises:
+            ConfigError: The table has no versions.
+            NotReadyError: This process has such a trajectory open, or an actor has not ended it in time.
+        """
+        self._check_open()
+        versions.set_version(self._table(table), version, self.config.timeout_s, self._parts.check)
+
+    def fill(self, number: int, table: str | None = None, **columns: Any) -> None:
+        """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
+
+        Args:
+            number: Id of the trajectory.
+            table: Which table; None for the sampled one.
+            **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
+        Raises:
+            DataError: A column is not late, was written already, or does not fit; nothing has changed.
+            StoreError: The trajectory is not stored on this node.
+        """
+        self._check_open()
+        fill(self._table(table), number, columns, self.config.timeout_s)
 
     def writer(self, table: str | None = None) -> TrajectoryWriter:
         """Return a writer for simulators in this process: step by step, many environments at once.

@@ -13,16 +13,18 @@ import numpy as np
 
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import (
+    ANY_SLOT,
     HIGHEST_PRIORITY,
     R_ID,
     R_SLOT,
     REPORT_BATCH,
     REPORT_NUMBER,
+    SHARD_BITS,
     U_GENERATION,
     U_SLOT,
+    UNKNOWN,
 )
 from deepspeed_gear.parallel.plan import shards_of
-from deepspeed_gear.parallel.wire import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.selection.cut import COUNT, KEY
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, STATE
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -88,6 +88,7 @@ def stream_specs(
     """
     sampler = config.item_sampler
     base = MassRule(sampler.unit, False, anchor_rule(config, fields), _conditions(sampler), dict(split))
+    base = replace(base, late=_late_columns(sampler, fields))
     priorities = _priority_rule(sampler, config.prefetch, info)
     train = StreamSpec(
         name=TRAIN,
@@ -113,6 +114,17 @@ def stream_specs(
         passes = StreamSpec(name, "pass", rule, config.seed, key, batch, SPARE_CUTS)
         specs.append(replace(passes, num_shards=num_shards, together=num_shards > 1))
     return specs
+
+
+def _late_columns(sampler: Sampler, fields: Sequence[ResolvedField]) -> tuple[str, ...]:
+    """Return the columns that batches read; those of them that come late must be there."""
+    read = {
+        column.name for field in fields for column in (field.column, field.hindsight) if column is not None
+    }
+    read.update(sampler.where)
+    if isinstance(sampler, WeightedSampler):
+        read.add(sampler.weight)
+    return tuple(sorted(read))
 
 
 def _kind(sampler: Sampler) -> str:

@@ -13,19 +13,21 @@ from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_GENERATION, R_
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
 from deepspeed_gear.selection.draws import Recent, recent_cuts
 from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.selection.staleness import dropped
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import BORN, GENERATION, NEXT_ID, Table
 
 Cuts = list[tuple[Stream, Recent]]  # of one global batch: one a table
 
 
-def of_store(tables: Sequence[Table]) -> dict[str, int]:
-    """Return the sizes of the sampled tables."""
+def of_store(tables: Sequence[Table]) -> dict[str, Any]:
+    """Return the sizes of the sampled tables, and by table what was dropped as too old."""
     return {
         "trajectories": sum(table.num_trajectories for table in tables),
         "steps": sum(table.num_steps for table in tables),
         "store_bytes": sum(table.memory.num_bytes for table in tables),
         "huge_bytes": sum(table.memory.huge_bytes for table in tables),
+        "stale": {table.spec.name: dropped(table) for table in tables},
         "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
     }
 

@@ -152,7 +152,7 @@ class Status:
         if self._link is None or not self.is_early:
             return
         with self._link.parting(timeout_s or self._link.timeout_s):
-            (self._flying or self._link.begin_pairs(np.zeros(SAID_WORDS, np.int64)))()
+            (self._flying or self._link.begin_gather(np.zeros(SAID_WORDS, np.int64)))()
         self._flying = None
 
     def restart(self) -> None:
@@ -241,7 +241,7 @@ class Status:
     def _say(self, link: Link, failed: bool) -> Callable[[], np.ndarray]:
         """Send turn, status and whether digests are to be compared; return what waits for the others'."""
         verifies = any(digest for _, _, digest in self._digests())
-        return link.begin_pairs(np.array([self._count, failed, verifies]))
+        return link.begin_gather(np.array([self._count, failed, verifies]))
 
     def _publish(self, text: str) -> None:
         """Say to the ranks of the node why the turn is over."""

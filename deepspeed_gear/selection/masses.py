@@ -27,6 +27,7 @@ from deepspeed_gear.selection.philox import below, philox
 from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.extents import CHANGED
 from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.life import PRESENT
 from deepspeed_gear.store.table import COMMITTED, ID, NUM_STEPS, STATE, Table
 
 NUM_DIRTY, APPLYING, SEEN = 0, 1, 3  # words of the changes; 2 is PriorityMasses' own
@@ -50,6 +51,7 @@ class Masses:
         self.num_items = self.count_items(spec, len(table.slots), table.spec.num_rows)
         self.words = views[spec.at + "changes"].data
         self._control: memoryview = table.control.data
+        self._late = table.spec.schema.late_bits(spec.rule.late) if table.extents is not None else 0
         self.on_change: Callable[[np.ndarray], None] | None = None  # is told which slots hold something new
         self.queued: np.ndarray = views[spec.at + "queued"]
         self._dirty: np.ndarray = views[spec.at + "dirty"]
@@ -88,9 +90,13 @@ class Masses:
     def of(self, slots: np.ndarray) -> np.ndarray:
         """Return the masses that the rule gives to committed slots. [n] -> [n], int64."""
         records = self.table.slots[slots]
-        return self.spec.rule.masses(
+        masses = self.spec.rule.masses(
             records[:, ID], records[:, NUM_STEPS], lambda name: self.table.values(name, slots)
         )
+        if not self._late:
+            return masses
+        present = self.table.views["life"][slots, PRESENT]
+        return np.where(present & self._late == self._late, masses, 0)
 
     # ---- changes ---------------------------------------------------------------------------------
 
@@ -107,6 +113,11 @@ class Masses:
         if self.on_change is not None:
             self.on_change(slots[self.table.slots[slots, STATE] == COMMITTED])
         return slots
+
+    def will_have_mass(self) -> bool:
+        """Return whether any slot has a mass once what has changed is in the tree. Cost: one pass."""
+        self.take_changes()
+        return bool((np.where(self.queued != NOTHING, self.queued, self.applied) > 0).any())
 
     def _wanted(self, slots: np.ndarray) -> np.ndarray:
         """Return the masses that slots are to have. [n] -> [n], int64."""

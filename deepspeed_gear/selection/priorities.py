@@ -228,6 +228,13 @@ class PriorityMasses(Masses):
             there = np.isin(self.table.slots[slots, STATE], (COMMITTED, RETIRED))
             self._bases[slots[~there]] = 0
             slots, masses = slots[there], masses[there]
+        known = self._generations[slots] == self.table.slots[slots, GENERATION]
+        differ = ~known | ((self._bases[slots] > 0) != (masses > 0))  # others keep their priorities
+        self._set_items(slots[differ], masses[differ])
+        self._bases[slots] = masses
+        self._generations[slots] = self.table.slots[slots, GENERATION]
+
+    def _set_items(self, slots: np.ndarray, masses: np.ndarray) -> None:
         items, admitted = self._items_of(slots, masses)
         priorities = np.where(admitted, self._initial(), np.float32(0))
         new = torch.empty(len(items), dtype=torch.int64)
@@ -239,8 +246,6 @@ class PriorityMasses(Masses):
         if len(self._minima):
             self.ops.minima_update_(self._minima, self.sums, self.num_items, changed)
         self.counts[DRAWABLE] += np.count_nonzero(new.numpy()) - before
-        self._bases[slots] = masses
-        self._generations[slots] = self.table.slots[slots, GENERATION]
 
     def _differing(self) -> np.ndarray:
         differing = super()._differing()

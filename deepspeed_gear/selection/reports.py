@@ -28,8 +28,6 @@ from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import Table
 
 BATCH, ORDER = REPORT_BATCH, REPORT_NUMBER
-BY_ID = 1 << 62  # order of reports by id: behind every sample number
-SHARD_BITS = 32  # where several nodes hold a table, the slot of a report has its shard above these
 NEVER = -(1 << 62)  # asked for nothing yet
 HEAD, TAIL, NEXT = 0, 1, 2  # words of a log's ends, counted up for ever; NEXT: the head behind a cut
 TAKING = 3  # a word of the first log's ends: all heads move to NEXT

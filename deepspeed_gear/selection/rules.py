@@ -123,6 +123,7 @@ class MassRule:
         weight: Per-trajectory column of weights, and log2 of the mass of weight 1.
         custom: A program's own masses.
         window: Which of the admitted ones are new enough; a cut applies it.
+        late: Late columns that a trajectory must have got.
         anchors: Which steps are admissible; a trajectory without one has mass 0.
         where: Filters that must all hold.
         split: Fractions of the splits.
@@ -138,6 +139,7 @@ class MassRule:
     weight: tuple[str, int] | None = None
     custom: CustomMasses | None = None
     window: Window | None = None
+    late: tuple[str, ...] = ()
 
     @property
     def draws_anchor(self) -> bool:

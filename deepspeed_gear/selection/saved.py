@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_GENERATION, R_ID, R_SLOT
+from deepspeed_gear.ops.constants import R_FIRST_ROW, R_GENERATION, R_ID, R_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.selection.cut import AHEAD, COUNT, CUT_WORDS, KEY, NOTHING
-from deepspeed_gear.selection.reports import SHARD_BITS
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
-
-UNKNOWN = -1  # id of a sample that another shard has
 
 
 def export(stream: Stream, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:

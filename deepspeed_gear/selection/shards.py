@@ -1,28 +1,10 @@
-"""One distribution over several shards: which shard a draw hits, and the items of highest priority. Pure.
-
-Coordinates run over the shards in their order, so the draws over all shards are those of one table that holds
-the same items in the same order.
-"""
+"""The items of highest priority over several shards. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-
-
-def assign(coordinates: np.ndarray, totals: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shard that each coordinate hits, and the coordinate within it.
-
-    Args:
-        coordinates: In [0, sum(totals)). [B], int64.
-        totals: Total mass of each shard. [S].
-    Returns:
-        [B], int64, and [B], int64.
-    """
-    ends = np.cumsum(np.asarray(totals, np.int64))
-    shards = np.searchsorted(ends, coordinates, side="right")
-    return shards, coordinates - (ends - totals)[shards]
 
 
 def merge_top(

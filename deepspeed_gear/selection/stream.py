@@ -55,7 +55,8 @@ from deepspeed_gear.selection.notice import Notice
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Selector
-from deepspeed_gear.store.extents import RECOVERIES
+from deepspeed_gear.selection.staleness import Staleness
+from deepspeed_gear.store.extents import CUTTING, RECOVERIES
 from deepspeed_gear.store.table import Table
 
 _POLL_S, _IDLE_S = 100e-6, 500e-6
@@ -98,11 +99,13 @@ class Stream:
         self._peer, self._num_peers = table.memory.peer, len(self.consumed)
         on_line = table.spec.dataset is None
         self.last_drawn: np.ndarray | None = views.get(spec.at + "last_drawn")  # cut of each slot
-        if self.draws is not None:
-            self.masses.on_change = self.draws.forget
+        self.masses.on_change = self._note_new
         self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
         self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
-        gate = Gate(spec, table, self.masses, self.position) if spec.name == TRAIN and on_line else None
+        trains = spec.name == TRAIN and on_line
+        staleness = Staleness(table) if trains else None
+        self._staleness = staleness if staleness is not None and staleness.is_limited else None
+        gate = Gate(spec, table, self.masses, self.position) if trains else None
         self._gate = None if gate is None or gate.is_plain else gate
         self.gate_wait, self.gate_timeout_s = Waiting(), DEFAULT_TIMEOUT_S
         self.collects_here = False  # this process writes too: it must not wait for itself
@@ -165,6 +168,8 @@ class Stream:
                         "ranks of a node must ask for the same batches in the same order",
                     )
                 late, slow = self.peers.late(held), self.masses.late(key)
+                if key >= at and not self._control[CUTTING]:
+                    self._drop_stale(key)
                 closed = self._gate is not None and not late and not self._gate.is_open(self._count_of(key))
                 ready = not late and not slow and not closed and not self.follows
                 if self._words[RECOVERED] != self._control[RECOVERIES]:
@@ -192,6 +197,18 @@ class Stream:
                 raise self._too_late(key, late, slow)
             time.sleep(_POLL_S)
 
+    def _note_new(self, slots: np.ndarray) -> None:
+        """Take note of slots that hold something new."""
+        if self.draws is not None:
+            self.draws.forget(slots)
+        if self._staleness is not None:
+            self._staleness.note_versions(slots)
+
+    def _drop_stale(self, key: int) -> None:
+        if self._staleness is not None:
+            self.masses.take_changes()
+            self._staleness.drop(key)
+
     def _count_of(self, key: int) -> int:
         return self.spec.batch if self.spec.count is None else self.spec.count(key)
 
@@ -199,11 +216,11 @@ class Stream:
         """Return whether a global batch has been cut, or could be cut now. Wants the lock."""
         if key < self._words[KEY]:
             return True
+        self._drop_stale(key)
         gate = self._gate
         if gate is not None:
             return gate.is_open(self._count_of(key))
-        self.masses.take_changes()
-        return self.masses.total > 0 or self.masses.waiting
+        return self.masses.will_have_mass()
 
     def _wait_for_gate(self, key: int) -> None:
         """Wait a moment for items that a cut may draw; not if they must come from this very process."""
@@ -223,12 +240,17 @@ class Stream:
         self.check()
 
     def _cut_together(self, key: int, entry: int) -> None:
+        with self.table.lock:
+            self._control[CUTTING] += 1  # what is drawn from must stay between the exchanges of the cut
         try:
             self._cut(key, entry)
         except Exception as error:
             self._forget(entry)
             self.selector.fail(key, error)
             raise
+        finally:
+            with self.table.lock:
+                self._control[CUTTING] -= 1
 
     def _forget(self, entry: int) -> None:
         with self.table.lock:

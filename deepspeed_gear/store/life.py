@@ -82,6 +82,9 @@ class Life:
         max_steps, max_trajectories: Limits below what there is room for.
         max_times_sampled: Trajectories go when they were drawn so often; 0: never.
         rate: Who waits for whom; None: nobody.
+        max_age: Global batches after which trajectories go; 0: never.
+        version_column, max_lag: Column of policy versions, and how far behind the newest they may be.
+        waits: Whether a new version waits for open trajectories that would fall behind.
     """
 
     removal: Removal = "none"
@@ -90,6 +93,10 @@ class Life:
     max_trajectories: int = UNLIMITED
     max_times_sampled: int = 0
     rate: Rate | None = None
+    max_age: int = 0
+    version_column: str | None = None
+    max_lag: int = 0
+    waits: bool = False
 
     @property
     def removal_code(self) -> int:

@@ -14,6 +14,7 @@ from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region, description_
 from deepspeed_gear.store.life import Life
 
 CONTROL_WORDS, PEER_WORDS, LIFE_WORDS = 32, 8, 4
+STALE_BINS = 48  # of lengths of dropped trajectories: powers of two
 LEAST_LOG = 1024  # changed slots that are told one by one
 RETURN_TO_GO = "derived/return_to_go"  # region of the derived column; no column can have this name
 
@@ -125,6 +126,7 @@ class TableSpec:
                 Region("links", "int64", (self.num_slots + 2, LINK_WORDS)),
                 Region("log", "int64", (max(LEAST_LOG, self.num_slots),)),
                 Region("life", "int64", (self.num_slots, LIFE_WORDS)),
+                Region("stale", "int64", (2, STALE_BINS)),
             ]
         if self.in_memory:
             regions += [

@@ -66,7 +66,7 @@ __all__ = [
     "STEPS_COMMITTED",
     "Table",
 ]
-PEER_PID = 0  # words of a peer
+PEER_PID, OLDEST_OPEN = 0, 1  # words of a peer; oldest policy version of its open trajectories, plus 1
 
 
 class Table:
@@ -234,6 +234,9 @@ class Table:
             held = (at >= 0) & (at < len(self.slots))
             held[held] = self.slots[at[held], STATE] == COMMITTED
             return np.where(held, at, -1)
+        if len(ids) == 1:
+            at = np.nonzero((self.slots[:, ID] == ids[0]) & (self.slots[:, STATE] == COMMITTED))[0]
+            return at if len(at) else np.array([-1])
         committed_slots = np.nonzero(self.slots[:, STATE] == COMMITTED)[0]
         stored = self.slots[committed_slots, ID]
         order = np.argsort(stored)

@@ -22,7 +22,8 @@ def check_trajectory(
         schema: Of the table.
         trajectory: Column -> array, tensor or nested list.
     Returns:
-        Its columns as arrays of the stored dtypes, and its number of steps.
+        Its columns as arrays of the stored dtypes, late ones that are missing as zeros, and its number of
+        steps.
     Raises:
         DataError: A column is missing, unknown, or has a wrong shape, dtype or length.
     """
@@ -37,6 +38,8 @@ def check_trajectory(
     arrays: dict[str, np.ndarray] = {}
     num_steps: int | None = None
     for column in schema:
+        if column.name not in trajectory and column.late:
+            continue
         if column.name not in trajectory:
             raise DataError(f"{name}: column {column.name}", "must be in every trajectory")
         array = as_stored(trajectory[column.name], column, name)
@@ -52,7 +55,16 @@ def check_trajectory(
     assert num_steps is not None
     if num_steps < 1:
         raise DataError(f"{name}: trajectory", "must have at least one step", num_steps)
+    for column in schema.late_columns:
+        if column.name not in arrays:
+            arrays[column.name] = no_values(column, num_steps)
     return arrays, num_steps
+
+
+def no_values(column: Column, num_steps: int) -> np.ndarray:
+    """Return zeros in place of a column that comes later."""
+    rows = () if column.rows == "1" else (num_steps + int(column.rows == "T+1"),)
+    return np.zeros((*rows, *column.shape), column.numpy_dtype)
 
 
 def as_stored(value: Any, column: Column, table: str, num_rows: int | None = None) -> np.ndarray:

@@ -12,6 +12,7 @@ from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.selection.cut import KEY
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.store.extents import BY_CALLER, LOCK_BROKEN, LOCK_TIMEOUT, MUST_RECOVER
+from deepspeed_gear.store.life import PRESENT
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.trajectory import check_trajectory
 from deepspeed_gear.writer.room import Room
@@ -58,6 +59,7 @@ class Inserter:
         assert steps is not None
         self._measured, self._extra = steps.name, int(steps.rows == "T+1")
         self._position = table.views.get("stream/train/position")
+        self._late = bool(table.spec.schema.late_columns)
         self._native = self._open_native()
 
     def _open_native(self) -> Any:
@@ -84,7 +86,7 @@ class Inserter:
             StoreFullError: There is no room, and the table lets nobody go.
             NotReadyError: The ranks have not sampled in time.
         """
-        if self._native is not None and not self._checks:
+        if self._native is not None and not self._checks and not self._late:
             added = self._add_as_it_is(trajectory)
             if added is not None:
                 return added
@@ -93,6 +95,8 @@ class Inserter:
         for check in self._checks:
             check(arrays)
         columns = [np.ascontiguousarray(arrays[name]) for name in self._names]
+        if self._late:
+            return self._add_plainly(columns, num_steps, self.table.spec.schema.late_bits(trajectory))
         return self._add(columns, num_steps)
 
     def _add_as_it_is(self, trajectory: Mapping[str, Any]) -> int | None:
@@ -134,7 +138,7 @@ class Inserter:
                 pass
         return self._add_plainly([np.asarray(column) for column in columns], num_steps)
 
-    def _add_plainly(self, columns: list[np.ndarray], num_steps: int) -> int:
+    def _add_plainly(self, columns: list[np.ndarray], num_steps: int, present: int = 0) -> int:
         slot = self.reserve(num_steps)
         try:
             self.table.write(slot, dict(zip(self._names, columns, strict=True)))
@@ -143,7 +147,9 @@ class Inserter:
                 self.table.free(np.array([slot]))
             raise
         with self.table.lock:
-            return self._commit(slot)
+            number = self._commit(slot)
+            self.table.views["life"][slot, PRESENT] = present
+            return number
 
     def reserve(self, num_steps: int) -> int:
         """Take a slot for a trajectory of at most so many steps, waiting for room; as `add`."""

@@ -51,10 +51,10 @@ class VectorWriter:
             raise DataError("autoreset", f"must be one of {', '.join(_MODES)}", autoreset)
         self._schema, self._add, self._native = schema, add, table.ops.native
         self.num_envs, self._mode, self._max_length = num_envs, autoreset, max_length
-        steps = [column for column in schema if column.rows != "1"]
+        steps = [column for column in schema if column.rows != "1" and not column.late]
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
         self._done_by = [c for c in steps if c not in self._state]
-        self._once = [column for column in schema if column.rows == "1"]
+        self._once = [column for column in schema if column.rows == "1" and not column.late]
         self._truncated = schema.role("truncated")
         roles = {role: schema.role(role) for role in ("terminated", "truncated")}
         self._names = {role: role if column is None else column.name for role, column in roles.items()}
@@ -230,6 +230,8 @@ class VectorWriter:
         """Add the first steps of an environment."""
         trajectory: dict[str, Any] = {}
         for column in self._schema:
+            if column.late:
+                continue
             if column.rows == "1":
                 trajectory[column.name] = self._values[column.name][env, ...]
             else:

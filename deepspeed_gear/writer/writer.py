@@ -18,6 +18,7 @@ from deepspeed_gear.selection.rules import check_weights
 from deepspeed_gear.store.table import PEER_PID, Table
 from deepspeed_gear.writer.attach import attach
 from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.late import fill
 from deepspeed_gear.writer.vector import VectorWriter
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
@@ -121,6 +122,14 @@ class TrajectoryWriter:
         self.num_added += 1
         return number
 
+    def fill(self, number: int, **columns: Any) -> None:
+        """Write late columns of a stored trajectory, once; as `Replay.fill`.
+
+        Raises:
+            DataError, StoreError: As `writer.late.fill`.
+        """
+        fill(self._table, number, columns, self._table.lock.timeout_s)
+
     def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
         """Begin a trajectory that is added at the end of a `with` block; an exception in it adds nothing.
 
@@ -187,8 +196,9 @@ class OpenTrajectory:
 
     def __init__(self, writer: TrajectoryWriter, per_trajectory: Mapping[str, Any]) -> None:
         self._writer, self._once = writer, dict(per_trajectory)
-        self._rows: dict[str, list[Any]] = {c.name: [] for c in writer.schema if c.rows != "1"}
-        self._ends = {c.name for c in writer.schema if c.rows == "T+1"}
+        steps = [column for column in writer.schema if column.rows != "1" and not column.late]
+        self._rows: dict[str, list[Any]] = {column.name: [] for column in steps}
+        self._ends = {column.name for column in steps if column.rows == "T+1"}
         self.id: int | None = None  # once it is added
 
     def append(self, **columns: Any) -> None:

@@ -31,9 +31,9 @@ from gear_support import (
 )
 
 from deepspeed_gear.errors import StoreError, StoreFullError
-from deepspeed_gear.ops.constants import tree_levels
+from deepspeed_gear.ops.constants import BY_ID, tree_levels
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.reports import BY_ID, HEAD, TAIL
+from deepspeed_gear.selection.reports import HEAD, TAIL
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION
 
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))

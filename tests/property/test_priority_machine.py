@@ -13,10 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import reference
-from deepspeed_gear.ops.constants import FOR_COORDINATE, ONE_Q62
+from deepspeed_gear.ops.constants import BY_ID, FOR_COORDINATE, ONE_Q62
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
-from deepspeed_gear.selection.reports import BY_ID
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, GENERATION, ID, STATE
 
 NUM_SLOTS, NUM_ROWS, KEY_OF_STREAM, NUM_PEERS = 5, 40, 7, 3

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import (
+    ANY_SLOT,
     APPLIED,
+    BY_ID,
     HIGHEST_PRIORITY,
     NUM_UPDATE_COUNTS,
     R_ID,
@@ -19,15 +21,15 @@ from deepspeed_gear.ops.constants import (
     REPORT_NUMBER,
     REPORT_WORDS,
     RESOLUTION_WORDS,
+    SHARD_BITS,
     SLOT_WORDS,
     U_GENERATION,
     U_SLOT,
+    UNKNOWN,
 )
-from deepspeed_gear.parallel import wire
 from deepspeed_gear.replay import resharding
 from deepspeed_gear.replay.resharding import Division, Saved
 from deepspeed_gear.selection.cut import COUNT, HEAD_WORDS, KEY
-from deepspeed_gear.selection.reports import BY_ID
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, RETIRED, STATE
 
 BATCH = 5
@@ -169,11 +171,11 @@ def test_a_shard_names_slots_of_its_store_and_knows_its_own_samples_only() -> No
     for index, shard in enumerate(shards):
         content = shard.streams["train"]
         own = drawn & (resharding.owners_of(whole.streams["train"], division) == index)
-        assert (content["ring"][drawn & ~own][:, R_ID] == wire.UNKNOWN).all()
+        assert (content["ring"][drawn & ~own][:, R_ID] == UNKNOWN).all()
         np.testing.assert_array_equal(
             division.chosen(index)[content["ring"][own][:, R_SLOT]], ring[own][:, R_SLOT]
         )
-        assert (content["log"][:, U_SLOT] >> wire.SHARD_BITS == index).all()
+        assert (content["log"][:, U_SLOT] >> SHARD_BITS == index).all()
         assert shard.next_id * 3 + index >= 40
         assert content["counts"][HIGHEST_PRIORITY] == whole.streams["train"]["counts"][HIGHEST_PRIORITY]
     applied = [int(shard.streams["train"]["counts"][APPLIED]) for shard in shards]
@@ -192,18 +194,18 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
         content = content_of(np.random.default_rng(1), records, False, 0)
         content["log"] = np.zeros((len(words), REPORT_WORDS), np.int64)
         for entry, (index, slot, generation) in zip(content["log"], words, strict=True):
-            entry[U_SLOT], entry[U_GENERATION] = index << wire.SHARD_BITS | slot, generation
-            entry[REPORT_NUMBER] = BY_ID if slot == wire.ANY_SLOT else slot
+            entry[U_SLOT], entry[U_GENERATION] = index << SHARD_BITS | slot, generation
+            entry[REPORT_NUMBER] = BY_ID if slot == ANY_SLOT else slot
         return Saved(records, np.array(numbers), 5, {"train": content})
 
-    first = shard([0, 2], [3, 7], [(1, 9, 1), (1, wire.ANY_SLOT, 5), (1, 2, 1), (0, 7, 4)])
+    first = shard([0, 2], [3, 7], [(1, 9, 1), (1, ANY_SLOT, 5), (1, 2, 1), (0, 7, 4)])
     whole = resharding.merge([first, shard([1, 3, 5], [0, 8, 9], [])])
     log = whole.streams["train"]["log"]
     assert log[:, [U_SLOT, U_GENERATION]].tolist() == [[1, 4], [4, 1], [-1, 5]]
     division = Division.of(np.array([0, 0, 0, 0, 1]))
     parts = [resharding.part_of(whole, "train", division, index, None)["log"] for index in range(2)]
-    assert (parts[0][:, U_SLOT] & wire.ANY_SLOT).tolist() == [1]
-    assert (parts[1][:, U_SLOT] & wire.ANY_SLOT).tolist() == [0, wire.ANY_SLOT]
+    assert (parts[0][:, U_SLOT] & ANY_SLOT).tolist() == [1]
+    assert (parts[1][:, U_SLOT] & ANY_SLOT).tolist() == [0, ANY_SLOT]
     assert whole.positions_of(np.array([5, 4, 2, -1])).tolist() == [4, -1, 1, -1]
     assert whole.positions_of(empty).tolist() == []
 

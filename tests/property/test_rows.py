@@ -1,21 +1,28 @@
-"""Which rows travel, and where they lie in messages, against an oracle that walks row by row."""
+"""Which rows travel, and where they arrive, against an oracle that walks row by row; on both backends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops.constants import SLOT_FIRST_ROW, SLOT_WORDS
 from deepspeed_gear.parallel.carrier import most_rows
-from deepspeed_gear.parallel.rows import Pieces, Read, RowNeeds, RowPlan, Samples, messages, plan_rows
+from deepspeed_gear.parallel.rows import Read, RowLayout, RowNeeds, RowPlan, RowPlanner, layout_of
 
 FINAL_ROW = {"a": 0, "b": 1, "c": 0}
 ROW_BYTES = {"a": 4, "b": 12, "c": 1, "t": 8, "u": 3}
 MOST_N = 4
+ROOM = 60  # rows and slots of each node's columns
+HEAD = 16  # bytes in front of the rows of a message
+BACKENDS = [load_backend(name) for name in ("reference", "cpu")]
 
 
 class Sample(NamedTuple):
@@ -73,11 +80,6 @@ def scenes(draw: st.DrawFn) -> Scene:
     return Scene(num_nodes, needs, samples)
 
 
-def as_arrays(samples: Sequence[Sample], peers: Sequence[int]) -> Samples:
-    words = np.array([[s.need, *s[3:]] for s in samples], np.int64).reshape(-1, 6)
-    return Samples(np.array(peers, np.int64), *words.T)
-
-
 def rows_of(read: Read, sample: Sample) -> list[int]:
     """Return the rows that a window reads."""
     held = sample.num_steps + read.final_row
@@ -95,93 +97,97 @@ def wanted_by(sample: Sample, needs: Sequence[RowNeeds]) -> Iterator[tuple[str, 
         yield from ((column, sample.goal) for column, _ in need.goals)
 
 
-def sent(plan: RowPlan) -> list[tuple[int, int, str, int]]:
-    """Return peer, slot, column and row of everything in a plan; row -1 of columns of one row."""
+def plan_of(
+    ops: Ops, scene: Scene, layout: RowLayout, samples: list[Sample], peer: str, slots: torch.Tensor | None
+) -> RowPlan:
+    words = [[getattr(s, peer), s.need, *s[3:]] for s in samples]
+    heads = np.full(scene.num_nodes, HEAD)
+    given_samples = torch.tensor(words, dtype=torch.int64).reshape(-1, 7)
+    planner = RowPlanner(ops, layout, scene.num_nodes)
+    plan = planner.plan(given_samples, heads, slots, (0, 0) if slots is not None else (3, 2))
+    last = int(plan.ends[-1, -1]) if plan.ends.numel() else 0
+    return plan._replace(pieces=plan.pieces[:last])
+
+
+def plans_of(
+    scene: Scene, layout: RowLayout, samples: list[Sample], peer: str, slots: torch.Tensor | None
+) -> RowPlan:
+    """Return the plan of every backend, which must be one."""
+    plain, fast = (plan_of(ops, scene, layout, samples, peer, slots) for ops in BACKENDS)
+    assert torch.equal(plain.pieces, fast.pieces)
+    assert torch.equal(plain.ends, fast.ends)
+    assert plain.sizes.tolist() == fast.sizes.tolist()
+    if slots is None:
+        assert plain.lies.tolist() == fast.lies.tolist()
+        assert plain[-2:] == fast[-2:]
+    return fast
+
+
+def stores_of(scene: Scene, layout: RowLayout) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """Return the slot table of all nodes, and the bytes of each node's columns."""
+    slots = torch.zeros(11, SLOT_WORDS, dtype=torch.int64)
+    slots[:, SLOT_FIRST_ROW] = 1 + 4 * torch.arange(11)
+    make = torch.Generator().manual_seed(1)
+    sizes = [ROOM * ROW_BYTES[name] for name in layout.names]
+    stores = [
+        [torch.randint(0, 256, (size,), generator=make, dtype=torch.uint8) for size in sizes]
+        for _ in range(scene.num_nodes)
+    ]
+    return slots, stores
+
+
+def packed(scene: Scene, layout: RowLayout) -> list[list[torch.Tensor]]:
+    """Return the message from each node to each; each row is in it once."""
+    slots, stores = stores_of(scene, layout)
     found = []
-    for column, (owner, first, end) in plan.rows.items():
-        for which, begin, stop in zip(owner.tolist(), first.tolist(), end.tolist(), strict=True):
-            assert begin < stop
-            where = int(plan.peer[which]), int(plan.slot[which])
-            found += [(*where, column, row) for row in range(begin, stop)]
-    for column, which in plan.per_trajectory.items():
-        found += [(int(plan.peer[i]), int(plan.slot[i]), column, -1) for i in which]
+    for node in range(scene.num_nodes):
+        mine = [s for s in scene.samples if s.holder == node]
+        plan = plans_of(scene, layout, mine, "reader", slots)
+        words = [HEAD + -(-size // 8) * 8 for size in plan.sizes.tolist()]
+        message = torch.zeros(sum(words), dtype=torch.uint8)
+        BACKENDS[1].copy_rows_([message], stores[node], plan.pieces, plan.ends[:, -1:].contiguous())
+        found.append([message[begin:end] for begin, end in pairwise([0, *np.cumsum(words).tolist()])])
+        for reader, size in enumerate(plan.sizes.tolist()):
+            theirs = [s for s in mine if s.reader == reader]
+            rows = {(s.slot, *what) for s in theirs for what in wanted_by(s, scene.needs)}
+            rows |= {(s.slot, t, -1) for s in theirs for t in scene.needs[s.need].per_trajectory}
+            assert size == sum(ROW_BYTES[column] for _, column, _ in rows)
     return found
 
 
-@settings(max_examples=400)
-@given(scenes())
-def test_each_row_is_sent_once(scene: Scene) -> None:
-    samples, needs = scene.samples, scene.needs
-    plan = plan_rows(as_arrays(samples, [s.reader for s in samples]), needs)
-    found = sent(plan)
-    assert len(found) == len(set(found))
-    wanted = {(s.reader, s.slot, *what) for s in samples for what in wanted_by(s, needs)}
-    wanted |= {(s.reader, s.slot, column, -1) for s in samples for column in needs[s.need].per_trajectory}
-    assert set(found) == wanted
-    trajectories = sorted({(s.reader, s.slot) for s in samples})
-    assert list(zip(plan.peer.tolist(), plan.slot.tolist(), strict=True)) == trajectories
-    assert [trajectories[i] for i in plan.trajectory] == [(s.reader, s.slot) for s in samples]
-
-
-@settings(max_examples=400)
-@given(scenes())
-def test_rows_lie_where_windows_look_for_them(scene: Scene) -> None:
-    samples, needs = scene.samples, scene.needs
-    plan = plan_rows(as_arrays(samples, [s.holder for s in samples]), needs)
-    lying: dict[tuple[str, int], tuple[int, int]] = {}
-    for column, (owner, first, end) in plan.rows.items():
-        pieces = zip(owner.tolist(), first.tolist(), end.tolist(), plan.place[column].tolist(), strict=True)
-        for which, begin, stop, place in pieces:
-            for row in range(begin, stop):
-                assert (column, place + row - begin) not in lying
-                lying[column, place + row - begin] = which, row
-    assert all(0 <= place < plan.num_rows for _, place in lying)
-    for sample, which, shift in zip(samples, plan.trajectory.tolist(), plan.shift.tolist(), strict=True):
-        for column, row in wanted_by(sample, needs):
-            assert lying[column, shift + row] == (which, row)
-        for read in needs[sample.need].reads:  # ops check the row that is nearest, even if nobody reads it
-            at = sample.anchor + read.first + (sample.n_steps if read.follows else 0)
-            nearest = min(max(at, 0), sample.num_steps + read.final_row - 1)
-            assert 0 <= shift + nearest < plan.num_rows
-
-
-def content(plan: RowPlan, pieces: dict[str, Pieces], begin: int, end: int) -> list[object]:
-    """Return what lies in the bytes [begin, end) of messages: place, size, slot, column and first row."""
-    found = []
-    for column, (at, size) in pieces.items():
-        if column in plan.rows:
-            owner, first, _ = plan.rows[column]
-        else:
-            owner = plan.per_trajectory[column]
-            first = np.full(len(owner), -1)
-        for place, num_bytes, which, row in zip(at, size, owner, first, strict=True):
-            if begin <= place < end:
-                part = int(place) - begin, int(num_bytes), int(plan.slot[which]), column, int(row)
-                found.append(part)
-    return sorted(found)
-
-
-@settings(max_examples=300)
+@settings(max_examples=500)
 @given(scenes(), st.randoms(use_true_random=False))
-def test_sender_and_receiver_have_one_message_in_mind(scene: Scene, random: object) -> None:
-    """Each plans from its own samples, in an order of its own."""
-    senders, receivers = [], []
+def test_each_row_travels_once_to_where_windows_look_for_it(scene: Scene, random: object) -> None:
+    """Sender and receiver plan from their own samples, in an order of their own."""
+    layout = layout_of(scene.needs, ROW_BYTES)
+    slots, stores = stores_of(scene, layout)
+    messages = packed(scene, layout)
     for node in range(scene.num_nodes):
-        for plans, own, peer in ((senders, "holder", "reader"), (receivers, "reader", "holder")):
-            mine = [s for s in scene.samples if getattr(s, own) == node]
-            random.shuffle(mine)
-            plan = plan_rows(as_arrays(mine, [getattr(s, peer) for s in mine]), scene.needs)
-            plans.append((plan, *messages(plan, ROW_BYTES, scene.num_nodes)))
-    for i, (sends, places, sizes) in enumerate(senders):
-        begins = np.cumsum(sizes) - sizes
-        assert sizes.sum() == sum(int(pieces.size.sum()) for pieces in places.values())
-        for j, (receives, expected, expected_sizes) in enumerate(receivers):
-            assert sizes[j] == expected_sizes[i]
-            begin = int((np.cumsum(expected_sizes) - expected_sizes)[i])
-            message = content(sends, places, int(begins[j]), int(begins[j] + sizes[j]))
-            assert message == content(receives, expected, begin, begin + int(sizes[j]))
-            ends = np.cumsum([size for _, size, *_ in message])
-            assert [at for at, *_ in message] == [0, *ends.tolist()][: len(message)], "no gaps, no overlaps"
+        mine = [s for s in scene.samples if s.reader == node]
+        random.shuffle(mine)
+        plan = plans_of(scene, layout, mine, "holder", None)
+        heard = [messages[holder][node] for holder in range(scene.num_nodes)]
+        assert [HEAD + -(-size // 8) * 8 for size in plan.sizes.tolist()] == [len(part) for part in heard]
+        assert plan.num_rows <= len(mine) * limit_of(scene)
+        assert plan.num_trajectories == len({(s.holder, s.slot) for s in mine})
+        arrivals = [
+            torch.zeros((200 + len(mine)) * ROW_BYTES[name], dtype=torch.uint8) for name in layout.names
+        ]
+        BACKENDS[1].copy_rows_(arrivals, heard, plan.pieces, plan.ends)
+        for sample, (shift, which) in zip(mine, plan.lies.tolist(), strict=True):
+            first = int(slots[sample.slot, SLOT_FIRST_ROW])
+            wanted = [
+                (column, shift + 3 + row, first + row) for column, row in wanted_by(sample, scene.needs)
+            ]
+            wanted += [(t, which + 2, sample.slot) for t in scene.needs[sample.need].per_trajectory]
+            for column, at, row in wanted:
+                size, index = ROW_BYTES[column], layout.names.index(column)
+                held = stores[sample.holder][index][row * size : (row + 1) * size]
+                assert torch.equal(arrivals[index][at * size : (at + 1) * size], held)
+            for read in scene.needs[sample.need].reads:  # ops check the row that is nearest
+                at = sample.anchor + read.first + (sample.n_steps if read.follows else 0)
+                nearest = min(max(at, 0), sample.num_steps + read.final_row - 1)
+                assert 0 <= shift + nearest < plan.num_rows
 
 
 def limit_of(scene: Scene) -> int:
@@ -189,35 +195,53 @@ def limit_of(scene: Scene) -> int:
     return most_rows(scene.needs, longest, MOST_N)
 
 
-@settings(max_examples=400)
-@given(scenes())
-def test_arrivals_have_room(scene: Scene) -> None:
-    plan = plan_rows(as_arrays(scene.samples, [s.holder for s in scene.samples]), scene.needs)
-    assert plan.num_rows <= len(scene.samples) * limit_of(scene)
-
-
 @pytest.mark.parametrize("needs", [[], [RowNeeds(())], [RowNeeds((Read("a", 0, 1),), ("t",), (("b", 1),))]])
 def test_nothing_needs_nothing(needs: list[RowNeeds]) -> None:
-    plan = plan_rows(as_arrays([], []), needs)
-    pieces, sizes = messages(plan, ROW_BYTES, 3)
-    assert sent(plan) == []
-    assert (plan.num_rows, sizes.tolist()) == (0, [0, 0, 0])
-    assert all(len(part.at) == 0 for part in pieces.values())
+    scene = Scene(3, needs, [])
+    for slots in (None, torch.zeros(1, SLOT_WORDS, dtype=torch.int64)):
+        plan = plans_of(scene, layout_of(needs, ROW_BYTES), [], "holder", slots)
+        assert (len(plan.pieces), plan.sizes.tolist()) == (0, [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (0, -1),
+        (0, 2),
+        (1, 1),
+        (2, 4),
+        (2, -1),
+        (3, 0),
+        (3, 1 << 50),
+        (4, 3),
+        (4, -1),
+        (5, 9),
+        (6, 9),
+        (6, -2),
+    ],
+)
+def test_samples_outside_are_refused(word: int, value: int) -> None:
+    layout = layout_of([RowNeeds((Read("a", 0, 1),))], ROW_BYTES)
+    sample = [0, 0, 1, 3, 1, 0, -1]
+    sample[word] = value
+    planner, heads = RowPlanner(BACKENDS[1], layout, 2), np.zeros(2, np.int64)
+    slots = torch.zeros(4, SLOT_WORDS, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="sample 0 must be a step of a trajectory"):
+        planner.plan(torch.tensor([sample]), heads, slots)
 
 
 def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
     needs = [RowNeeds((Read("a", 0, 3),))]
-    drawn = [Sample(0, 1, 0, 7, 50, anchor, 0, -1) for anchor in (10, 12, 15, 10, 19, 49)]
-    plan = plan_rows(as_arrays(drawn, [1] * 6), needs)
-    owner, first, end = plan.rows["a"]
-    assert (owner.tolist(), first.tolist(), end.tolist()) == ([0, 0, 0], [10, 19, 49], [18, 22, 50])
-    assert plan.place["a"].tolist() == [0, 8, 11]
-    assert (plan.shift.tolist(), plan.num_rows) == ([-10, -10, -10, -10, -11, -38], 12)
+    drawn = [Sample(1, 1, 0, 7, 50, anchor, 0, -1) for anchor in (10, 12, 15, 10, 19, 49)]
+    plan = plans_of(Scene(2, needs, drawn), layout_of(needs, ROW_BYTES), drawn, "holder", None)
+    assert plan.pieces.tolist() == [[12, HEAD, 32], [44, HEAD + 32, 12], [56, HEAD + 44, 4]]
+    assert plan.lies[:, 0].tolist() == [-10, -10, -10, -10, -11, -38]
+    assert (plan.num_rows, plan.sizes.tolist()) == (12, [0, 48])
 
 
 def test_arrivals_have_room_behind_the_end() -> None:
     """A step of each column behind the end: the nearest ones, which ops check, are two different rows."""
-    scene = Scene(2, [RowNeeds((Read("a", 3, 4), Read("b", 3, 4, final_row=1)))], [])
-    samples = [Sample(0, 1, 0, 0, 9, 8, 0, -1)]
-    plan = plan_rows(as_arrays(samples, [0]), scene.needs)
-    assert plan.num_rows <= len(samples) * most_rows(scene.needs, 9, 0)
+    needs = [RowNeeds((Read("a", 3, 4), Read("b", 3, 4, final_row=1)))]
+    drawn = [Sample(0, 1, 0, 0, 9, 8, 0, -1)]
+    plan = plans_of(Scene(2, needs, drawn), layout_of(needs, ROW_BYTES), drawn, "holder", None)
+    assert plan.num_rows <= most_rows(needs, 9, 0)

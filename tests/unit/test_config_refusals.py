@@ -233,7 +233,8 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (
         _table(),
-        "gear.tables.main must have one of data, capacity_steps and capacity_bytes; give the one that the table is made of",
+        "gear.tables.main must have one of data, capacity_steps and capacity_bytes; give the one that the "
+        "table is made of",
     ),
     (
         _table(data="d", capacity_steps=5),

@@ -12,12 +12,21 @@ import torch
 from gear_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import DataError, PeerError, StoreError
-from deepspeed_gear.ops.constants import APPLIED, CLAMPED, DRAWABLE, ONE_Q62, R_MASS, REPORT_NUMBER, STALE
+from deepspeed_gear.ops.constants import (
+    APPLIED,
+    BY_ID,
+    CLAMPED,
+    DRAWABLE,
+    ONE_Q62,
+    R_MASS,
+    REPORT_NUMBER,
+    STALE,
+)
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
 from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.selection.reports import BY_ID, NEVER
+from deepspeed_gear.selection.reports import NEVER
 from deepspeed_gear.store.table import GENERATION
 
 LENGTHS = [3, 1, 7, 33, 5]

@@ -138,7 +138,7 @@ def test_who_waits_goes_on_when_items_come() -> None:
 def test_a_wait_ends_with_an_error() -> None:
     with replay(rate={"min_size": 2, "timeout_s": 0.2}) as found:
         found.add(trajectory(0))
-        with pytest.raises(NotReadyError, match="must be filled within 0.2"):
+        with pytest.raises(NotReadyError, match=r"must be filled within 0\.2"):
             found.sample()
         found.add(trajectory(1))
         found.sample()

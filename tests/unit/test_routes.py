@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gear_support import SCHEMA
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.config import GearConfig, ResolvedField, check_against, parse
+from deepspeed_gear.ops import functional
+from deepspeed_gear.ops.constants import R_SLOT, S_PEER, S_SLOT
 from deepspeed_gear.parallel.plan import grid, needs_of
 from deepspeed_gear.parallel.routes import Routes, routes_of, row_needs
 from deepspeed_gear.parallel.rows import Read, RowNeeds
@@ -94,11 +97,13 @@ def test_samples_go_to_whoever_reads_them(
         mine = [sample for sample in range(count) if index in readers[sample]]
         assert found.wanted(count, offset).tolist() == mine
         assert found.most_wanted(count) >= len(mine)
-        assert found.replica_of(samples, offset).tolist() == [(s + offset) % worlds for s in range(count)]
-        some = samples[samples % 3 != 1]
-        node, which = found.destinations(some, offset)
-        sent = [(n, i) for n in range(len(order)) for i, s in enumerate(some) if n in readers[s]]
-        assert list(zip(node.tolist(), which.tolist(), strict=True)) == [m for m in sent if m[0] != index]
+        own = torch.from_numpy(samples[samples % 3 != 1])
+        records = torch.zeros(len(own), 8, dtype=torch.int64)
+        records[:, R_SLOT] = own
+        tables = torch.from_numpy(found.readers), torch.from_numpy(found.need_of)
+        sent, _, _ = functional.send_draws(records, own, *tables, offset, index)
+        wanted = [[n, s] for n in range(len(order)) for s in own.tolist() if n in readers[s] and n != index]
+        assert sent[:, [S_PEER, S_SLOT]].tolist() == wanted
 
 
 @given(topologies())

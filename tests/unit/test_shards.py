@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepspeed_gear.ops import functional
-from deepspeed_gear.selection.shards import assign, merge_top
+from deepspeed_gear.selection.shards import merge_top
 
 SIZES = {1: [1000], 3: [1, 700, 299], 8: [33, 0, 32, 1, 400, 31, 500, 3]}
 
@@ -29,11 +29,10 @@ def test_draws_over_shards_are_those_of_one_table(num_shards: int, spread: int) 
     slots[:, 2], slots[:, 4] = torch.arange(1000), 1
     rule = (0, 0, 1, 1, 0)
     wanted = functional.resolve(whole, slots, coordinates, rule)[:, 0]
-    shard, local = assign(coordinates.numpy(), totals)
     found = torch.full_like(wanted, -1)
     for index, (sums, of_shard) in enumerate(zip(shards, parts_of(slots, sizes), strict=True)):
-        mine = torch.from_numpy(shard == index)
-        part = torch.from_numpy(local[shard == index])
+        shard, mine, part = functional.assign_draws(coordinates, torch.tensor(totals), index)
+        assert torch.nonzero(shard == index)[:, 0].equal(mine)
         if len(part):
             found[mine] = functional.resolve(sums, of_shard.contiguous(), part, rule)[:, 0]
     assert found.equal(wanted)

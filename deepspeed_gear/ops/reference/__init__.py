@@ -2,7 +2,8 @@
 
 Read it in this order: `select` (draws, permutation, tree, resolutions), `priorities` (masses, weights, the
 least mass, updates; their powers in `power`), `collect` (windows and padding), `convert` (dtypes), `returns`
-(sums of rewards), `pieces` (packed rows). Tensors live on the CPU.
+(sums of rewards), `pieces` (packed rows),
+`rows` (which rows travel), `draws` (what nodes tell each other). Tensors live on the CPU.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from .checks import check_extents, check_rows
 from .collect import FieldSpec, Span, bounds, check_windows, gather_, window_rows
 from .convert import arithmetic_dtype, convert, is_allowed
-from .pieces import check_pieces, copy_rows_
+from .draws import assign_draws_, pack_reports_, send_draws_, take_draws_, unpack_reports_
+from .pieces import check_blocks, check_pieces, copy_rows_
 from .priorities import (
     importance_,
     mass_,
@@ -24,6 +26,7 @@ from .priorities import (
     top_k_,
 )
 from .returns import n_step_, n_step_reads, suffix_sum_
+from .rows import plan_rows_
 from .select import (
     anchor_at,
     check_coordinates,
@@ -44,7 +47,9 @@ __all__ = [
     "Span",
     "anchor_at",
     "arithmetic_dtype",
+    "assign_draws_",
     "bounds",
+    "check_blocks",
     "check_coordinates",
     "check_extents",
     "check_items",
@@ -67,15 +72,20 @@ __all__ = [
     "n_step_reads",
     "num_anchors",
     "order_of",
+    "pack_reports_",
     "permute_",
     "philox",
+    "plan_rows_",
     "prioritize_",
     "report_",
     "resolve_",
     "resolve_rows_",
+    "send_draws_",
     "suffix_sum_",
+    "take_draws_",
     "top_k_",
     "tree_build_",
     "tree_update_",
+    "unpack_reports_",
     "window_rows",
 ]

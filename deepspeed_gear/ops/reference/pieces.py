@@ -1,6 +1,8 @@
-"""What the op that packs and unpacks rows means: bytes from one tensor to places in another."""
+"""What the op that packs and unpacks rows means: bytes from some tensors to places in others."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -8,19 +10,41 @@ from torch import Tensor
 from ...errors import ShapeError
 
 
-def copy_rows_(to: Tensor, source: Tensor, pieces: Tensor) -> None:
-    """Copy pieces of bytes, in order: where some overlap in `to`, the last wins.
+def copy_rows_(to: Sequence[Tensor], sources: Sequence[Tensor], pieces: Tensor, ends: Tensor) -> None:
+    """Copy pieces of bytes, in order: where some overlap in a target, the last wins.
 
     Args:
-        to: Shares no memory with `source`, which is not checked. [n], uint8.
-        source: [m], uint8.
-        pieces: First byte in `to`, first byte in `source`, number of bytes. [k, 3], int64.
+        to: Share no memory with `sources`, which is not checked. [n] each, uint8.
+        sources: [m] each, uint8.
+        pieces: First byte in the target, first byte in the source, number of bytes. [k, 3], int64.
+        ends: Pieces up to and with those of each target and source. [targets, sources], int64.
     Raises:
         ShapeError: A piece lies outside; nothing is copied.
     """
-    check_pieces(pieces, len(to), len(source))
-    for first, begin, size in pieces.tolist():
-        to[first : first + size] = source[begin : begin + size]
+    check_blocks(to, sources, pieces, ends)
+    for target, source, block in _blocks(to, sources, pieces, ends):
+        for first, begin, size in block.tolist():
+            target[first : first + size] = source[begin : begin + size]
+
+
+def check_blocks(to: Sequence[Tensor], sources: Sequence[Tensor], pieces: Tensor, ends: Tensor) -> None:
+    """Check that every piece lies in its target and its source.
+
+    Raises:
+        ShapeError: One does not.
+    """
+    for target, source, block in _blocks(to, sources, pieces, ends):
+        check_pieces(block, len(target), len(source))
+
+
+def _blocks(
+    to: Sequence[Tensor], sources: Sequence[Tensor], pieces: Tensor, ends: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    first = 0
+    pairs = ((target, source) for target in to for source in sources)
+    for (target, source), end in zip(pairs, ends.reshape(-1).tolist(), strict=True):
+        yield target, source, pieces[first:end]
+        first = end
 
 
 def check_pieces(pieces: Tensor, to_bytes: int, source_bytes: int) -> None:

@@ -296,30 +296,6 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at:
   counter[2] += bytes;
 }
 
-// Bytes of a tensor that is nothing but bytes.
-static int64_t BytesOf(const at::Tensor& tensor, const char* name) {
-  CheckTensor(tensor, name, at::kByte);
-  TORCH_CHECK(tensor.dim() == 1, "gear: ", name, " must be [n], got ", tensor.sizes());
-  return tensor.numel();
-}
-
-void CopyPieces(at::Tensor& to, const at::Tensor& source, const at::Tensor& pieces) {
-  const int64_t to_bytes = BytesOf(to, "to"), source_bytes = BytesOf(source, "source");
-  CheckRecords(pieces, "pieces", kPieceWords);
-  const cpu::Piece* records = Records<cpu::Piece>(pieces);
-  const int64_t count = pieces.size(0);
-  for (int64_t i = 0; i < count; ++i) {
-    const cpu::Piece& p = records[i];
-    TORCH_CHECK(p.to >= 0 && p.source >= 0 && p.bytes >= 0 && p.bytes <= to_bytes - p.to &&
-                    p.bytes <= source_bytes - p.source,
-                "gear: piece ", i, " must lie in ", to_bytes, " bytes and ", source_bytes,
-                " of the source: ", p.bytes, " bytes to ", p.to, " from ", p.source);
-  }
-  if (count == 0) return;
-  cpu::CopyPieces(records, count, static_cast<const char*>(source.const_data_ptr()),
-                  static_cast<char*>(to.mutable_data_ptr()));
-}
-
 }  // namespace gear
 
 TORCH_LIBRARY(gear, m) {
@@ -358,7 +334,26 @@ TORCH_LIBRARY(gear, m) {
       "Tensor[] shifts, "
       "Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, float[] pad_values, int "
       "threads) -> ()");
-  m.def("copy_rows_(Tensor(a!) to, Tensor source, Tensor pieces) -> ()");
+  m.def("copy_rows_(Tensor(a!)[] to, Tensor[] sources, Tensor pieces, Tensor ends) -> ()");
+  m.def(
+      "plan_rows_(Tensor(a!) pieces, Tensor(b!) ends, Tensor(c!) sizes, Tensor(d!) lies, "
+      "Tensor(e!) "
+      "room, Tensor samples, Tensor windows, Tensor members, Tensor columns, Tensor heads, Tensor? "
+      "slots, int first_row, int first_slot) -> ()");
+  m.def(
+      "assign_draws_(Tensor(a!) owner, Tensor(b!) own, Tensor(c!) points, Tensor(d!) found, Tensor "
+      "coordinates, Tensor totals, int index) -> ()");
+  m.def(
+      "send_draws_(Tensor(a!) samples, Tensor(b!) packed, Tensor(c!) ends, Tensor records, Tensor "
+      "own, Tensor? steps, Tensor? goals, Tensor readers, Tensor need_of, int offset, int index, "
+      "int takes_own) -> "
+      "()");
+  m.def(
+      "take_draws_(Tensor(a!) ring, Tensor(b!) origins, Tensor(c!) samples, Tensor(d!) which, "
+      "Tensor(e!) found, Tensor[] heard, Tensor records, Tensor own, Tensor? steps, Tensor owner, "
+      "Tensor asked, Tensor need_of, int first, int offset, int index, int takes_own) -> ()");
+  m.def("pack_reports_(Tensor(a!) packed, Tensor(b!) ends, Tensor reports, int latest) -> ()");
+  m.def("unpack_reports_(Tensor(a!) reports, Tensor packed, int latest) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(gear, CPU, m) {
@@ -378,5 +373,11 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("suffix_sum_", gear::SuffixSum);
   m.impl("n_step_", gear::NStepReturn);
   m.impl("gather_", gear::Gather);
-  m.impl("copy_rows_", gear::CopyPieces);
+  m.impl("copy_rows_", gear::CopyRows);
+  m.impl("plan_rows_", gear::PlanRows);
+  m.impl("assign_draws_", gear::AssignDraws);
+  m.impl("send_draws_", gear::SendDraws);
+  m.impl("take_draws_", gear::TakeDraws);
+  m.impl("pack_reports_", gear::PackReports);
+  m.impl("unpack_reports_", gear::UnpackReports);
 }

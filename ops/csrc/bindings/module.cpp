@@ -94,7 +94,6 @@ PyMethodDef kMethods[] = {
         "gather_",
         "gather_(outs, masks, counters, columns, shifts, gains, resolutions, n_steps, spec, "
         "pad_values, threads) -> None"),
-    Method<gear::CopyPieces>("copy_rows_", "copy_rows_(to, source, pieces) -> None"),
     Function<gear::direct::OpenStoreAt>("store_open", "store_open(words) -> store"),
     Function<gear::direct::SetColumns>("store_columns", "store_columns(store, columns) -> None"),
     Function<gear::direct::SetLife>("store_life", "store_life(store, pins, removal, rate) -> None"),
@@ -112,6 +111,25 @@ PyMethodDef kMethods[] = {
         "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
     Function<gear::direct::MakeTargets>("rows_targets", "rows_targets(columns) -> targets"),
     Function<gear::direct::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
+    Method<gear::CopyRows>("copy_rows_", "copy_rows_(to, sources, pieces, ends) -> None"),
+    Method<gear::PlanRows>(
+        "plan_rows_",
+        "plan_rows_(pieces, ends, sizes, lies, room, samples, windows, members, columns, heads, "
+        "slots, first_row, first_slot) -> None"),
+    Method<gear::AssignDraws>(
+        "assign_draws_",
+        "assign_draws_(owner, own, points, found, coordinates, totals, index) -> None"),
+    Method<gear::SendDraws>("send_draws_",
+                            "send_draws_(samples, packed, ends, records, own, steps, goals, "
+                            "readers, need_of, offset, index, takes_own) -> None"),
+    Method<gear::TakeDraws>(
+        "take_draws_",
+        "take_draws_(ring, origins, samples, which, found, heard, records, own, steps, owner, "
+        "asked, need_of, first, offset, index, takes_own) -> None"),
+    Method<gear::PackReports>("pack_reports_",
+                              "pack_reports_(packed, ends, reports, latest) -> None"),
+    Method<gear::UnpackReports>("unpack_reports_",
+                                "unpack_reports_(reports, packed, latest) -> None"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -54,6 +54,30 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at:
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
             at::ArrayRef<double> pad_values, int64_t threads);
 
-void CopyPieces(at::Tensor& to, const at::Tensor& source, const at::Tensor& pieces);
+void CopyRows(at::TensorList to, at::TensorList sources, const at::Tensor& pieces,
+              const at::Tensor& ends);
+
+void PlanRows(at::Tensor& pieces, at::Tensor& ends, at::Tensor& sizes, at::Tensor& lies,
+              at::Tensor& room, const at::Tensor& samples, const at::Tensor& windows,
+              const at::Tensor& members, const at::Tensor& columns, const at::Tensor& heads,
+              const std::optional<at::Tensor>& slots, int64_t first_row, int64_t first_slot);
+
+void AssignDraws(at::Tensor& owner, at::Tensor& own, at::Tensor& points, at::Tensor& found,
+                 const at::Tensor& coordinates, const at::Tensor& totals, int64_t index);
+
+void SendDraws(at::Tensor& samples, at::Tensor& packed, at::Tensor& ends, const at::Tensor& records,
+               const at::Tensor& own, const std::optional<at::Tensor>& steps,
+               const std::optional<at::Tensor>& goals, const at::Tensor& readers,
+               const at::Tensor& need_of, int64_t offset, int64_t index, int64_t takes_own);
+
+void TakeDraws(at::Tensor& ring, at::Tensor& origins, at::Tensor& samples, at::Tensor& which,
+               at::Tensor& found, at::TensorList heard, const at::Tensor& records,
+               const at::Tensor& own, const std::optional<at::Tensor>& steps,
+               const at::Tensor& owner, const at::Tensor& asked, const at::Tensor& need_of,
+               int64_t first, int64_t offset, int64_t index, int64_t takes_own);
+
+void PackReports(at::Tensor& packed, at::Tensor& ends, const at::Tensor& reports, int64_t latest);
+
+void UnpackReports(at::Tensor& reports, const at::Tensor& packed, int64_t latest);
 
 }  // namespace gear

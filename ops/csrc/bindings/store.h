@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings/direct.h"
-#include "cpu/rows.h"
+#include "cpu/step_rows.h"
 #include "cpu/store.h"
 
 namespace gear::direct {

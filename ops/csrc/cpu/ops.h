@@ -125,6 +125,114 @@ static_assert(sizeof(Piece) == 24, "a piece is a row of 3 int64");
 // Copies pieces in order; `to` and `source` share no memory.
 void CopyPieces(const Piece* pieces, int64_t count, const char* source, char* to);
 
+// A sample whose rows travel between this node and a peer.
+struct RowSample {
+  int64_t peer, need, slot, num_steps, anchor;
+  int64_t n_steps;  // of its n-step return
+  int64_t goal;     // the row of its achieved goal, -1 for none
+};
+static_assert(sizeof(RowSample) == 56, "a sample is a row of 7 int64");
+
+// Rows [anchor + first, anchor + end) of the columns of a group that a sample reads, or the row of
+// its goal.
+struct RowWindow {
+  int64_t group, is_goal, first, end;
+  int64_t follows;    // they lie behind the sample's n-step steps
+  int64_t edge;       // the nearest row is read where the trajectory has none of them
+  int64_t final_row;  // 1 if the columns have T+1 rows
+};
+static_assert(sizeof(RowWindow) == 56, "a window is a row of 7 int64");
+
+// A column of steps that is read through the windows of a group, or (group -1) one of a row per
+// trajectory that is read by the samples of `members`.
+struct RowColumn {
+  int64_t group, members, row_bytes;
+};
+static_assert(sizeof(RowColumn) == 24, "a column is a row of 3 int64");
+
+struct RowLayout {
+  const RowWindow* windows;  // by group, from 0 on
+  int64_t num_windows;
+  const bool* members;  // [windows and more, num_needs]: which needs have each
+  int64_t num_needs;
+  const RowColumn* columns;
+  int64_t num_columns;
+};
+
+struct RowPlan {
+  const int64_t* heads;  // [num_peers]: bytes in front of the rows in each peer's message
+  int64_t num_peers;
+  Piece* pieces;   // by column, and peer; room for one of each sample, column and window
+  int64_t* ends;   // [num_columns, num_peers]: pieces up to and with those of each
+  int64_t* sizes;  // [num_peers]: bytes of rows
+  int64_t* lies;   // [samples, 2]: what a step's number needs to be its arrival row; arrival slot
+  int64_t num_rows, num_trajectories;  // that the receiver needs room for
+};
+
+// Plans the rows of samples, each row once. With slots: pieces from the columns into messages, one
+// behind the other, each from a multiple of 8 bytes on. Without: from each peer's message into the
+// arrivals, from the given row and slot on.
+void PlanRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
+              int64_t first_row, int64_t first_slot, RowPlan* plan);
+
+// Where the draws of a cut go.
+struct DrawRoutes {
+  const int64_t* readers;  // [num_replicas, most]: nodes that read a replica's samples, then -1
+  int64_t num_replicas, most;
+  const int16_t* need_of;  // [num_nodes, num_replicas]: what is read there, -1 for nothing
+  int64_t num_nodes, index;
+  int64_t offset;        // of the cut's first sample among those of all tables
+  bool takes_own;        // this node copies rows for itself as well
+  const int64_t* steps;  // of the n-step return of each own record, or null
+  int64_t words;         // of a packed resolution: 4, or 5 where steps travel
+};
+
+// The shard that each coordinate hits; which ones hit shard `index`, and where. Returns their
+// number.
+int64_t AssignDraws(const int64_t* coordinates, int64_t count, const int64_t* totals,
+                    int64_t num_shards, int64_t index, int64_t* owner, int64_t* own,
+                    int64_t* points);
+
+// What other nodes need of this node's draws, by node: samples, and packed resolutions. `goals` are
+// rows of achieved goals, or null. Returns their number.
+int64_t SendDraws(const Resolution* records, const int64_t* own, const int64_t* goals,
+                  int64_t count, const DrawRoutes& routes, RowSample* samples, int64_t* packed,
+                  int64_t* ends);
+
+// Puts packed resolutions of other nodes into the ring; the samples whose rows this node needs, and
+// their indices in the cut. Returns their number.
+int64_t TakeDraws(const int64_t* const* heard, const int64_t* owner, const int64_t* asked,
+                  int64_t count, const DrawRoutes& routes, int64_t first, Resolution* ring,
+                  int64_t* origins, RowSample* samples, int64_t* which);
+
+// Puts this node's own resolutions into the ring; as TakeDraws those that it copies for itself.
+int64_t PutDraws(const Resolution* records, const int64_t* own, int64_t count,
+                 const DrawRoutes& routes, Resolution* ring, int64_t* origins, RowSample* samples,
+                 int64_t* which);
+
+// A report on its way to the node that holds its item.
+struct PackedReport {
+  int64_t handle;  // generation << 32 | slot, or the id where the reporter does not know the slot
+  int64_t value;   // priority << 32 | anchor
+  int64_t order;   // batches before the latest << 48 | sample number, or one of the last two by id
+};
+static_assert(sizeof(PackedReport) == 24, "a packed report is a row of 3 int64");
+
+inline constexpr int64_t kNumberBits = 48;
+inline constexpr int64_t kMostNumber = (int64_t{1} << kNumberBits) - 1;
+inline constexpr int64_t kUnknownById = kMostNumber, kKnownById = kMostNumber - 1;
+inline constexpr int64_t kAnySlot = (int64_t{1} << 32) - 1;  // in place of a slot that is not known
+inline constexpr int64_t kMostBack = (1 << 16) - 1;
+inline constexpr int64_t kById = int64_t{1} << 62;  // the number of a report by id
+
+// Packs reports by shard, which stands above the 32 bits of their slot.
+void PackReports(const Report* reports, int64_t count, int64_t latest, int64_t num_shards,
+                 PackedReport* packed, int64_t* ends);
+
+// The inverse, but for the shard; where the slot is not known: -1, the id in place of the
+// generation.
+void UnpackReports(const PackedReport* packed, int64_t count, int64_t latest, Report* reports);
+
 // How one field is collected from one column.
 enum Source : int64_t {
   kStepRows = 0,

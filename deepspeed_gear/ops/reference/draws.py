@@ -1,0 +1,246 @@
+"""What the ops on draws and reports between nodes mean: who owns them, who needs them, what travels.
+
+Packed, a resolution takes 32 bytes, and 8 more where windows follow n-step steps; a report 24. Slots,
+generations, step numbers and lengths have 32 bits there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ..constants import (
+    ANY_SLOT,
+    BY_ID,
+    R_ANCHOR,
+    R_GENERATION,
+    R_ID,
+    R_MASS,
+    R_NUM_STEPS,
+    R_NUMBER,
+    R_SLOT,
+    REPORT_BATCH,
+    REPORT_NUMBER,
+    RESOLUTION_WORDS,
+    S_GOAL,
+    SHARD_BITS,
+    U_ANCHOR,
+    U_GENERATION,
+    U_PRIORITY,
+    U_SLOT,
+    UNKNOWN,
+)
+
+_LOW = (1 << SHARD_BITS) - 1
+_NUMBER_BITS, _MOST_BACK = 48, (1 << 16) - 1
+_MOST_NUMBER = (1 << _NUMBER_BITS) - 1
+_UNKNOWN_BY_ID, _KNOWN_BY_ID = _MOST_NUMBER, _MOST_NUMBER - 1  # stand for BY_ID
+
+
+def assign_draws_(
+    owner: Tensor, own: Tensor, points: Tensor, found: Tensor, coordinates: Tensor, totals: Tensor, index: int
+) -> None:
+    """Find the shard that each coordinate hits.
+
+    Args:
+        owner: Gets the shards. [B], int64.
+        own: Gets which ones hit the shard `index`, ascending. [B], int64.
+        points: Gets their coordinates within it. [B], int64.
+        found: Gets how many these are. [1], int64.
+        coordinates: In [0, sum(totals)). [B], int64.
+        totals: Total mass of each shard. [S], int64.
+        index: One of the shards.
+    Raises:
+        ShapeError: A coordinate lies outside.
+    """
+    ends = totals.cumsum(0)
+    if len(coordinates) and not 0 <= int(coordinates.min()) <= int(coordinates.max()) < int(ends[-1]):
+        raise ShapeError("coordinates", f"must lie in [0, {int(ends[-1])})", int(coordinates.max()))
+    owner.copy_(torch.searchsorted(ends, coordinates, right=True))
+    mine = torch.nonzero(owner == index)[:, 0]
+    own[: len(mine)] = mine
+    points[: len(mine)] = coordinates[mine] - (ends[index] - totals[index])
+    found[0] = len(mine)
+
+
+def send_draws_(
+    samples: Tensor,
+    packed: Tensor,
+    ends: Tensor,
+    records: Tensor,
+    own: Tensor,
+    steps: Tensor | None,
+    goals: Tensor | None,
+    readers: Tensor,
+    need_of: Tensor,
+    offset: int,
+    index: int,
+    takes_own: int,
+) -> None:
+    """Find what other nodes need of this node's draws, node by node.
+
+    Args:
+        samples: Gets the samples, as `plan_rows_` takes them. [n * most or more, 7], int64.
+        packed: Gets their packed resolutions. [n * most or more, 4, or 5 where steps travel], int64.
+        ends: Gets the samples up to and with those of each node. [S], int64.
+        records: Resolutions of this node's draws. [n, 8], int64.
+        own: Their indices in the cut, ascending. [n], int64.
+        steps: Steps of their n-step returns, where windows follow them. [n], int64.
+        goals: Their rows of achieved goals, -1 for none, where some are drawn. [n], int64.
+        readers: Nodes that read a replica's samples, then -1. [replicas, most], int64.
+        need_of: What is read at each node of each replica's samples, -1 for nothing. [S, replicas], int16.
+        offset: Of the cut's first sample among those of all tables: replicas take turns.
+        index: This node.
+        takes_own: Whether it copies rows for itself as well.
+    """
+    replicas = [(sample + offset) % len(readers) for sample in own.tolist()]
+    at = 0
+    for node in range(len(need_of)):
+        for i, replica in enumerate(replicas):
+            if node not in readers[replica].tolist() or (node == index and not takes_own):
+                continue
+            some = None if steps is None else steps[i]
+            samples[at] = _sample(records[i], node, int(need_of[node, replica]), some)
+            samples[at, S_GOAL] = -1 if goals is None else goals[i]
+            packed[at] = _pack(records[i], some if packed.shape[1] > 4 else None)
+            at += 1
+        ends[node] = at
+
+
+def take_draws_(
+    ring: Tensor,
+    origins: Tensor,
+    samples: Tensor,
+    which: Tensor,
+    found: Tensor,
+    heard: Sequence[Tensor],
+    records: Tensor,
+    own: Tensor,
+    steps: Tensor | None,
+    owner: Tensor,
+    asked: Tensor,
+    need_of: Tensor,
+    first: int,
+    offset: int,
+    index: int,
+    takes_own: int,
+) -> None:
+    """Put the resolutions of a cut into the ring, and find the samples whose rows this node needs.
+
+    Args:
+        ring: Gets the resolutions; `UNKNOWN` as id where there is none. [B, 8], int64.
+        origins: Gets shard << 32 | slot of each. [B], int64.
+        samples: Gets the samples whose rows are wanted, as of `plan_rows_`. [n + a or more, 7], int64.
+        which: Gets their indices in the cut. [n + a or more], int64.
+        found: Gets how many these are. [1], int64.
+        heard: Packed resolutions from each node, one behind the other, and more. [words] each.
+        records: As of `send_draws_`.
+        own: Likewise.
+        steps: Likewise.
+        owner: Node that holds each sample that was asked for. [a], int64.
+        asked: Their indices in the cut, ascending. [a], int64.
+        need_of: As `send_draws_`.
+        first: Sample number of the cut's first sample.
+        offset: As of `send_draws_`.
+        index: Likewise.
+        takes_own: Likewise.
+    """
+    ring.zero_()
+    ring[:, R_ID] = UNKNOWN
+    size, at, begins = 4 if steps is None else 5, 0, [0] * len(heard)
+    for node, sample in zip(owner.tolist(), asked.tolist(), strict=True):
+        if node == index:
+            continue
+        words = heard[node][begins[node] : begins[node] + size]
+        begins[node] += size
+        ring[sample] = _unpack(words, first + sample)
+        origins[sample] = node << SHARD_BITS | int(ring[sample, R_SLOT])
+        need = int(need_of[index, (sample + offset) % need_of.shape[1]])
+        if need >= 0:
+            samples[at] = _sample(ring[sample], node, need, words[4] if size > 4 else None)
+            which[at] = sample
+            at += 1
+    for i, sample in enumerate(own.tolist()):
+        ring[sample] = records[i]
+        origins[sample] = index << SHARD_BITS | int(records[i, R_SLOT])
+        need = int(need_of[index, (sample + offset) % need_of.shape[1]])
+        if need >= 0 and takes_own:
+            samples[at] = _sample(records[i], index, need, None if steps is None else steps[i])
+            which[at] = sample
+            at += 1
+    found[0] = at
+
+
+def _sample(record: Tensor, peer: int, need: int, steps: Tensor | None) -> Tensor:
+    slot, num_steps, anchor = record[R_SLOT], record[R_NUM_STEPS], record[R_ANCHOR]
+    return torch.tensor([peer, need, slot, num_steps, anchor, 0 if steps is None else steps, -1])
+
+
+def _join(high: Tensor, low: Tensor) -> Tensor:
+    return high << SHARD_BITS | (low & _LOW)
+
+
+def _split(words: Tensor) -> tuple[Tensor, Tensor]:
+    return words >> SHARD_BITS & _LOW, words & _LOW
+
+
+def _pack(record: Tensor, steps: Tensor | None) -> Tensor:
+    handle = _join(record[R_GENERATION], record[R_SLOT])
+    place = _join(record[R_NUM_STEPS], record[R_ANCHOR])
+    return torch.stack([record[R_ID], record[R_MASS], handle, place, *([] if steps is None else [steps])])
+
+
+def _unpack(words: Tensor, number: int) -> Tensor:
+    record = torch.zeros(RESOLUTION_WORDS, dtype=torch.int64)
+    record[R_ID], record[R_MASS], record[R_NUMBER] = words[0], words[1], number
+    record[R_GENERATION], record[R_SLOT] = _split(words[2])
+    record[R_NUM_STEPS], record[R_ANCHOR] = _split(words[3])
+    return record
+
+
+def pack_reports_(packed: Tensor, ends: Tensor, reports: Tensor, latest: int) -> None:
+    """Pack reports by shard.
+
+    A report by id carries the id where the slot is known to another store alone: `ANY_SLOT`. Batches that lie
+    further back than 65,534 are not told apart.
+
+    Args:
+        packed: Gets the reports of each shard, as they stand. [n, 3], int64.
+        ends: Gets how many those up to and with each shard's are. [S], int64.
+        reports: As in a log, the shard in the upper half of their slots. [n, 6], int64.
+        latest: A batch that none of them is newer than.
+    """
+    shard = reports[:, U_SLOT] >> SHARD_BITS
+    ordered = reports[torch.argsort(shard, stable=True)]
+    by_id = ordered[:, REPORT_NUMBER] == BY_ID
+    is_unknown = by_id & ((ordered[:, U_SLOT] & _LOW) == ANY_SLOT)
+    handle = _join(ordered[:, U_GENERATION], ordered[:, U_SLOT])
+    packed[:, 0] = torch.where(is_unknown, ordered[:, U_GENERATION], handle)
+    packed[:, 1] = _join(ordered[:, U_PRIORITY], ordered[:, U_ANCHOR])
+    back = (latest - ordered[:, REPORT_BATCH]).clamp(0, _MOST_BACK)
+    last = torch.where(is_unknown, _UNKNOWN_BY_ID, _KNOWN_BY_ID)
+    number = torch.where(by_id, last, ordered[:, REPORT_NUMBER] & _MOST_NUMBER)
+    packed[:, 2] = back << _NUMBER_BITS | number
+    ends.copy_(torch.bincount(shard, minlength=len(ends)).cumsum(0))
+
+
+def unpack_reports_(reports: Tensor, packed: Tensor, latest: int) -> None:
+    """Unpack reports.
+
+    Args:
+        reports: Gets what `pack_reports_` was given, with the slots of the store; where one is not known -1,
+            and the id in place of the generation. [n, 6], int64.
+        packed: [n, 3], int64.
+        latest: As `pack_reports_`.
+    """
+    number = packed[:, 2] & _MOST_NUMBER
+    is_unknown = number == _UNKNOWN_BY_ID
+    generation, slot = _split(packed[:, 0])
+    reports[:, U_SLOT] = torch.where(is_unknown, -1, slot)
+    reports[:, U_GENERATION] = torch.where(is_unknown, packed[:, 0], generation)
+    reports[:, U_PRIORITY], reports[:, U_ANCHOR] = _split(packed[:, 1])
+    reports[:, REPORT_BATCH] = latest - (packed[:, 2] >> _NUMBER_BITS & _MOST_BACK)
+    reports[:, REPORT_NUMBER] = torch.where(number >= _KNOWN_BY_ID, BY_ID, number)

@@ -1,0 +1,89 @@
+"""Trajectories that are too old: by policy version, or by the global batches since they came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.selection.readers import Readers
+from deepspeed_gear.store.extents import POLICY
+from deepspeed_gear.store.life import VERSION
+from deepspeed_gear.store.table import (
+    BORN,
+    COMMITTED,
+    FIRST_ROW,
+    NUM_STEPS,
+    OLDEST_OPEN,
+    PEER_PID,
+    STATE,
+    Table,
+)
+
+TRAJECTORIES, STEPS = range(2)  # rows of the counts of what was dropped
+
+
+class Staleness:
+    """What a table's limits of age drop. Every method wants the table's lock.
+
+    Args:
+        table: With a capacity.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table, self.life = table, table.spec.life
+        self._versions: np.ndarray = table.views["life"][:, VERSION]
+        self._stale: np.ndarray = table.views["stale"]
+        self._readers = Readers(table)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether anything ever gets too old."""
+        return self.life.max_age > 0 or self.life.version_column is not None
+
+    def note_versions(self, slots: np.ndarray) -> None:
+        """Take the oldest policy version of new trajectories. [n]."""
+        name = self.life.version_column
+        if name is None:
+            return
+        column, records = self._table.columns[name], self._table.slots
+        for slot in slots.tolist():
+            first, steps = records[slot, FIRST_ROW], records[slot, NUM_STEPS]
+            self._versions[slot] = column[first : first + steps].min()
+
+    def drop(self, key: int) -> None:
+        """Let those go that are too old for a global batch, and count them by length."""
+        records = self._table.slots
+        committed = np.nonzero(records[:, STATE] == COMMITTED)[0]
+        old = np.zeros(len(committed), bool)
+        if self.life.version_column is not None:
+            old |= self._versions[committed] < self._table.control[POLICY] - self.life.max_lag
+        if self.life.max_age:
+            old |= key - records[committed, BORN] > self.life.max_age
+        for slot in committed[old].tolist():
+            self._count(int(records[slot, NUM_STEPS]))
+            self._table.retire(slot)
+            self._readers.forget(slot)
+
+    def _count(self, num_steps: int) -> None:
+        length = num_steps.bit_length() - 1
+        self._stale[TRAJECTORIES, length] += 1
+        self._stale[STEPS, length] += num_steps
+
+    def open_behind(self, version: int) -> list[int]:
+        """Return the living processes with open trajectories that a version leaves too far behind."""
+        oldest = self._table.peers[:, OLDEST_OPEN] - 1
+        behind = np.nonzero((oldest >= 0) & (oldest < version - self.life.max_lag))[0].tolist()
+        attached = [peer for peer in behind if self._table.peers[peer, PEER_PID] != 0]
+        return [peer for peer in attached if self._table.memory.is_alive(peer)]
+
+
+def dropped(table: Table) -> dict[str, Any]:
+    """Return what was dropped as too old: trajectories, steps, and trajectories by length."""
+    if table.extents is None:
+        return {"trajectories": 0, "steps": 0, "by_length": {}}
+    stale = table.views["stale"]
+    lengths = np.nonzero(stale[TRAJECTORIES])[0].tolist()
+    by_length = {f"{1 << n}-{(2 << n) - 1}": int(stale[TRAJECTORIES, n]) for n in lengths}
+    sums = stale.sum(1)
+    return {"trajectories": int(sums[TRAJECTORIES]), "steps": int(sums[STEPS]), "by_length": by_length}

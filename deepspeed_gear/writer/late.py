@@ -1,0 +1,62 @@
+"""Columns that come after their trajectory: written once, seen as a whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.store.life import PRESENT
+from deepspeed_gear.store.table import NUM_STEPS, Table
+from deepspeed_gear.store.trajectory import as_stored
+from deepspeed_gear.writer.room import quiet
+
+
+def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float) -> None:
+    """Write late columns of a stored trajectory; batches from the next cut on may read them.
+
+    The rows are written with the lock held, so the slot cannot become another trajectory's meanwhile; what a
+    process that dies in between has written is never seen, and may be written again.
+
+    Args:
+        table: With a capacity.
+        number: Id of the trajectory.
+        columns: Column -> [T, *shape], [T+1, *shape] or [*shape].
+        timeout_s: Longest wait for a cut over nodes.
+    Raises:
+        DataError: A column is not late, has been written, or does not fit; nothing has changed.
+        StoreError: The trajectory is not stored on this node.
+    """
+    name, schema = f"table {table.spec.name}", table.spec.schema
+    arrays = {}
+    for column_name, value in columns.items():
+        if column_name not in schema or not schema[column_name].late:
+            late = ", ".join(column.name for column in schema.late_columns) or "none"
+            raise DataError(f"{name}: column {column_name}", f"must be one of the late columns: {late}")
+        arrays[column_name] = as_stored(value, schema[column_name], name)
+    bits = schema.late_bits(arrays)
+    with quiet(table, timeout_s):
+        slot = int(table.slots_of(np.array([number]))[0])
+        if slot < 0:
+            raise StoreError(f"{name}: id", "must be stored on this node", number, "it may have gone already")
+        life = table.views["life"]
+        if life[slot, PRESENT] & bits:
+            written = [column for column in arrays if life[slot, PRESENT] & schema.late_bits([column])]
+            raise DataError(f"{name}: column {written[0]}", "must be written once", f"id {number} has it")
+        _write(table, slot, arrays)
+        life[slot, PRESENT] |= bits  # the commit point
+        assert table.extents is not None
+        table.extents.note(slot)
+
+
+def _write(table: Table, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Check lengths, then write. Wants the lock."""
+    rows, steps = table.rows(slot), int(table.slots[slot, NUM_STEPS])
+    for column, array in arrays.items():
+        if rows[column].shape != array.shape:
+            rule = f"must have the rows of {steps} steps"
+            raise DataError(f"table {table.spec.name}: column {column}", rule, len(array))
+    for column, array in arrays.items():
+        rows[column][...] = array

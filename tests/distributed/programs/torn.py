@@ -1,0 +1,223 @@
+"""Writers and readers at full speed on a small store: no batch may ever hold a torn row.
+
+    python tests/distributed/programs/torn.py --seconds 60 [--kill]
+
+Two ranks sample, four processes write, all extents are reused over and over; each row carries its step, the
+length and a checksum of its trajectory. With --kill the writers are killed with SIGKILL every 100 ms. At the
+end everything must be free, and nobody may hold the lock. Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear import Column, Schema, TrajectoryWriter
+
+SCHEMA = Schema(
+    [
+        Column("mark", "int64", (4,), "observation", "T+1"),
+        Column("again", "int64", (4,)),
+        Column("key", "int64", rows="1"),
+    ]
+)
+WINDOW, BATCH, WRITERS, MOST_STEPS = 8, 256, 4, 60
+PREFIX = f"geartorn{os.environ.get('GEAR_TORN', '')}"
+SECTION: dict[str, Any] = {
+    "tables": {
+        "main": {
+            "capacity_steps": 3000,
+            "capacity_trajectories": 120,
+            "max_length": MOST_STEPS,
+            "writers": WRITERS + 4,
+            "remove": "fifo",
+        }
+    },
+    "sampler": {"kind": "uniform", "unit": "step"},
+    "fields": {
+        "mark": {"offset": 1 - WINDOW, "length": WINDOW},
+        "after": {"column": "mark", "offset": 1},
+        "again": {"offset": 1 - WINDOW, "length": WINDOW},
+        "key": {},
+    },
+    "batch_size": BATCH,
+    "shared_memory": {"prefix": PREFIX},
+    "timeout_s": 30.0,
+}
+
+
+def mix(key: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Return a checksum of each row. [...], int64, each."""
+    key, step, steps = (words.astype(np.uint64) for words in (key, step, steps))
+    words = (
+        key * np.uint64(0x9E3779B97F4A7C15) ^ step * np.uint64(0x2545F4914F6CDD1D) ^ steps << np.uint64(50)
+    )
+    return np.asarray((words >> np.uint64(1)).astype(np.int64))
+
+
+def rows(key: int, steps: int) -> dict[str, np.ndarray]:
+    """Return a trajectory whose rows say which they are."""
+    step = np.arange(steps + 1)
+    mixed = mix(np.full(steps + 1, key), step, np.full(steps + 1, steps))
+    mark = np.stack([np.full(steps + 1, key), step, np.full(steps + 1, steps), mixed], axis=1)
+    return {"mark": mark, "again": mark[:-1].copy(), "key": np.int64(key)}
+
+
+def wrong(batch: Any) -> int:
+    """Return how many samples of a batch are not what was added."""
+    key = batch["key"].numpy()[:, None]
+    bad = np.zeros(len(key), bool)
+    for name in ("mark", "again"):
+        found, real = batch[name].numpy(), batch.mask[name].numpy()
+        step, steps = found[..., 1], found[..., 2]
+        mixed = mix(np.broadcast_to(key, step.shape), step, steps)
+        good = (found[..., 0] == key) & (found[..., 3] == mixed) & (steps == steps[:, -1:])
+        good &= step - step[:, -1:] == np.arange(1 - WINDOW, 1)
+        bad |= (real & ~good).any(1)
+    after = batch["after"].numpy()
+    bad |= (after[:, 0] != key[:, 0]) | (after[:, 1] != batch["mark"].numpy()[:, -1, 1] + 1)
+    return int(bad.sum())
+
+
+def read(seconds: float) -> dict[str, int]:
+    """Sample for some seconds, then see that nothing is lost. A rank."""
+    import torch.distributed as dist
+
+    from deepspeed_gear import Replay
+    from deepspeed_gear.store.extents import FREE_ROWS
+
+    dist.init_process_group("gloo")
+    found = {"samples": 0, "wrong": 0}
+    with Replay(SECTION, schemas={"main": SCHEMA}) as replay:
+        while replay.num_steps < 1000:
+            time.sleep(0.01)
+        until = time.monotonic() + seconds
+        going = [True]
+        while going[0]:
+            for _ in range(50):
+                batch = replay.sample()
+                found["samples"] += len(batch["key"])
+                found["wrong"] += wrong(batch)
+            going = [time.monotonic() < until]
+            dist.broadcast_object_list(going, 0)
+        table = replay.tables["main"]
+        found["added"] = int(table.control[1])
+        if dist.get_rank() == 0:
+            print("done", flush=True)  # the writers are ended now
+            sys.stdin.readline()
+            replay.clear()
+            replay.add(rows(1, MOST_STEPS))  # frees what dead writers held
+            replay.clear()
+            with table.lock:
+                found["lost_rows"] = table.spec.num_rows - int(table.control[FREE_ROWS])
+                found["used_slots"] = int((table.slots[:, 0] != 0).sum())
+        dist.barrier()
+    return found
+
+
+def write(seed: int) -> None:
+    """Add at full speed until this process is killed."""
+    random = np.random.default_rng(seed)
+    with TrajectoryWriter.attach(SECTION, wait_s=60) as writer:
+        while True:
+            writer.add(rows(int(random.integers(1 << 40)), int(random.integers(1, MOST_STEPS + 1))))
+
+
+def host(kill: bool) -> None:
+    """Keep writers going as forked children; with `kill` each lives for a tenth of a second."""
+    children: dict[int, float] = {}
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    TrajectoryWriter.attach(SECTION, wait_s=60).close()  # so that children have everything loaded
+    count = 0
+    while not stop:
+        while len(children) < WRITERS:
+            count += 1
+            child = os.fork()
+            if child == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                try:
+                    write(count + os.getpid() * 1000)
+                except Exception as error:  # the run has ended
+                    print(f"a writer has ended: {error}", file=sys.stderr)
+                os._exit(1)
+            children[child] = time.monotonic() + 0.1 * (1 + count % WRITERS / WRITERS)
+        time.sleep(0.02)
+        for child, until in list(children.items()):
+            ended, _ = os.waitpid(child, os.WNOHANG)
+            if ended == 0 and kill and time.monotonic() > until:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                ended = child
+            if ended:
+                del children[child]
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    print(json.dumps({"writers": count}))
+
+
+def run(seconds: float, kill: bool) -> dict[str, int]:
+    """Run readers and writers; return what they found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, __file__, "--seconds", str(seconds)]
+    ranks = []
+    for rank in range(2):
+        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment |= {**os.environ, **environment, "MASTER_PORT": str(port)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen([*command, "--role", "read"], env=environment, **pipes))
+    writers = subprocess.Popen(
+        [*command, "--role", "host", *(["--kill"] if kill else [])], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert ranks[0].stdout is not None
+        assert ranks[0].stdin is not None
+        line = ranks[0].stdout.readline()
+        writers.terminate()
+        said, _ = writers.communicate(timeout=60)
+        assert line == "done\n", "a rank has failed"
+        ranks[0].stdin.write("\n")
+        ranks[0].stdin.flush()
+        results = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
+    finally:
+        for process in (*ranks, writers):
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    found = {key: sum(result.get(key, 0) for result in results) for key in results[0]}
+    return {**found, "added": results[0]["added"], **json.loads(said.splitlines()[-1])}
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--role", choices=["run", "read", "host"], default="run")
+    options = parser.parse_args()
+    if options.role == "host":
+        host(options.kill)
+        return
+    found = read(options.seconds) if options.role == "read" else run(options.seconds, options.kill)
+    print(json.dumps(found))
+    if options.role == "run":
+        bad = found["wrong"] or found["lost_rows"] or found["used_slots"]
+        sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

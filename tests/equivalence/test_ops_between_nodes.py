@@ -1,0 +1,183 @@
+"""What nodes tell each other: the C++ against the reference, and what is taken against what was sent."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops import Ops, functional, load_backend
+from deepspeed_gear.ops.constants import (
+    ANY_SLOT,
+    BY_ID,
+    R_FIRST_ROW,
+    R_ID,
+    R_NUMBER,
+    R_SLOT,
+    REPORT_BATCH,
+    REPORT_NUMBER,
+    S_GOAL,
+    S_N_STEPS,
+    S_NEED,
+    S_PEER,
+    SHARD_BITS,
+    U_ANCHOR,
+    U_GENERATION,
+    U_PRIORITY,
+    U_SLOT,
+    UNKNOWN,
+)
+from deepspeed_gear.selection.reports import NEVER
+
+MOST_32, MOST_BACK = (1 << 32) - 1, (1 << 16) - 1
+words_32 = st.integers(0, MOST_32) | st.sampled_from([0, 1 << 31, MOST_32])
+words_62 = st.integers(0, 1 << 62) | st.sampled_from([0, 1 << 62])
+PLAIN, FAST = load_backend("reference"), load_backend("cpu")
+
+
+def resolutions(count: int, words: np.random.Generator) -> Tensor:
+    """Resolutions with every bit that travels."""
+    found = words.integers(0, 1 << 32, (count, 8))
+    found[:, [0, 6]] = words.integers(0, 1 << 62, (count, 2))
+    return torch.from_numpy(found)
+
+
+@given(st.integers(0, 40), st.lists(st.integers(0, 1 << 60), min_size=1, max_size=4), st.data())
+def test_draws_are_assigned(count: int, totals: list[int], data: st.DataObject) -> None:
+    total, index = torch.tensor(totals), data.draw(st.integers(0, len(totals) - 1))
+    points = [data.draw(st.integers(0, sum(totals) - 1)) for _ in range(count)] if sum(totals) else []
+    coordinates = torch.tensor(points, dtype=torch.int64)
+    plain, fast = (functional.assign_draws(coordinates, total, index, ops=o) for o in (PLAIN, FAST))
+    assert all(map(torch.equal, plain, fast))
+    begin = sum(totals[:index])
+    assert [points[i] - begin for i in fast[1].tolist()] == fast[2].tolist()
+    assert all(0 <= point < totals[index] for point in fast[2].tolist())
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+@pytest.mark.parametrize("has_steps", [False, True])
+@pytest.mark.parametrize("takes_own", [False, True])
+@pytest.mark.parametrize("all_asked", [False, True])
+def test_draws_arrive_as_they_were_made(
+    num_nodes: int, has_steps: bool, takes_own: bool, all_asked: bool
+) -> None:
+    """Every node sends, and takes what the others have sent; replicas are read by one or by all nodes."""
+    words, count, offset = np.random.default_rng(num_nodes), 33, 5
+    owner = torch.from_numpy(words.integers(0, num_nodes, count))
+    records, goals = resolutions(count, words), torch.from_numpy(words.integers(-1, 9, count))
+    records[:, R_NUMBER] = 100 + torch.arange(count)
+    steps = torch.arange(count) * 7
+    readers = torch.tensor([[0, -1, -1], [*range(num_nodes), -1, -1][:3], [num_nodes - 1, -1, -1]])
+    need_of = torch.full((num_nodes, 3), -1, dtype=torch.int16)
+    for replica, nodes in enumerate(readers.tolist()):
+        for node in nodes:
+            need_of[node, replica] = replica if node >= 0 else need_of[node, replica]
+    asks = (torch.zeros(1, num_nodes).long() + torch.arange(num_nodes), torch.zeros(num_nodes, 1).short())
+    heard: list[list[Tensor]] = []
+    outgoing = []
+    for node in range(num_nodes):
+        own = torch.nonzero(owner == node)[:, 0]
+        given_steps = steps[own] if has_steps else None
+        found = []
+        for ops in (PLAIN, FAST):
+            route = (*asks, 0, node) if all_asked else (readers, need_of, offset, node)
+            more = {"steps": given_steps, "goals": goals[own], "takes_own": takes_own}
+            found.append(functional.send_draws(records[own], own, *route, ops=ops, **more))
+        assert all(map(torch.equal, *found))
+        _, packed, ends = found[1]
+        bounds = [0, *ends.tolist()]
+        heard.append([packed[bounds[to] : bounds[to + 1]].reshape(-1) for to in range(num_nodes)])
+        outgoing.append(functional.send_draws(records[own], own, readers, need_of, offset, node, **more)[0])
+    for node in range(num_nodes):
+        own, needs = torch.nonzero(owner == node)[:, 0], need_of[node][(torch.arange(count) + offset) % 3]
+        asked = torch.arange(count) if all_asked else torch.nonzero(needs >= 0)[:, 0]
+        said = [part[node] for part in heard]
+        took = [
+            functional.take_draws(
+                *(said, owner[asked], asked, records[own], own, need_of, count, 100, offset, node),
+                steps=steps[own] if has_steps else None,
+                takes_own=takes_own,
+                ops=ops,
+            )
+            for ops in (PLAIN, FAST)
+        ]
+        assert all(map(torch.equal, *took))
+        ring, origins, samples, which = took[1]
+        known = torch.isin(torch.arange(count), asked) | (owner == node)
+        expected = records.clone()
+        expected[owner != node, R_FIRST_ROW] = 0  # known where they go
+        assert torch.equal(ring[known], expected[known])
+        assert (ring[~known, R_ID] == UNKNOWN).all()
+        assert torch.equal(origins[known], (owner << SHARD_BITS | records[:, R_SLOT])[known])
+        wanted = (needs >= 0) & ((owner != node) | takes_own)
+        assert sorted(which.tolist()) == torch.nonzero(wanted)[:, 0].tolist()
+        assert torch.equal(samples[:, S_PEER], owner[which])
+        theirs = torch.cat([part[part[:, S_PEER] == node] for part in outgoing])
+        theirs[:, S_GOAL] = -1  # drawn where they go
+        mine = samples.clone()
+        mine[:, S_PEER] = node
+        assert sorted(mine.tolist()) == sorted(theirs.tolist())
+        assert not has_steps or torch.equal(samples[:, S_N_STEPS], steps[which])
+        assert torch.equal(samples[:, S_NEED], needs[which].long())
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> tuple[Tensor, int]:
+    """Draw reports of several shards, and the newest batch that they may be of."""
+    latest = draw(st.integers(0, 1 << 40) | st.integers(0, 3))
+    found = torch.zeros(draw(st.integers(0, 5)), 6, dtype=torch.int64)
+    for row in found:
+        by_id, is_known = draw(st.booleans()), draw(st.booleans())
+        slot = draw(st.integers(0, ANY_SLOT - 1)) if is_known or not by_id else ANY_SLOT
+        row[U_SLOT] = draw(st.integers(0, 3)) << SHARD_BITS | slot
+        row[U_GENERATION] = draw(words_62 if slot == ANY_SLOT else words_32)
+        row[U_ANCHOR], row[U_PRIORITY] = draw(words_32), draw(words_32)
+        row[REPORT_BATCH] = latest - draw(st.integers(0, MOST_BACK - 1) | st.sampled_from([MOST_BACK - 1]))
+        row[REPORT_NUMBER] = BY_ID if by_id else draw(st.integers(0, (1 << 48) - 3))
+    return found, latest
+
+
+@given(reports())
+def test_reports(drawn: tuple[Tensor, int]) -> None:
+    made, latest = drawn
+    for ops in (PLAIN, FAST):
+        packed, ends = functional.pack_reports(made, latest, 4, ops=ops)
+        found = functional.unpack_reports(packed, latest, ops=ops)
+        shard = made[:, U_SLOT] >> SHARD_BITS
+        expected = made[torch.argsort(shard, stable=True)]
+        expected[:, U_SLOT] &= ANY_SLOT
+        expected[expected[:, U_SLOT] == ANY_SLOT, U_SLOT] = -1
+        assert torch.equal(found, expected), "by shard, in their order"
+        assert ends.tolist() == [int((shard <= index).sum()) for index in range(4)]
+
+
+@pytest.mark.parametrize("ops", [PLAIN, FAST], ids=["reference", "cpu"])
+@pytest.mark.parametrize("batch", [NEVER, -1, 0, 1_000_000 - MOST_BACK - 1, 1_000_000 - MOST_BACK])
+def test_batches_that_lie_far_back_are_not_told_apart(ops: Ops, batch: int) -> None:
+    latest, report = 1_000_000, torch.tensor([[3, 1, 2, 4, batch, 9]])
+    packed, _ = functional.pack_reports(report, latest, 1, ops=ops)
+    report[0, REPORT_BATCH] = latest - MOST_BACK
+    assert torch.equal(functional.unpack_reports(packed, latest, ops=ops), report)
+
+
+def test_what_is_outside_is_refused() -> None:
+    records, own = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    readers, need_of = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int16)
+    heard = [torch.zeros(0, dtype=torch.int64)] * 2
+    taken = heard, own, own, records[:0], own[:0], need_of
+    far = torch.tensor([[3 << SHARD_BITS, 0, 0, 0, 0, 0]])
+    for work, match in (
+        (lambda: functional.assign_draws(own + 9, torch.tensor([4, 5]), 0), r"must lie in \[0, 9\)"),
+        (lambda: functional.send_draws(records, own, readers + 2, need_of, 0, 0), "readers must be nodes"),
+        (lambda: functional.send_draws(records, own - 1, readers, need_of, 0, 0), "own must lie in"),
+        (lambda: functional.take_draws(*taken, 1, 0, 0, 1), "heard must have 4 values, got 0"),
+        (lambda: functional.take_draws(heard, own, own + 1, *taken[3:], 1, 0, 0, 0), "asked must lie in"),
+        (lambda: functional.take_draws(heard, own + 2, *taken[2:], 1, 0, 0, 0), "owner must lie in"),
+        (lambda: functional.pack_reports(far, 0, 3), "must be of one of 3 shards, got 3"),
+    ):
+        with pytest.raises((ShapeError, RuntimeError), match=match):
+            work()

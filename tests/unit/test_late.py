@@ -1,0 +1,171 @@
+"""Columns that come later, policy versions and ages, through a Replay."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import exit_status, in_child
+
+from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear.errors import ConfigError, DataError, SchemaError, StoreError
+
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (2,), "observation", "T+1"),
+        Column("which", "int64"),
+        Column("version", "int64"),
+        Column("advantage", "float32", late=True),
+        Column("value", "float32", rows="T+1", late=True),
+        Column("score", "float32", rows="1", late=True),
+    ]
+)
+
+
+def trajectory(number: int, steps: int = 3, version: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "observation": np.full((steps + 1, 2), number, np.float32),
+        "which": np.full(steps, number, np.int64),
+        "version": np.full(steps, version, np.int64) + np.arange(steps) // 2,
+        **more,
+    }
+
+
+def replay(
+    fields: Any = ("which", "advantage"), sampler: dict[str, Any] | None = None, **table: Any
+) -> Replay:
+    section = {
+        "tables": {"main": {"capacity_steps": 60, "capacity_trajectories": 6, **table}},
+        "sampler": sampler or {"kind": "uniform", "unit": "step"},
+        "fields": {name: {} for name in fields},
+        "batch_size": 32,
+        "timeout_s": 5.0,
+    }
+    return Replay(section, schemas={"main": SCHEMA})
+
+
+def drawn(found: Replay) -> set[int]:
+    return set(found.sample()["which"].tolist())
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
+def test_batches_hold_what_has_the_columns_that_they_read(sampler: str) -> None:
+    options = {"kind": sampler, "unit": "step"}
+    with replay(sampler=options) as found:
+        ids = [found.add(trajectory(number)) for number in range(3)]
+        assert not found.can_sample()
+        found.fill(ids[1], advantage=np.array([1, 2, 3], np.float32))
+        assert drawn(found) == {1}
+        found.fill(ids[2], advantage=np.array([4, 5, 6], np.float32))
+        batch = found.sample()
+        assert set(batch["which"].tolist()) == {1, 2}
+        assert set(batch["advantage"].tolist()) == {1, 2, 3, 4, 5, 6}
+        if sampler == "prioritized":
+            found.update_priorities(batch, (batch["advantage"] == 5).float() * 100)
+            assert set(found.sample()["advantage"].tolist()) == {5}
+            found.fill(ids[2], score=np.float32(7))  # one that no batch reads changes no priority
+            assert set(found.sample()["advantage"].tolist()) == {5}
+
+
+def test_who_reads_no_late_column_does_not_wait() -> None:
+    with replay(("which",)) as found:
+        for number in range(3):
+            found.add(trajectory(number))
+        assert drawn(found) == {0, 1, 2}
+
+
+def test_what_comes_with_the_trajectory_is_there() -> None:
+    with replay() as found:
+        number = found.add(trajectory(4, advantage=np.ones(3, np.float32)))
+        assert drawn(found) == {4}
+        with pytest.raises(DataError, match="advantage must be written once"):
+            found.fill(number, advantage=np.zeros(3, np.float32))
+
+
+def test_wrong_fills_change_nothing() -> None:
+    with replay() as found:
+        number = found.add(trajectory(4))
+        for columns, text in (
+            ({"which": np.zeros(3)}, "which must be one of the late columns: advantage, value, score"),
+            ({"advantage": np.zeros(4, np.float32)}, "must have the rows of 3 steps, got 4"),
+            ({"value": np.zeros(3, np.float32)}, "must have the rows of 3 steps"),
+            ({"score": np.zeros(3, np.float32)}, "must have shape"),
+            ({"advantage": np.zeros(3, np.float32), "value": np.zeros(9, np.float32)}, "must have the rows"),
+        ):
+            with pytest.raises(DataError, match=text):
+                found.fill(number, **columns)
+        assert not found.can_sample()
+        found.fill(number, advantage=np.ones(3), value=np.ones(4), score=2.5)
+        assert drawn(found) == {4}
+        with pytest.raises(StoreError, match="must be stored on this node"):
+            found.fill(number + 1, advantage=np.ones(3))
+    with pytest.raises(SchemaError, match="must not be late with the role reward"):
+        Column("reward", "float32", role="reward", late=True)
+
+
+def test_a_death_while_filling_is_not_seen() -> None:
+    with replay() as found:
+        number = found.add(trajectory(4))
+
+        def die() -> None:
+            from deepspeed_gear.writer import late
+
+            write = late._write
+
+            def half(*arguments: Any) -> None:
+                write(*arguments)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            late._write = half
+            found.fill(number, advantage=np.full(3, 9, np.float32))
+
+        assert exit_status(in_child(die)) == -signal.SIGKILL
+        assert not found.can_sample()
+        found.fill(number, advantage=np.full(3, 8, np.float32))
+        assert set(found.sample()["advantage"].tolist()) == {8}
+
+
+def test_what_is_late_is_in_a_checkpoint(tmp_path: Any) -> None:
+    with replay() as found:
+        ids = [found.add(trajectory(number)) for number in range(3)]
+        found.fill(ids[1], advantage=np.array([1, 2, 3], np.float32))
+        found.sample()
+        state = found.save(tmp_path / "saved")
+        wanted = found.sample()["advantage"].tolist()
+    with replay() as found:
+        found.load(tmp_path / "saved", state)
+        assert found.sample()["advantage"].tolist() == wanted
+        found.fill(ids[2], advantage=np.array([4, 5, 6], np.float32))
+        assert drawn(found) == {1, 2}
+
+
+# ---- ages ----------------------------------------------------------------------------------------
+
+
+def test_versions_that_are_too_old_go() -> None:
+    with replay(("which",), version={"column": "version", "max_lag": 2}) as found:
+        for number in range(4):
+            found.add(trajectory(number, steps=3 + number, version=number))  # its last steps are newer
+        found.set_version(3)
+        assert drawn(found) == {1, 2, 3}
+        found.set_version(2)  # never falls
+        assert drawn(found) == {1, 2, 3}
+        found.set_version(5)
+        assert drawn(found) == {3}
+        stale = found.statistics()["stale"]["main"]
+        assert stale == {"trajectories": 3, "steps": 12, "by_length": {"2-3": 1, "4-7": 2}}
+    with replay(("which",)) as found, pytest.raises(ConfigError, match="must have versions"):
+        found.set_version(1)
+
+
+def test_what_came_too_long_ago_goes() -> None:
+    with replay(("which",), max_age=2) as found:
+        found.add(trajectory(0))
+        assert drawn(found) == {0}
+        found.add(trajectory(1))
+        assert drawn(found) == {0, 1}
+        assert drawn(found) == {0, 1}
+        assert drawn(found) == {1}
