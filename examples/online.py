@@ -23,6 +23,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from launched import is_rank, launch
 from online_actor import q_network
 from play import mean_return
@@ -35,8 +36,7 @@ from deepspeed_gear.writer.board import PolicyBoard
 from deepspeed_gear.writer.collect import Actors, collect
 
 RANKS, ACTORS, ENVS = 2, 2, 8  # environments of each actor
-TARGET_EVERY = 100  # steps after which the target network becomes the trained one
-REWARD_SCALE = 0.1  # so that values are near 10 rather than 100
+TARGET_STEP = 0.01  # how far the target network moves towards the trained one in a step
 PUBLISH_EVERY = 10  # steps
 EPSILON = 1e-3  # added to priorities, so that an item without an error is drawn again one day
 GOAL = 475.0  # mean return; two evaluations in a row that reach it are enough
@@ -64,11 +64,14 @@ def losses_of(engine: deepspeed.DeepSpeedEngine, target: nn.Module, batch: Batch
     with torch.no_grad():
         chosen = engine.module(batch["next_observation"]).argmax(1, keepdim=True)
         value = target(batch["next_observation"]).gather(1, chosen).squeeze(1)
-        # The discount is 0 behind a failure.
-        wanted = REWARD_SCALE * batch["return_n"] + batch["discount"] * value
+        wanted = batch["return_n"] + batch["discount"] * value  # the discount is 0 behind a failure
     taken = engine(batch["observation"]).gather(1, batch["action"][:, None]).squeeze(1)
-    td = taken - wanted
-    return td.square() / 2, td.detach()
+    return F.huber_loss(taken, wanted, reduction="none"), (taken - wanted).detach()
+
+
+@torch.no_grad()
+def move(target: nn.Module, module: nn.Module) -> None:
+    torch._foreach_lerp_(list(target.parameters()), list(module.parameters()), TARGET_STEP)
 
 
 def main() -> None:
@@ -98,8 +101,7 @@ def main() -> None:
             engine.backward((batch.weight * losses).mean())
             engine.step()
             engine.gear_update_priorities(batch, td.abs() + EPSILON)
-            if step % TARGET_EVERY == 0:
-                target.load_state_dict(engine.module.state_dict())
+            move(target, engine.module)
             if board is not None and step % PUBLISH_EVERY == 0:
                 board.publish(engine.module)
                 actors.check()
