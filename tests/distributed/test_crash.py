@@ -23,6 +23,7 @@ from gear_support import (
     exit_status,
     in_child,
     kill,
+    priority_rule,
     stream_spec,
     trajectory,
     wait_until,
@@ -31,7 +32,10 @@ from gear_support import (
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.replay import content
+from deepspeed_gear.selection.readers import Readers
+from deepspeed_gear.store.life import Life
 from deepspeed_gear.store.table import COMMITTED, ID, STATE
+from deepspeed_gear.writer.inserter import Inserter
 
 LENGTHS = [3, 1, 4, 2, 5]
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "4"))
@@ -182,3 +186,26 @@ def test_random_deaths(backend: str, kind: str) -> None:
         int(scene.table.control[1]) - 1
     }
     scene.close()
+
+
+@pytest.mark.parametrize(("backend", "unit"), [("cpu", "step"), ("reference", "trajectory")])
+def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
+    def make() -> StoreScene:
+        spec = stream_spec(unit=unit, batch=6, priorities=priority_rule(normalize="table"))
+        life = Life("uniform")
+        scene = StoreScene(backend, [spec], LENGTHS, num_slots=6, num_rows=24, life=life)
+        scene.streams[0].masses.ask(0)
+        sampled(scene.streams[0], 0)
+        return scene
+
+    def act(table: Any, streams: Any) -> None:
+        Inserter(table, Readers(table), 5.0).add(trajectory(5, 9))
+
+    for scene in every_death(make, act, 15 * STRIDE):
+        check_whole(scene.table, scene.streams)
+        stream = scene.streams[0]
+        stream.masses.ask(1)
+        ids = set(scene.table.slots[scene.table.slots[:, STATE] == COMMITTED, ID].tolist())
+        assert {found[0] for found in sampled(stream, 1)} <= ids
+        Inserter(scene.table, Readers(scene.table), 5.0).add(trajectory(6, 20))  # no row is lost
+        check_whole(scene.table, scene.streams)

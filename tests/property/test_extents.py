@@ -59,7 +59,7 @@ def native_extents(arrays: tuple[np.ndarray, ...], num_rows: int) -> NativeExten
     control, slots, links, log = arrays
     places = (address(control), address(links), address(log), address(slots))
     sizes = (len(slots), num_rows, len(log), *IDS, PEER, UNLIMITED, UNLIMITED)
-    handle = native.store_open((0, 0, *places, *sizes, 0))
+    handle = native.store_open((0, 0, *places, *sizes, 0, UNLIMITED))
     return NativeExtents(native, handle, *arrays, num_rows, IDS, PEER)
 
 
@@ -87,7 +87,7 @@ def free_slots(extents: Extents) -> list[int]:
 
 
 class ExtentsMachine(RuleBasedStateMachine):
-    """The oracle: `held` says what each slot holds, `old` and `gone` the orders of commits and retirements."""
+    """The oracle: `held` says what each slot holds, `old` and `gone` in which order they came and went."""
 
     @initialize(num_slots=st.integers(1, 7), num_rows=st.integers(1, 40), log_size=st.integers(1, 9))
     def make(self, num_slots: int, num_rows: int, log_size: int) -> None:
