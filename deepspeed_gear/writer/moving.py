@@ -26,9 +26,10 @@ class Mover:
 
     What a cut has drawn and not every process has read is not moved, nor what is being written.
 
-    Cost: of all neighbours that would do, those with the fewest rows go. As long as a part f of the rows is
-    free, they have at most about 1/f rows for each row of the run; those whose gap is too short are copied
-    twice. Measured in docs/design/0013-room.md.
+    Cost: of all neighbours that would do, those with the fewest rows move. Where one of n rows is free, they
+    have at most about n rows for each row of the run, and those whose gap is too short are copied twice. A
+    table moves as long as more than one of 32 rows is free: 2.8 rows were copied for each row added, where
+    anybody goes and lengths are random (docs/design/0013-room.md).
 
     Args:
         table: With a capacity.
@@ -78,17 +79,18 @@ class Mover:
     # ---- what could move -------------------------------------------------------------------------
 
     def _near(self) -> list[int]:
-        """Return extents in order of their rows, from where the last search ended; once round at most."""
+        """Return neighbours from where the last search ended; if they are few, all from end to end."""
         links, start = self._extents.links, int(self._table.control[ROVER])
         found = [start]
         while len(found) <= MOST_LOOKED_AT:
             found.append(int(links[found[-1], AFTER]))
             if found[-1] == start:
-                break
+                end = found.index(self._extents.ends)
+                return [*found[end:-1], *found[: end + 1]]
         return found
 
     def _bounds(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return where extents begin and end; the list's end begins behind all rows, and ends at 0. [n] each."""
+        """Return where extents begin and end. The list's end begins behind all rows, and ends at 0. [n] each."""
         at = np.array(slots)
         is_end = at == self._extents.ends
         records = self._table.slots[np.where(is_end, 0, at)]
