@@ -90,7 +90,7 @@ class Mover:
         return found
 
     def _bounds(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return where extents begin and end. The list's end begins behind all rows, and ends at 0. [n] each."""
+        """Return first rows and ends. The list's end begins behind all rows, and ends at 0. [n] each."""
         at = np.array(slots)
         is_end = at == self._extents.ends
         records = self._table.slots[np.where(is_end, 0, at)]

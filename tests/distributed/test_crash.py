@@ -34,8 +34,9 @@ from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.store.life import Life
-from deepspeed_gear.store.table import COMMITTED, ID, STATE
+from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, STATE
 from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.room import Room
 
 LENGTHS = [3, 1, 4, 2, 5]
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "4"))
@@ -209,3 +210,46 @@ def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
         assert {found[0] for found in sampled(stream, 1)} <= ids
         Inserter(scene.table, Readers(scene.table), 5.0).add(trajectory(6, 20))  # no row is lost
         check_whole(scene.table, scene.streams)
+
+
+@pytest.mark.parametrize(("backend", "removal"), [("cpu", "uniform"), ("reference", "fifo")])
+def test_death_while_extents_move(backend: str, removal: str) -> None:
+    """Wherever it strikes, each trajectory is whole in one place, with the priorities of its steps."""
+    rule = priority_rule(normalize="table", alpha=1.0)
+
+    def make() -> StoreScene:
+        spec, life = stream_spec(unit="step", batch=6, priorities=rule), Life(removal)
+        sizes = {"num_slots": 9, "num_rows": 28, "spare_rows": 8}
+        scene = StoreScene(backend, [spec], [5, 3, 7, 3, 5], life=life, **sizes)
+        stream = scene.streams[0]
+        stream.masses.ask(0)
+        sampled(stream, 0)
+        for number, first, steps in scene.table.slots[:5, [ID, FIRST_ROW, NUM_STEPS]].tolist():
+            stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
+        stream.masses.recover()
+        content.remove(scene.table, [1, 3])
+        Room(scene.table, Readers(scene.table), 5.0).free_retired()
+        return scene
+
+    def act(table: Any, streams: Any) -> None:
+        streams[0].consume(0)
+        Inserter(table, Readers(table), 5.0).add(trajectory(5, 7))
+
+    away = 0
+    for scene in every_death(make, act, 7 * STRIDE):
+        table, stream = scene.table, scene.streams[0]
+        with table.lock:  # who locks it after a death repairs it
+            stored = table.slots[table.slots[:, STATE] == COMMITTED]
+        away += int((stored[:, FIRST_ROW] >= table.spec.capacity_rows).sum())
+        check_whole(table, scene.streams)
+        assert {0, 2, 4} <= set(stored[:, ID].tolist()) <= {0, 2, 4, 5}
+        stream.masses.ask(1)
+        assert {found[0] for found in sampled(stream, 1)} <= {0, 2, 4, 5}
+        for number, first, steps in stored[:, [ID, FIRST_ROW, NUM_STEPS]].tolist():
+            rows = slice(first, first + steps)
+            assert table.columns["code"][rows].tolist() == [number * STEP + step for step in range(steps)]
+            if number != 5:
+                assert stream.masses.values[rows].tolist() == [1 + number + step / 8 for step in range(steps)]
+        Inserter(table, Readers(table), 5.0).add(trajectory(6, 20))
+        check_whole(table, scene.streams)
+    assert away > 0, "no death came while an extent lay in the spare rows"
