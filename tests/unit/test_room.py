@@ -294,11 +294,11 @@ def test_writers_wait_as_the_rate_says(make: Make) -> None:
 # ---- both ways in --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("spare_rows", [0, 25])
 @pytest.mark.parametrize("removal", ["none", "fifo", "lifo"])
-def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any) -> None:
-    scenes = [
-        StoreScene("cpu", [stream_spec()], num_slots=9, num_rows=60, life=Life(removal)) for _ in range(2)
-    ]
+def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_rows: int) -> None:
+    sizes = {"num_slots": 9, "num_rows": 60, "spare_rows": spare_rows}
+    scenes = [StoreScene("cpu", [stream_spec()], **sizes, life=Life(removal)) for _ in range(2)]
     ways = [inserter(scene) for scene in scenes]
     for way, scene in zip(ways, scenes, strict=True):
         way._native = scene.ops.native
@@ -314,6 +314,8 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any) -> Non
             if number % 7 == 0:
                 content.remove(scene.table, [number])
         assert found[0] == found[1]
+        check_rows(scenes[0])
+    assert (ways[0].room.mover.rows_copied > 0) == (spare_rows > 0)
     views = [scene.table.views for scene in scenes]
     for name in ("slots", "links", "log", "life", *(n for n in views[0] if n.startswith("column/"))):
         assert (views[0][name] == views[1][name]).all(), name
