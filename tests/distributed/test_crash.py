@@ -253,3 +253,38 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
         Inserter(table, Readers(table), 5.0).add(trajectory(6, 20))
         check_whole(table, scene.streams)
     assert away > 0, "no death came while an extent lay in the spare rows"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("step", ["copy", "replace"])
+def test_death_beside_the_point_of_a_move(backend: str, step: str) -> None:
+    """Just before, or just behind, a trajectory lies elsewhere: no row that is free has a priority."""
+    spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table"))
+    sizes = {"num_slots": 9, "num_rows": 30, "spare_rows": 7}
+    scene = StoreScene(backend, [spec], [5, 5, 5], life=Life("fifo"), **sizes)
+    scene.streams[0].masses.ask(0)
+    sampled(scene.streams[0], 0)
+
+    def die() -> None:
+        table, (stream,) = scene.attach(1)
+        stream.consume(0)
+        readers = Readers(table)
+        copy = readers.copy
+
+        def last(*rows: int) -> None:
+            if step == "copy":
+                copy(*rows)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(readers, step, last)
+        with table.lock:
+            Room(table, readers, 5.0).mover._place(1, 20)
+
+    assert exit_status(in_child(die)) == -signal.SIGKILL
+    with scene.table.lock:
+        assert scene.table.slots[1, FIRST_ROW] == (6 if step == "copy" else 20)
+    check_whole(scene.table, scene.streams)
+    row_slots = scene.table.views["stream/train/row_slots"]
+    first = int(scene.table.slots[1, FIRST_ROW])
+    assert (row_slots[first : first + 6] == 1).all()
+    scene.close()
