@@ -1,6 +1,7 @@
 // The module itself: the mutex of the stores, by address, and the ops as plain functions.
 #include <Python.h>
 
+#include "bindings/bell.h"
 #include "bindings/direct.h"
 #include "bindings/ops.h"
 #include "bindings/store.h"
@@ -112,6 +113,9 @@ PyMethodDef kMethods[] = {
         "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
     Function<gear::direct::MakeTargets>("rows_targets", "rows_targets(columns) -> targets"),
     Function<gear::direct::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
+    Function<gear::direct::RingBell>("bell_ring", "bell_ring(bell) -> None"),
+    Function<gear::direct::WaitForBell>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
+    Function<gear::direct::FenceMemory>("fence", "fence() -> None"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
