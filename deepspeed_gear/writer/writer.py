@@ -123,9 +123,8 @@ class TrajectoryWriter:
             num_envs: N.
             autoreset: As gymnasium's AutoresetMode: what an environment does behind its last step.
         """
-        return VectorWriter(
-            self.schema, self.add, num_envs, autoreset, self._inserter.max_length, self._table
-        )
+        native = self._table.ops.native
+        return VectorWriter(self.schema, self.add, num_envs, autoreset, self._inserter.max_length, native)
 
     # ---- end -------------------------------------------------------------------------------------
 
