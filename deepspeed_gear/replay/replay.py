@@ -16,6 +16,7 @@ from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
 from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import content, continuation, feedback, statistics
 from deepspeed_gear.replay.feed import Feed
+from deepspeed_gear.replay.inference import InferenceLoader, open_loader
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.parts import agree_on, build, release
@@ -75,6 +76,7 @@ class Replay:
         self.tables, self._streams = parts.tables, parts.streams
         self._place, self._closed = plan.topology.place, False
         self._inserters: dict[str, Inserter] = {}
+        self._loaders: list[InferenceLoader] = []
         self.metrics = Metrics()
         self._passes = Passes(parts)
         self._feed = Feed(
@@ -284,6 +286,24 @@ class Replay:
         self._check_open()
         return TrajectoryWriter(self._table(table), self._inserter(table))
 
+    def inference_loader(
+        self, batch_size: int, timeout: float | None = None, table: str | None = None, **options: Any
+    ) -> InferenceLoader:
+        """Return the requests of this node's simulators for actions, in batches; `writer.simulators` asks.
+
+        Args:
+            batch_size: Requests at most.
+            timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
+            table: Which table; None for the sampled one.
+            **options: num_simulators, length, asks, answers: as `replay.inference.open_loader`.
+        Raises:
+            ConfigError, StoreError, StoreFullError: As `open_loader`.
+        """
+        self._check_open()
+        loader = open_loader(self._table(table), self.config, self.device, batch_size, timeout, **options)
+        self._loaders.append(loader)
+        return loader
+
     def _inserter(self, table: str | None) -> Inserter:
         target = self._table(table)
         name = target.spec.name
@@ -442,6 +462,8 @@ class Replay:
         """Stop the prefetch thread and detach; safe to call twice and at exit."""
         if not self._closed:
             self._closed = True
+            for loader in self._loaders:
+                loader.close()
             self._finalizer()
 
     def __enter__(self) -> Replay:
