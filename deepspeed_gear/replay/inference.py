@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.columns import as_tensor
 from deepspeed_gear.store.layout import read_header
 from deepspeed_gear.store.request_slots import Places, RequestSlots
@@ -37,12 +37,12 @@ class Request:
         slots = loader._slots
         self._loader, self._places, self._open = loader, places, True
         self._rows, self._stamps = slots.rows[places], slots.stamps[places]
+        self.simulators = torch.from_numpy(places)  # numbers for as long as they are attached: [n], int64
         rows = torch.from_numpy(self._rows)
         self._columns = {
-            name: torch.index_select(column, 0, rows).to(loader.device)
-            for name, column in loader._asked.items()
+            name: torch.index_select(column, 0, self.simulators if single else rows).to(loader.device)
+            for name, (column, single) in loader._asked.items()
         }
-        self.simulators = torch.from_numpy(places)  # numbers for as long as they are attached: [n], int64
         self.timestep = torch.from_numpy(slots.timesteps[places])  # of the episode; 0: it begins. [n], int64
 
     def __len__(self) -> int:
@@ -92,10 +92,7 @@ class InferenceLoader:
     ) -> None:
         self._slots, self.batch_size, self.timeout_s, self.device = slots, batch_size, timeout_s, device
         schema = slots.places.schema
-        self._asked = {
-            name: as_tensor(slots.columns[name].reshape(-1, *schema[name].shape), schema[name].dtype)
-            for name in slots.places.asks
-        }
+        self._asked = {name: _asked(slots, schema[name]) for name in slots.places.asks}
         given = [schema[name] for name in slots.places.answers]
         self._answers = StagedRows(given, slots.columns, slots.native)
         self._finalizer = weakref.finalize(self, _end, slots, os.getpid())
@@ -140,6 +137,13 @@ class InferenceLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _asked(slots: RequestSlots, column: Column) -> tuple[torch.Tensor, bool]:
+    """Return the values of a column: by place if it has one per trajectory, else by row."""
+    single = column.rows == "1"
+    values = slots.values[column.name] if single else slots.columns[column.name]
+    return as_tensor(values.reshape(-1, *column.shape), column.dtype), single
 
 
 def _end(slots: RequestSlots, process: int) -> None:
@@ -215,9 +219,10 @@ def _columns(
     free = [c.name for c in steps if c.name not in state and c.role not in _MEASURED]
     asked = [c.name for c in steps if c.role == "observation"] if asks is None else asks
     given = [c.name for c in steps if c.role == "action"] if answers is None else answers
-    for what, names, known in (("asks", asked, state), ("answers", given, free)):
+    seen = [*state, *(c.name for c in schema.trajectory_columns)]
+    for what, names, known in (("asks", asked, seen), ("answers", given, free)):
         wrong = [name for name in names if name not in known]
         if wrong or not names:
             rule = f"must name some of {', '.join(known) or 'no columns: there are none'}"
             raise ConfigError(f"inference_loader: {what}", rule, wrong or "nothing")
-    return tuple(c.name for c in steps if c.name in asked), tuple(c.name for c in steps if c.name in given)
+    return tuple(c.name for c in schema if c.name in asked), tuple(c.name for c in schema if c.name in given)

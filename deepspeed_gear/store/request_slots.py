@@ -64,6 +64,11 @@ class Places:
             Region(f"column/{c.name}", str(c.numpy_dtype), (self.count, self.length + 1, *c.shape))
             for c in self.schema.step_columns
         ]
+        values = [
+            Region(f"value/{c.name}", str(c.numpy_dtype), (self.count, *c.shape))
+            for c in self.schema.trajectory_columns
+            if c.name in self.asks
+        ]
         meaning = {**vars(self), "schema": self.schema.to_json()}
         return Layout.of(
             [
@@ -72,6 +77,7 @@ class Places:
                 Region("states", "int32", (self.count,)),
                 *words,
                 *columns,
+                *values,
             ],
             {"inference": meaning},
         )
@@ -116,6 +122,8 @@ class RequestSlots:
         self.stamps: np.ndarray = views["stamps"]
         self.timesteps: np.ndarray = views["timesteps"]
         self.columns = {c.name: views[f"column/{c.name}"] for c in places.schema.step_columns}
+        asked = [c.name for c in places.schema.trajectory_columns if c.name in places.asks]
+        self.values = {name: views[f"value/{name}"] for name in asked}
         self.bells = Bells(views["bells"], self.native)
         self.lock = StoreLock(memory, self.native, places.timeout_s, lambda: None)  # nothing is derived
         self.name = f"the inference loader of table {places.table}"

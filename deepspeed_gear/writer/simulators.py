@@ -159,6 +159,11 @@ class Simulators(VectorWriter):
         self._slots.states[places] = IDLE
         return added
 
+    def _take_values(self, columns: Mapping[str, Any], which: Any) -> None:
+        super()._take_values(columns, which)
+        for name, values in self._slots.values.items():
+            values[self._places[which]] = self._values[name][which]
+
     def _begin(self, envs: np.ndarray) -> None:
         self._timesteps[envs] = -1  # the step that this is part of counts
         for env in envs.tolist() if self._aside else []:

@@ -27,12 +27,13 @@ from gear_support import (
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.errors import ConfigError, DataError, NotReadyError, PeerError, StoreError
 from deepspeed_gear.replay.inference import InferenceLoader, Request
+from deepspeed_gear.store.living import living_stores
 from deepspeed_gear.store.memory import remove_garbage
 from deepspeed_gear.store.request_slots import FREE, RequestSlots
 from deepspeed_gear.store.table import COMMITTED, ID, STATE
 from deepspeed_gear.writer.simulators import Simulators
 
-ANSWERS = ("action", "code")
+ANSWERS, ASKS = ("action", "code"), ("observation", "task")
 
 
 def section(backend: str = "cpu", **table: Any) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def short(number: int, episode: int) -> int:
 def test_steps_land_in_the_store(backend: str, autoreset: str, in_parts: bool) -> None:
     config = section(backend)
     with Replay(config, schemas={"main": SCHEMA}) as replay:
-        with loader_of(replay, 4, num_simulators=8, length=3) as loader:
+        with loader_of(replay, 4, num_simulators=8, length=3, asks=ASKS) as loader:
             makers = [Envs(range(first, first + 3), autoreset, short) for first in (0, 3)]
             children = [in_child(lambda m=made: simulate(config, m, 40, in_parts)) for made in makers]
             served = serve(loader, any_runs(children))
@@ -212,6 +213,8 @@ def test_steps_land_in_the_store(backend: str, autoreset: str, in_parts: bool) -
         for request in served:
             assert (request["observation"][:, 0].long() % STEP == request.timestep).all()
             assert len(request) <= 4
+            if autoreset != "same_step":
+                assert (request["task"] == request["observation"][:, 0].long() // STEP).all()
     assert shared_files(prefix()) == []
 
 
@@ -390,6 +393,46 @@ def test_a_simulator_dies_anywhere_in_a_step() -> None:
         assert deaths > 4
 
 
+def test_an_answer_to_the_dead_does_not_reach_others(replay: Replay) -> None:
+    config = section()
+    with loader_of(replay, num_simulators=3) as loader:
+        child = in_child(lambda: simulate(config, Envs(range(3), "next_step", short), 9))
+        wait_until(lambda: loader._slots.num_taken == 3, "attaching")
+        old = next(loader)
+        kill(child)
+        wait_until(lambda: not next(loader) and loader.num_simulators == 0, "freeing")
+        with replay.writer().simulators(3) as simulators:
+            simulators.reset(observation=np.full((3, 3), 5, np.float32), task=np.zeros(3, np.int64))
+            simulators.post()
+            new = next(loader)
+            old.reply(**policy(old["observation"]))
+            with pytest.raises(NotReadyError):
+                simulators.act(0.05)
+            new.reply(**policy(new["observation"]))
+            assert simulators.act(1.0)["code"].tolist() == [5, 5, 5]
+
+
+def test_what_the_killed_leave_is_garbage() -> None:
+    config = section()
+
+    def rank() -> None:
+        with Replay(config, schemas={"main": SCHEMA}) as replay, loader_of(replay) as loader:
+            serve(loader, lambda: True)
+
+    def simulators() -> None:
+        simulate(config, Envs(range(2), "disabled", lambda *_: 10**6), 10**6)
+
+    children = [in_child(rank), in_child(simulators)]
+    wait_until(lambda: len(shared_files(prefix())) == 2, "attaching")
+    assert {store.table for store in living_stores(children[0])} == {"main"}
+    remove_garbage(prefix())
+    assert len(shared_files(prefix())) == 2
+    for child in children:
+        kill(child)
+    remove_garbage(prefix())
+    assert shared_files(prefix()) == []
+
+
 # ---- several, and refusals -------------------------------------------------------------------------
 
 
@@ -413,7 +456,7 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
 def test_a_wrong_loader_is_refused(replay: Replay) -> None:
     with pytest.raises(ConfigError, match=r"answers must name some of action, code, got \['reward'\]"):
         replay.inference_loader(4, answers=["reward"])
-    with pytest.raises(ConfigError, match="asks must name some of observation"):
+    with pytest.raises(ConfigError, match="asks must name some of observation, task, got"):
         replay.inference_loader(4, asks=["action"])
     with pytest.raises(ConfigError, match="batch_size must be at least 1"):
         replay.inference_loader(0)
