@@ -287,7 +287,15 @@ class Replay:
         return TrajectoryWriter(self._table(table), self._inserter(table))
 
     def inference_loader(
-        self, batch_size: int, timeout: float | None = None, table: str | None = None, **options: Any
+        self,
+        batch_size: int,
+        timeout: float | None = None,
+        table: str | None = None,
+        *,
+        num_simulators: int | None = None,
+        length: int | None = None,
+        asks: Sequence[str] | None = None,
+        answers: Sequence[str] | None = None,
     ) -> InferenceLoader:
         """Return the requests of this node's simulators for actions, in batches; `writer.simulators` asks.
 
@@ -295,12 +303,16 @@ class Replay:
             batch_size: Requests at most.
             timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
             table: Which table; None for the sampled one.
-            **options: num_simulators, length, asks, answers: as `replay.inference.open_loader`.
+            num_simulators: Most that attach to this rank; None: twice the batch.
+            length: Steps for which each has rows; None: the table's max_length, else 256.
+            asks: Columns that the policy sees; None: the observations.
+            answers: Columns that it gives; None: the actions.
         Raises:
-            ConfigError, StoreError, StoreFullError: As `open_loader`.
+            ConfigError, StoreError, StoreFullError: As `replay.inference.open_loader`.
         """
         self._check_open()
-        loader = open_loader(self._table(table), self.config, self.device, batch_size, timeout, **options)
+        places = num_simulators, length, asks, answers
+        loader = open_loader(self._table(table), self.config, self.device, batch_size, timeout, *places)
         self._loaders.append(loader)
         return loader
 
