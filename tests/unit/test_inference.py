@@ -15,6 +15,7 @@ from gear_support import (
     STEP,
     config_of,
     exit_status,
+    free_port,
     in_child,
     kill,
     killed_at,
@@ -451,6 +452,27 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
         finally:
             other.end()
             other.close()
+
+
+def test_each_rank_of_a_node_answers_its_own() -> None:
+    config, port = section(), free_port()
+
+    def rank(number: int) -> None:
+        address = f"tcp://127.0.0.1:{port}"
+        torch.distributed.init_process_group("gloo", address, rank=number, world_size=2)
+        with Replay(config, schemas={"main": SCHEMA}) as replay:
+            with loader_of(replay, 2, num_simulators=2) as loader:
+                wait_until(lambda: loader.num_simulators == 2, "attaching")
+                served = serve(loader, lambda: loader.num_simulators > 0)
+            torch.distributed.barrier()
+            assert sum(len(request) for request in served) > 30
+            assert sorted(check_whole(replay, short)) == [0, 1, 2, 3]
+
+    makers = [Envs(range(first, first + 2), "next_step", short) for first in (0, 2)]
+    ranks = [in_child(lambda number=number: rank(number)) for number in range(2)]
+    others = [in_child(lambda m=made: simulate(config, m, 20)) for made in makers]
+    assert [exit_status(child) for child in (*others, *ranks)] == [0] * 4
+    assert shared_files(prefix()) == []
 
 
 def test_a_wrong_loader_is_refused(replay: Replay) -> None:
