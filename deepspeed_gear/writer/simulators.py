@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ class Simulators(VectorWriter):
         self._slots.wait(self._places, self.num_envs, timeout_s)
         return self.answers()
 
-    def post(self, envs: np.ndarray | None = None) -> None:
+    def post(self, envs: np.ndarray | Sequence[int] | None = None) -> None:
         """Ask for some environments, or all, without waiting; those that have asked already are left out.
 
         Args:
@@ -88,7 +88,7 @@ class Simulators(VectorWriter):
             DataError: `reset` has not come first.
         """
         self._check_open()
-        envs = self._all if envs is None else envs
+        envs = self._all if envs is None else np.asarray(envs, np.int64)
         envs = envs[self._slots.states[self._places[envs]] == IDLE]
         if self._any_waits:
             waits = self._waits[envs]

@@ -126,6 +126,7 @@ class VectorWriter:
         Raises:
             DataError: A column is missing or has a wrong shape; or what adding raises.
         """
+        envs = None if envs is None else np.asarray(envs, np.int64)
         which: Any = slice(None) if envs is None else envs
         waits = self._waits[which]
         if self._any_waits and self._mode != "next_step" and waits.any():

@@ -251,7 +251,7 @@ def scene(replay: Replay) -> Iterator[tuple[InferenceLoader, Simulators]]:
 def test_the_oldest_come_first(scene: tuple[InferenceLoader, Simulators]) -> None:
     loader, simulators = scene
     for envs in ([2], [0], [1, 3]):
-        simulators.post(np.array(envs))
+        simulators.post(envs)
     assert [next(loader).simulators.tolist() for _ in range(2)] == [[2, 0], [1, 3]]
 
 
