@@ -88,15 +88,15 @@ class Simulators(VectorWriter):
             DataError: `reset` has not come first.
         """
         self._check_open()
-        envs = self._all if envs is None else np.asarray(envs, np.int64)
-        envs = envs[self._slots.states[self._places[envs]] == IDLE]
+        asking = self._all if envs is None else np.asarray(envs, np.int64)
+        asking = asking[self._slots.states[self._places[asking]] == IDLE]
         if self._any_waits:
-            waits = self._waits[envs]
-            self._rest(envs[waits])
-            envs = envs[~waits]
-        if len(envs):
-            self._make_room_for(envs)
-            self._slots.post(self._places[envs], self._next[envs] - 1, self._timesteps[envs])
+            waits = self._waits[asking]
+            self._rest(asking[waits])
+            asking = asking[~waits]
+        if len(asking):
+            self._make_room_for(asking)
+            self._slots.post(self._places[asking], self._next[asking] - 1, self._timesteps[asking])
 
     def _rest(self, envs: np.ndarray) -> None:
         """Let environments go on without the policy, whose action they ignore."""
