@@ -16,6 +16,7 @@ from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
 from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import content, continuation, feedback, statistics, versions
 from deepspeed_gear.replay.feed import Feed
+from deepspeed_gear.replay.inference import InferenceLoader, open_loader
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.parts import agree_on, build, release
@@ -77,6 +78,7 @@ class Replay:
         self.tables, self._streams = parts.tables, parts.streams
         self._place, self._closed = plan.topology.place, False
         self._inserters: dict[str, Inserter] = {}
+        self._loaders: list[InferenceLoader] = []
         self.metrics = Metrics()
         self._passes = Passes(parts)
         self._questions = Questions(parts, self.config.timeout_s)
@@ -325,6 +327,36 @@ class Replay:
             stream.collects_here = True
         return TrajectoryWriter(target, self._inserter(table))
 
+    def inference_loader(
+        self,
+        batch_size: int,
+        timeout: float | None = None,
+        table: str | None = None,
+        *,
+        num_simulators: int | None = None,
+        length: int | None = None,
+        asks: Sequence[str] | None = None,
+        answers: Sequence[str] | None = None,
+    ) -> InferenceLoader:
+        """Return the requests of this node's simulators for actions, in batches; `writer.simulators` asks.
+
+        Args:
+            batch_size: Requests at most.
+            timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
+            table: Which table; None for the sampled one.
+            num_simulators: Most that attach to this rank; None: twice the batch.
+            length: Steps for which each has rows; None: the table's max_length, else 256.
+            asks: Columns that the policy sees; None: the observations.
+            answers: Columns that it gives; None: the actions.
+        Raises:
+            ConfigError, StoreError, StoreFullError: As `replay.inference.open_loader`.
+        """
+        self._check_open()
+        places = num_simulators, length, asks, answers
+        loader = open_loader(self._table(table), self.config, self.device, batch_size, timeout, *places)
+        self._loaders.append(loader)
+        return loader
+
     def _inserter(self, table: str | None) -> Inserter:
         target = self._table(table)
         name = target.spec.name
@@ -483,6 +515,8 @@ class Replay:
         """Stop the prefetch thread and detach; safe to call twice and at exit."""
         if not self._closed:
             self._closed = True
+            for loader in self._loaders:
+                loader.close()
             self._finalizer()
 
     def __enter__(self) -> Replay:

@@ -19,6 +19,7 @@ from deepspeed_gear.store.table import PEER_PID, Table
 from deepspeed_gear.writer.attach import attach
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late import fill
+from deepspeed_gear.writer.simulators import Simulators, attach_places
 from deepspeed_gear.writer.vector import VectorWriter
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
@@ -45,6 +46,7 @@ class TrajectoryWriter:
         self._looked = 0.0
         inserter.room.check = self._check_goes_on if owns else inserter.room.check
         self._finalizer = weakref.finalize(self, table.close) if owns else None
+        self._simulators: weakref.WeakSet[Simulators] = weakref.WeakSet()
         self.num_added = self.num_steps_added = 0
 
     @classmethod
@@ -132,9 +134,31 @@ class TrajectoryWriter:
             num_envs: N.
             autoreset: As gymnasium's AutoresetMode: what an environment does behind its last step.
         """
-        return VectorWriter(
-            self.schema, self.add, num_envs, autoreset, self._inserter.max_length, self._table
-        )
+        native = self._table.ops.native
+        return VectorWriter(self.schema, self.add, num_envs, autoreset, self._inserter.max_length, native)
+
+    def simulators(
+        self, num_envs: int, autoreset: Autoreset = "next_step", wait_s: float = 60.0
+    ) -> Simulators:
+        """Return what takes the steps of many environments whose actions a rank's policy gives.
+
+        Args:
+            num_envs: N.
+            autoreset: As `vector`.
+            wait_s: How long to wait for `replay.inference_loader` of a rank of this node.
+        Raises:
+            StoreError: There is no loader in time, or none has so many free places.
+        """
+        slots, places = attach_places(self._table.memory.path.name, num_envs, wait_s)
+        try:
+            limit = self._inserter.max_length
+            simulators = Simulators(slots, places, self.schema, self.add, autoreset, limit)
+        except BaseException:
+            slots.release(places)
+            slots.close()
+            raise
+        self._simulators.add(simulators)
+        return simulators
 
     # ---- end -------------------------------------------------------------------------------------
 
@@ -154,8 +178,10 @@ class TrajectoryWriter:
             raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
 
     def close(self) -> None:
-        """Detach; what was added stays. Safe to call twice."""
+        """Detach, also its simulators; what was added stays. Safe to call twice."""
         self._open = False
+        for simulators in self._simulators:
+            simulators.close()
         if self._finalizer is not None:
             self._finalizer()
 
