@@ -333,7 +333,7 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
     """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given."""
     from deepspeed_gear.selection.anchors import AnchorRule
     from deepspeed_gear.selection.rules import MassRule
-    from deepspeed_gear.selection.stream import StreamSpec
+    from deepspeed_gear.selection.cut import StreamSpec
 
     rule = MassRule(
         unit,  # type: ignore[arg-type]
