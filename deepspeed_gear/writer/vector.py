@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native import address, form_of
-from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.trajectory import as_stored
 
+Autoreset = Literal["next_step", "same_step", "disabled"]
 _FIRST_LENGTH = 256
-_MODES = ("next_step", "same_step", "disabled")
+_MODES = get_args(Autoreset)
 
 
 class VectorWriter:
@@ -35,7 +36,7 @@ class VectorWriter:
             "same_step": the last step resets, and the episode's last observation is given as `final`;
             "disabled": `reset` is called with a mask.
         max_length: A longer episode is cut there, marked as truncated, and goes on as another trajectory.
-        table: For the native module.
+        native: The native module, which copies faster; None: NumPy does.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class VectorWriter:
         num_envs: int,
         autoreset: str,
         max_length: int | None,
-        table: Table,
+        native: ModuleType | None = None,
     ) -> None:
         if autoreset not in _MODES:
             raise DataError("autoreset", f"must be one of {', '.join(_MODES)}", autoreset)
-        self._schema, self._add, self._native = schema, add, table.ops.native
+        self._schema, self._add, self._native = schema, add, native
         self.num_envs, self._mode, self._max_length = num_envs, autoreset, max_length
         steps = [column for column in schema if column.rows != "1"]
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]

@@ -7,20 +7,20 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.errors import StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.rules import check_weights
 from deepspeed_gear.store.table import PEER_PID, Table
 from deepspeed_gear.writer.attach import attach
 from deepspeed_gear.writer.inserter import Inserter
-from deepspeed_gear.writer.vector import VectorWriter
+from deepspeed_gear.writer.open_trajectory import OpenTrajectory
+from deepspeed_gear.writer.vector import Autoreset, VectorWriter
 
-Autoreset = Literal["next_step", "same_step", "disabled"]
 _LOOK_S = 0.5  # how often a writer looks whether the run goes on
 
 
@@ -42,7 +42,7 @@ class TrajectoryWriter:
     def __init__(self, table: Table, inserter: Inserter, owns: bool = False) -> None:
         self._table, self._inserter, self._owns, self._open = table, inserter, owns, True
         self._looked = 0.0
-        inserter.room.check = self._check_goes_on if owns else inserter.room.check
+        inserter.room.check = self.check_goes_on if owns else inserter.room.check
         self._finalizer = weakref.finalize(self, table.close) if owns else None
         self.num_added = self.num_steps_added = 0
 
@@ -83,6 +83,16 @@ class TrajectoryWriter:
         return self._table.spec.schema
 
     @property
+    def table(self) -> str:
+        """Name of the table."""
+        return self._table.spec.name
+
+    @property
+    def max_length(self) -> int | None:
+        """Steps of the longest trajectory; None: as many as fit."""
+        return self._inserter.max_length
+
+    @property
     def waited_s(self) -> float:
         """Seconds that this writer has waited for ranks, in all."""
         return self._inserter.room.waited_s
@@ -103,7 +113,7 @@ class TrajectoryWriter:
             StoreError: The run has ended.
         """
         if self._owns and time.monotonic() - self._looked > _LOOK_S:
-            self._check_goes_on()
+            self.check_goes_on()
         number = self._inserter.add(trajectory)
         self.num_added += 1
         return number
@@ -114,7 +124,7 @@ class TrajectoryWriter:
         Args:
             **per_trajectory: Columns of one value per trajectory.
         """
-        return OpenTrajectory(self, per_trajectory)
+        return OpenTrajectory(self.table, self.schema, self.add, per_trajectory)
 
     def vector(self, num_envs: int, autoreset: Autoreset = "next_step") -> VectorWriter:
         """Return what takes the steps of many environments at once.
@@ -123,13 +133,12 @@ class TrajectoryWriter:
             num_envs: N.
             autoreset: As gymnasium's AutoresetMode: what an environment does behind its last step.
         """
-        return VectorWriter(
-            self.schema, self.add, num_envs, autoreset, self._inserter.max_length, self._table
-        )
+        native = self._table.ops.native
+        return VectorWriter(self.schema, self.add, num_envs, autoreset, self.max_length, native)
 
     # ---- end -------------------------------------------------------------------------------------
 
-    def _check_goes_on(self) -> None:
+    def check_goes_on(self) -> None:
         """Refuse to write for nobody.
 
         Raises:
@@ -157,54 +166,3 @@ class TrajectoryWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class OpenTrajectory:
-    """A trajectory that grows step by step in this process.
-
-    Args:
-        writer: What adds it.
-        per_trajectory: Columns of one value per trajectory.
-    """
-
-    def __init__(self, writer: TrajectoryWriter, per_trajectory: Mapping[str, Any]) -> None:
-        self._writer, self._once = writer, dict(per_trajectory)
-        self._rows: dict[str, list[Any]] = {c.name: [] for c in writer.schema if c.rows != "1"}
-        self._ends = {c.name for c in writer.schema if c.rows == "T+1"}
-        self.id: int | None = None  # once it is added
-
-    def append(self, **columns: Any) -> None:
-        """Append a step: the observation, the action that it led to, and what came of it.
-
-        Behind the last step, what is left of an episode (its last observation) is appended alone: the columns
-        of T+1 rows.
-
-        Args:
-            **columns: A row of each column of steps.
-        Raises:
-            DataError: A column is missing or unknown.
-        """
-        name = f"table {self._writer._table.spec.name}"
-        unknown = sorted(set(columns) - set(self._rows))
-        if unknown:
-            raise DataError(f"{name}: column {unknown[0]}", "must be a column of steps", None)
-        missing = sorted(set(self._rows) - set(columns))
-        if missing and set(columns) != self._ends:
-            remedy = f"behind the last step append {sorted(self._ends)} alone" if self._ends else ""
-            raise DataError(f"{name}: column {missing[0]}", "must be in every step", None, remedy)
-        for column, row in columns.items():
-            self._rows[column].append(np.array(row))  # a copy: environments reuse their arrays
-
-    def set(self, **per_trajectory: Any) -> None:
-        """Set columns of one value per trajectory."""
-        self._once.update(per_trajectory)
-
-    def __enter__(self) -> OpenTrajectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            rows = {name: np.stack(values) if values else np.empty(0) for name, values in self._rows.items()}
-            self.id = self._writer.add({**rows, **self._once})
