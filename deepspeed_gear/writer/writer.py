@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -135,6 +135,16 @@ class TrajectoryWriter:
         """
         native = self._table.ops.native
         return VectorWriter(self.schema, self.add, num_envs, autoreset, self.max_length, native)
+
+    def check_while_waiting(self, check: Callable[[], None]) -> None:
+        """Call this too whenever `add` waits; it raises to end the wait."""
+        known = self._inserter.room.check
+
+        def both() -> None:
+            known()
+            check()
+
+        self._inserter.room.check = both
 
     # ---- end -------------------------------------------------------------------------------------
 
