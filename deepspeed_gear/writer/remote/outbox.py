@@ -65,7 +65,9 @@ class Outbox:
         """
         num_bytes = sum(array.nbytes for array in arrays.values())
         with self._changed:
-            self._wait(lambda: not self._items or self._num_bytes + num_bytes <= self._most_bytes)
+            self._wait(lambda: self._error is not None or self._has_room(num_bytes))
+            if self._error is not None:
+                raise self._error
             item = Item(self._next, arrays, num_bytes, time.monotonic())
             self._items.append(item)
             self._next += 1
@@ -73,8 +75,11 @@ class Outbox:
             self._changed.notify_all()
             return item.number
 
+    def _has_room(self, num_bytes: int) -> bool:
+        return not self._items or self._num_bytes + num_bytes <= self._most_bytes
+
     def flush(self) -> None:
-        """Wait until nothing is left; as `put`."""
+        """Wait until nothing is left, as `put`; an error that comes behind the last answer is none of it."""
         with self._changed:
             self._flushes = True
             self._changed.notify_all()
@@ -85,7 +90,7 @@ class Outbox:
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         begin = time.monotonic()
-        while not is_done() or self._error is not None:
+        while not is_done():
             if self._error is not None:
                 raise self._error
             now = time.monotonic()

@@ -131,8 +131,6 @@ def read_batch(content: pa.Buffer) -> pa.RecordBatch:
 def error_to_json(error: GearError) -> dict[str, Any]:
     """Return an error's parts; `error_from_json` reverses it."""
     _, (name, rule, value, remedy) = error.__reduce__()
-    if isinstance(value, float) and not np.isfinite(value):
-        value = str(value)  # JSON has no NaN
     return {"kind": type(error).__name__, "name": name, "rule": rule, "value": value, "remedy": remedy}
 
 
