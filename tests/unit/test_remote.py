@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pyarrow import flight
-
 from gear_support import environment, shared_files, wait_until
+from pyarrow import flight
 from remote_support import (
     SCHEMA,
     TOKEN,
@@ -66,7 +65,7 @@ def _nothing_stays() -> Iterator[None]:
     while STARTED:
         process = STARTED.pop()
         process.kill()
-        process.communicate()
+        process.wait()
     assert shared_files(section()["shared_memory"]["prefix"]) == []
 
 

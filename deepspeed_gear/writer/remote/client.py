@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.errors import GearError, StoreError
+from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.trajectory import check_trajectory
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
@@ -25,6 +25,7 @@ from deepspeed_gear.writer.vector import Autoreset, VectorWriter
 
 LOG = logging.getLogger("deepspeed_gear")
 _MIB = 1 << 20
+MOST_BYTES = 1 << 30  # of a batch and of a trajectory: a message of gRPC's is less than 2 GiB
 
 
 class RemoteWriter:
@@ -80,6 +81,8 @@ class RemoteWriter:
             SchemaError: The table has another schema; the error names the differences.
             LostNodeError: Nothing answers.
         """
+        if not 0 < batch_bytes <= MOST_BYTES:
+            raise ConfigError("batch_bytes", f"must be in [1, {MOST_BYTES}]", batch_bytes)
         line, client = Line(url, token, ca, insecure), uuid.uuid4().hex
         hello = _hello(line, client, schema, timeout_s)
         return cls(line, hello, client, Sizes(batch_bytes, linger_s, timeout_s), buffer_bytes)
@@ -116,7 +119,13 @@ class RemoteWriter:
         """
         self._check()
         arrays, num_steps = check_trajectory(f"table {self.table}", self.schema, trajectory)
-        number = self._outbox.put({name: np.array(array, order="C") for name, array in arrays.items()})
+        num_bytes = sum(array.nbytes for array in arrays.values())
+        if num_bytes > MOST_BYTES:
+            rule = f"must have at most {MOST_BYTES} bytes"
+            raise DataError(f"table {self.table}: trajectory", rule, num_bytes, "cut it")
+        number = self._outbox.put(
+            {name: np.array(array, order="C") for name, array in arrays.items()}, num_bytes
+        )
         self.num_added += 1
         self.num_steps_added += num_steps
         return number

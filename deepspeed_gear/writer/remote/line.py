@@ -17,7 +17,8 @@ from deepspeed_gear.writer.remote import wire
 from deepspeed_gear.writer.remote.outbox import Item
 from deepspeed_gear.writer.remote.security import check_plain, check_token, parse_url, read_token
 
-_ANSWER_S, _BYTES_A_S = 10.0, 100_000  # a call takes so long, and its bytes at most at such a rate
+_LEAST_S = 3.0  # of a call: a gateway takes one to answer while its table holds back
+_ANSWER_S, _BYTES_A_S = 10.0, 100_000  # a call takes so long, and its bytes at least have such a rate
 # gRPC would share connections, and their pauses after failures, with the lines before.
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -77,7 +78,7 @@ class Line:
         if items is not None and schema is not None:
             batch = wire.encode(schema, [(item.number, item.arrays) for item in items])
         message = wire.pack(header, batch)
-        timeout_s = min(most_s, _ANSWER_S + message.size / _BYTES_A_S)
+        timeout_s = max(_LEAST_S, min(most_s, _ANSWER_S + message.size / _BYTES_A_S))
         options = flight.FlightCallOptions(timeout=timeout_s, headers=self._headers)
         try:
             if self._client is None:

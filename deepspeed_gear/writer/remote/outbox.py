@@ -56,14 +56,16 @@ class Outbox:
 
     # ---- the side of the actor -------------------------------------------------------------------
 
-    def put(self, arrays: Arrays) -> int:
+    def put(self, arrays: Arrays, num_bytes: int) -> int:
         """Append a trajectory, waiting for room; return its number.
 
+        Args:
+            arrays: Its columns.
+            num_bytes: Of them.
         Raises:
             NotReadyError: The gateway has held back for too long; it is not appended.
             GearError: Nothing can be sent any more.
         """
-        num_bytes = sum(array.nbytes for array in arrays.values())
         with self._changed:
             self._wait(lambda: self._error is not None or self._has_room(num_bytes))
             if self._error is not None:

@@ -97,8 +97,11 @@ class Sessions:
         """
         session = self._of(client)
         busy = session.is_busy(ANSWER_S)
-        session.refused = [entry for entry in session.refused if entry[0] > known]
-        answer = {"upto": session.upto, "busy": busy, "refused": list(session.refused)}
+        while session.refused and session.refused[0][0] <= known:
+            session.refused.pop(0)
+        upto = session.upto  # first: its refusals are in the list
+        refused = [entry for entry in session.refused if entry[0] <= upto]
+        answer = {"upto": upto, "busy": busy, "refused": refused}
         if self.error is not None:
             answer["error"], session.is_told = error_to_json(self.error), True
         return answer
