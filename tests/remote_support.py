@@ -7,6 +7,7 @@ import selectors
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -98,16 +99,19 @@ def write_token(path: Path) -> Path:
 class Proxy:
     """Hands bytes on to a port, and cuts all connections when so many have gone through, both ways together.
 
+    Every second cut loses what the port says for a moment before it: what has arrived is not answered.
+
     Args:
         port: On this machine.
         cuts: After how many bytes, rising.
     """
 
     def __init__(self, port: int, cuts: list[int]) -> None:
-        self._port, self.cuts = port, list(cuts)
+        self._port, self._cuts = port, list(cuts)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.num_bytes = self.num_cuts = 0
+        self._deaf_until: float | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -116,36 +120,44 @@ class Proxy:
         with selectors.DefaultSelector() as ready:
             ready.register(self._listener, selectors.EVENT_READ)
             while not self._over.is_set():
-                for key, _ in ready.select(0.05):
+                for key, _ in ready.select(0.02):
                     if key.fileobj is self._listener:
                         self._connect(ready)
                     elif key.fd in ready.get_map() and not self._pass_on(key):
                         self._cut(ready)
+                if self._deaf_until is not None and time.monotonic() > self._deaf_until:
+                    self._cut(ready)
             self._cut(ready)
         self._listener.close()
 
     def _connect(self, ready: selectors.BaseSelector) -> None:
         near, _ = self._listener.accept()
         far = socket.create_connection(("127.0.0.1", self._port))
-        ready.register(near, selectors.EVENT_READ, far)
-        ready.register(far, selectors.EVENT_READ, near)
+        ready.register(near, selectors.EVENT_READ, (far, True))
+        ready.register(far, selectors.EVENT_READ, (near, False))
 
     def _pass_on(self, key: selectors.SelectorKey) -> bool:
         """Hand some bytes on; False ends all connections."""
-        room = self.cuts[0] - self.num_bytes if self.cuts else 1 << 16
+        source: Any = key.fileobj
+        target, is_upward = key.data
+        left = self._cuts[0] - self.num_bytes if self._cuts else 1 << 16
         try:
-            data = key.fileobj.recv(min(room, 1 << 16))  # type: ignore[union-attr]
-            key.data.sendall(data)
+            data = source.recv(min(left, 1 << 16))
+            if is_upward or self._deaf_until is None:
+                target.sendall(data)
         except OSError:
             return False
         self.num_bytes += len(data)
-        if self.cuts and self.num_bytes == self.cuts[0]:
-            self.cuts.pop(0)
+        if self._cuts and self.num_bytes >= self._cuts[0]:
+            self._cuts.pop(0)
             self.num_cuts += 1
-            return False
+            if self.num_cuts % 2:
+                return False
+            self._deaf_until = time.monotonic() + 0.2
         return bool(data)
 
     def _cut(self, ready: selectors.BaseSelector) -> None:
+        self._deaf_until = None
         for key in list(ready.get_map().values()):
             if key.fileobj is not self._listener:
                 ready.unregister(key.fileobj)

@@ -72,14 +72,14 @@ def _nothing_stays() -> Iterator[None]:
 # ---- exactly once --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_every_trajectory_arrives_once_through_a_connection_that_is_cut(seed: int) -> None:
-    """100,000 steps, five cuts in the middle of batches or of answers."""
+    """100,000 steps, five cuts: three in the middle of batches, two between batches and their answers."""
     with served(section()) as (replay, gateway):
         proxy = Proxy(gateway.port, random_cuts(seed, 5, 2_500_000))
         try:
             url = f"grpc://127.0.0.1:{proxy.port}"
-            with connect(url, batch_bytes=64 << 10, buffer_bytes=256 << 10) as writer:
+            with connect(url, batch_bytes=32 << 10, buffer_bytes=256 << 10) as writer:
                 assert [writer.add(trajectory(number)) for number in range(400)] == list(range(400))
                 writer.flush()
                 assert len(writer.unacknowledged) == 0
