@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,29 @@ def test_writers_side_by_side_and_step_by_step() -> None:
         found = stored(replay)
     assert_same(found[:1], range(1))
     assert sorted(len(columns["number"]) for columns in found) == [3, 3, 4]
+
+
+BARE = """
+import sys
+sys.modules["deepspeed"] = None  # as if it was not installed
+import numpy as np
+from deepspeed_gear import RemoteWriter
+with RemoteWriter.connect(sys.argv[1], token=sys.argv[2]) as writer:
+    envs = writer.vector(2)
+    now = dict(observation=np.zeros((2, 3), np.float32), weight=np.ones(2))
+    envs.reset(**now)
+    for step in range(3):
+        done = dict(half=np.zeros((2, 2), np.uint16), number=np.full(2, step), checksum=np.zeros(2, np.uint8))
+        envs.step(**now, **done, terminated=np.full(2, step == 2))
+assert "deepspeed_gear.ops.load" not in sys.modules
+"""
+
+
+def test_an_actor_needs_neither_deepspeed_nor_the_native_module(run_python: Any) -> None:
+    with served(section()) as (replay, gateway):
+        done = run_python("-c", BARE, gateway.url, TOKEN, env={"CXX": "/nowhere", "CUDA_HOME": None})
+        assert done.returncode == 0, done.stderr
+        assert [columns["number"].tolist() for columns in stored(replay)] == [[0, 1, 2]] * 2
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -285,6 +309,25 @@ def test_the_end_of_a_gateway_is_told() -> None:
             writer.add(trajectory(7))
         with pytest.raises(StoreError, match="told to end"):
             writer.close()
+
+
+def test_the_end_of_the_run_ends_the_gateway() -> None:
+    replay = Replay(section(), schemas={"main": SCHEMA})
+    gateway = Gateway(TrajectoryWriter.attach(section()), TOKEN)
+    serving = threading.Thread(target=gateway.run)
+    serving.start()
+    writer = connect(gateway.url, timeout_s=3.0)
+    writer.add(trajectory(0))
+    writer.flush()
+    replay.close()
+    wait_until(lambda: gateway.sessions.error is not None, "the end", 10)
+    writer.add(trajectory(1))
+    with pytest.raises(StoreError, match="its ranks have ended; trajectories 1 to 1"):
+        writer.flush()
+    serving.join(10)
+    assert not serving.is_alive()
+    with pytest.raises(StoreError, match="ranks have ended"):
+        writer.close()
 
 
 def test_another_gateway_at_the_same_place_is_not_the_same() -> None:
