@@ -236,7 +236,7 @@ def test_garbage_is_refused_and_harms_nobody() -> None:
 
 
 def _raw(line: Any, message: bytes) -> Any:
-    client = flight.FlightClient(line.url)
+    client = flight.FlightClient(line.url, generic_options=[("grpc.enable_http_proxy", 0)])
     options = flight.FlightCallOptions(timeout=5, headers=line._headers)
     (result,) = client.do_action(flight.Action("put", message), options)
     client.close()

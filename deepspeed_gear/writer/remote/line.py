@@ -19,8 +19,9 @@ from deepspeed_gear.writer.remote.security import check_plain, check_token, pars
 
 _LEAST_S = 3.0  # of a call: a gateway takes one to answer while its table holds back
 _ANSWER_S, _BYTES_A_S = 10.0, 100_000  # a call takes so long, and its bytes at least have such a rate
-# gRPC would share connections, and their pauses after failures, with the lines before.
-_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
+# gRPC would share connections, and their pauses after failures, with the lines before; and it would go by the
+# http_proxy of the environment, which is for the web.
+_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
 
 
 class Lost(Exception):

@@ -46,7 +46,8 @@ class Patience:
 
     def __init__(self, what: str, timeout_s: float) -> None:
         self._what, self._timeout_s = what, timeout_s
-        self.reset()
+        self._pause_s = _FIRST_PAUSE_S
+        self._until: float | None = None
 
     def reset(self) -> None:
         """Begin anew: there was an answer."""
@@ -65,9 +66,6 @@ class Patience:
             raise LostNodeError(self._what, rule, None, f"does it run, and is the url right? {error}")
         stopped.wait(self._pause_s * random.uniform(0.5, 1.0))  # so that many writers do not come at once
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
-
-    _until: float | None
-    _pause_s: float
 
 
 class Sender:
