@@ -332,8 +332,8 @@ def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
 def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any) -> Any:
     """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given."""
     from deepspeed_gear.selection.anchors import AnchorRule
-    from deepspeed_gear.selection.rules import MassRule
     from deepspeed_gear.selection.cut import StreamSpec
+    from deepspeed_gear.selection.rules import MassRule
 
     rule = MassRule(
         unit,  # type: ignore[arg-type]

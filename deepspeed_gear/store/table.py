@@ -166,6 +166,7 @@ class Table:
 
     def claim_peer(self, peer: int) -> None:
         """Write down which process an index belongs to, for error texts."""
+        self.peers[peer, OLDEST_OPEN] = 0
         self.peers[peer, PEER_PID] = os.getpid()
 
     # ---- reading ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -13,8 +13,9 @@ from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.staging import Staging
 from deepspeed_gear.store.trajectory import as_stored
 
+Autoreset = Literal["next_step", "same_step", "disabled"]
 _FIRST_LENGTH = 256
-_MODES = ("next_step", "same_step", "disabled")
+_MODES = get_args(Autoreset)
 
 
 class VectorWriter:
@@ -46,7 +47,7 @@ class VectorWriter:
         num_envs: int,
         autoreset: str,
         max_length: int | None,
-        native: ModuleType | None,
+        native: ModuleType | None = None,
         staging: Staging | None = None,
     ) -> None:
         if autoreset not in _MODES:
@@ -67,6 +68,26 @@ class VectorWriter:
         self._next = self._staging.first.copy()  # row of each environment's next state
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._any_waits, self._room = True, 0
+        self._tell: Callable[[object, np.ndarray], None] | None = None
+
+    def watch_versions(self, column: str, tell: Callable[[object, np.ndarray], None]) -> None:
+        """Tell the policy versions of open trajectories whenever some begin or end.
+
+        Args:
+            column: Of the versions. A trajectory's first step has its oldest one.
+            tell: Called with this writer and the oldest version of each environment, -1 for none. [N], int64.
+        """
+        self._version, self._tell, self._oldest = column, tell, np.full(self.num_envs, -1)
+
+    def _note_versions(self, rows: np.ndarray, which: Any, ended: np.ndarray) -> None:
+        fresh = rows == self._staging.first[which]
+        if self._tell is None or not (fresh.any() or ended.any()):
+            return
+        versions = self._staging.arrays[self._version].reshape(-1)
+        envs = np.arange(self.num_envs)[which]
+        self._oldest[envs[fresh]] = versions[rows[fresh]]
+        self._oldest[envs[ended]] = -1
+        self._tell(self, self._oldest)
 
     # ---- staging ---------------------------------------------------------------------------------
 
@@ -149,6 +170,8 @@ class VectorWriter:
         self._next[which] = following
         self._room -= 1
         self.num_steps += len(rows)
+        if self._tell is not None:
+            self._note_versions(rows, which, ended)
         if self._any_waits:
             self._begin_again(waits, which)
         added = self._end(np.flatnonzero(ended), envs, final, state) if ended.any() else []
