@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.replay import Replay
     from deepspeed_gear.schema import Column, Schema
     from deepspeed_gear.store.dataset import Dataset, DatasetWriter
+    from deepspeed_gear.writer.remote.client import RemoteWriter
     from deepspeed_gear.writer.writer import TrajectoryWriter
 
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "DatasetWriter": "store.dataset",
     "GearError": "errors",
     "Place": "parallel.topology",
+    "RemoteWriter": "writer.remote.client",
     "Replay": "replay",
     "Schema": "schema",
     "Topology": "parallel.topology",
@@ -39,6 +41,7 @@ __all__ = [
     "DatasetWriter",
     "GearError",
     "Place",
+    "RemoteWriter",
     "Replay",
     "Schema",
     "Topology",

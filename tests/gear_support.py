@@ -249,6 +249,8 @@ class StoreScene:
         lengths: Of the trajectories that it holds at the beginning.
         num_slots, num_rows, num_peers: Its sizes.
         timeout_s: Of its lock and streams.
+        life: How long trajectories stay, see `Life`.
+        spare_rows: Rows besides `num_rows` through which extents are moved.
     """
 
     def __init__(
@@ -260,19 +262,34 @@ class StoreScene:
         num_rows: int = 1000,
         num_peers: int = 4,
         timeout_s: float = 20.0,
+        life: Any = None,
+        spare_rows: int = 0,
     ) -> None:
         from deepspeed_gear.ops import load_backend
         from deepspeed_gear.selection.kinds import regions_of
         from deepspeed_gear.selection.stream import Stream
+        from deepspeed_gear.store.life import Life
         from deepspeed_gear.store.spec import TableSpec, table_layout
         from deepspeed_gear.store.table import Table
 
         self.ops, self.specs, self.timeout_s = load_backend(backend), list(specs), timeout_s
         self.name, self.nonce = f"{prefix()}-{os.urandom(4).hex()}", "0" * 32
-        self.spec = TableSpec("main", SCHEMA, num_slots, num_rows, None, True, True, num_peers)
+        self.spec = TableSpec(
+            "main",
+            SCHEMA,
+            num_slots,
+            num_rows + spare_rows,
+            None,
+            True,
+            True,
+            num_peers,
+            life=life or Life(),
+            spare_rows=spare_rows,
+        )
         extra = [region for spec in self.specs for region in regions_of(spec, self.spec)]
-        self.layout = table_layout(self.spec, extra, {})
-        self.table = Table.create(self.spec, extra, {}, self.nonce, self.ops, timeout_s)
+        meaning = {spec.name: spec.describe() for spec in self.specs}
+        self.layout = table_layout(self.spec, extra, meaning)
+        self.table = Table.create(self.spec, extra, meaning, self.nonce, self.ops, timeout_s)
         self.streams = [Stream(spec, self.table) for spec in self.specs]
         for stream in self.streams:
             stream.initialise()
@@ -315,8 +332,8 @@ def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
 def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any) -> Any:
     """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given."""
     from deepspeed_gear.selection.anchors import AnchorRule
+    from deepspeed_gear.selection.cut import StreamSpec
     from deepspeed_gear.selection.rules import MassRule
-    from deepspeed_gear.selection.stream import StreamSpec
 
     rule = MassRule(
         unit,  # type: ignore[arg-type]
@@ -338,6 +355,7 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
     from deepspeed_gear.selection.cut import NOTHING
     from deepspeed_gear.selection.masses import NUM_DIRTY
     from deepspeed_gear.selection.priorities import PriorityMasses
+    from deepspeed_gear.store.extents import FREE_ROWS
     from deepspeed_gear.store.table import (
         COMMITTED,
         FIRST_ROW,
@@ -363,7 +381,13 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
         extents = sorted(used[:, [FIRST_ROW, NUM_ROWS]].tolist())
         ends = [0, *(first + count for first, count in extents)]
         assert all(first >= end for (first, _), end in zip(extents, ends, strict=False))
-        assert ends[-1] <= table.spec.num_rows
+        at_home = [
+            end
+            for (first, _), end in zip(extents, ends[1:], strict=True)
+            if first != table.spec.capacity_rows
+        ]
+        assert max(at_home, default=0) <= table.spec.capacity_rows
+        assert control[FREE_ROWS] == table.spec.capacity_rows - used[:, NUM_ROWS].sum()
         for stream in streams:
             masses = stream.masses
             masses.take_changes()
@@ -409,12 +433,12 @@ def check_priorities_whole(masses: Any) -> None:
 
 
 def killed_at(line: int, action: Callable[[], None]) -> bool:
-    """Run an action in a child that is killed before its line-th line in store, selection or replay.
+    """Run an action in a child that is killed before its line-th line in store, selection, writer or replay.
 
     Returns:
         Whether it came so far.
     """
-    traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in ("store", "selection", "replay"))
+    traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in ("store", "selection", "writer", "replay"))
 
     def run() -> None:
         left = line

@@ -30,6 +30,7 @@ from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.masses import CHANGE_WORDS, Masses
 from deepspeed_gear.selection.rules import UNIT_CODES, MassRule
+from deepspeed_gear.store.spec import CONTROL_WORDS
 
 SEED, KEY = 1, 7
 STEPS, TRAJECTORIES = 1000, 1000  # of a trajectory; of a node
@@ -58,6 +59,7 @@ class Items(Masses):
         self._slots, self.sums = slots, functional.tree(torch.full((TRAJECTORIES,), STEPS))
         self._top = self.sums[-FAN_OUT:].numpy().data
         self.words = memoryview(np.zeros(CHANGE_WORDS, np.int64))
+        self._control = memoryview(np.zeros(CONTROL_WORDS, np.int64))  # nothing ever changes
         self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.key)
 
 
@@ -144,6 +146,7 @@ class Node:
         self.routes, self.link = routes, Wire(routes.index, routes.num_nodes)
         self.planner = Planner(routes, timers)
         stream: Any = SimpleNamespace(
+            pin=lambda key, records: None,
             spec=self.spec,
             masses=Items(self.spec, routes.index),
             table=SimpleNamespace(lock=contextlib.nullcontext()),

@@ -18,6 +18,7 @@ COMMANDS = {
     "init": "write a config and a training script that fit a data set",
     "report": "show the native ops beside DeepSpeed's, and what they are built with",
     "doctor": "check that a machine, or all hosts of a hostfile, are fit to train together",
+    "serve": "add to this node's store what actors on other machines send",
     "clean": "remove what dead runs left in shared memory",
 }
 

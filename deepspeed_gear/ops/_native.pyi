@@ -225,3 +225,11 @@ def unpack_reports_(
     latest: int,
     /,
 ) -> None: ...
+def bell_ring(bell: int, /) -> None:
+    """Add one to a 32-bit word in shared memory, named by its address, and wake whoever waits for it."""
+
+def bell_wait(bell: int, seen: int, timeout_s: float, /) -> int:
+    """Return the word once it is not `seen`, or after the time or a signal; releases the GIL meanwhile."""
+
+def fence() -> None:
+    """Order this thread's accesses to memory before against those behind."""

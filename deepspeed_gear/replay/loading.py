@@ -41,7 +41,7 @@ class Loading:
         self._divisions: dict[str, Division] = {}
         self._room: list[Sizes] = []
         if self._spread:
-            mine = {name: (len(t.slots), t.spec.num_rows) for name, t in self._tables.items()}
+            mine = {name: (len(t.slots), t.spec.capacity_rows) for name, t in self._tables.items()}
             of_ranks = parts.plan.exchange.gather(mine if parts.leads_shard else None)
             by_node = {topology.nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}
             self._room = [by_node[node] for node in placement.order]

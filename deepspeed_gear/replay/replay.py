@@ -14,8 +14,10 @@ from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
 from deepspeed_gear.parallel.topology import Place
-from deepspeed_gear.replay import content, continuation, feedback, statistics, versions
+from deepspeed_gear.replay import continuation, feedback, statistics
+from deepspeed_gear.replay.contents import Contents
 from deepspeed_gear.replay.feed import Feed
+from deepspeed_gear.replay.inference import InferenceLoader
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.parts import agree_on, build, release
@@ -25,16 +27,12 @@ from deepspeed_gear.replay.sizes import TRAIN, BatchInfo, Turns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.inserter import Inserter
-from deepspeed_gear.writer.late import fill
-from deepspeed_gear.writer.writer import TrajectoryWriter
 
 Ids = Sequence[int] | torch.Tensor
 T = TypeVar("T")
 
 
-class Replay:
+class Replay(Contents):
     """The replay system of a config, on the ranks of a process group.
 
     Construction, `iterator` of a split, `state_dict`, `load_state_dict` and `close` are collective. One
@@ -76,7 +74,8 @@ class Replay:
         self._parts, self._maker, self._train = parts, parts.maker, parts.train
         self.tables, self._streams = parts.tables, parts.streams
         self._place, self._closed = plan.topology.place, False
-        self._inserters: dict[str, Inserter] = {}
+        self._inserters = {}
+        self._loaders: list[InferenceLoader] = []
         self.metrics = Metrics()
         self._passes = Passes(parts)
         self._questions = Questions(parts, self.config.timeout_s)
@@ -267,132 +266,6 @@ class Replay:
             )
         return masses
 
-    # ---- content ---------------------------------------------------------------------------------
-
-    def add(self, trajectory: Mapping[str, Any], table: str | None = None) -> int:
-        """Store a trajectory; batches from the next cut on may hold it.
-
-        Args:
-            trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
-            table: Which table; None for the sampled one.
-        Returns:
-            Its id.
-        Raises:
-            DataError: It does not fit the schema; nothing has changed.
-            StoreFullError: There is no room.
-        """
-        self._check_open()
-        return self._inserter(table).add(trajectory)
-
-    def set_version(self, version: int, table: str | None = None) -> None:
-        """Say which version the learner's policy has now; steps that are too far behind go at the next cut.
-
-        With `on_stale = "wait"` it waits until no actor's open trajectory would fall too far behind. Any rank
-        may say it, each node's ranks for its own store.
-
-        Raises:
-            ConfigError: The table has no versions.
-            NotReadyError: This process has such a trajectory open, or an actor has not ended it in time.
-        """
-        self._check_open()
-        versions.set_version(self._table(table), version, self.config.timeout_s, self._parts.check)
-
-    def fill(self, number: int, table: str | None = None, **columns: Any) -> None:
-        """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
-
-        Args:
-            number: Id of the trajectory.
-            table: Which table; None for the sampled one.
-            **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
-        Raises:
-            DataError: A column is not late, was written already, or does not fit; nothing has changed.
-            StoreError: The trajectory is not stored on this node.
-        """
-        self._check_open()
-        fill(self._table(table), number, columns, self.config.timeout_s)
-
-    def writer(self, table: str | None = None) -> TrajectoryWriter:
-        """Return a writer for simulators in this process: step by step, many environments at once.
-
-        Args:
-            table: Which table; None for the sampled one.
-        Raises:
-            StoreError: The table holds a data set.
-        """
-        self._check_open()
-        target = self._table(table)
-        for stream in self._streams.get(target.spec.name, {}).values():
-            stream.collects_here = True
-        return TrajectoryWriter(target, self._inserter(table))
-
-    def _inserter(self, table: str | None) -> Inserter:
-        target = self._table(table)
-        name = target.spec.name
-        if name not in self._inserters:
-            options = self.config.resolved_tables[name]
-            self._inserters[name] = content.inserter_of(
-                target, self._streams_of(target), options.max_length, self.config.timeout_s, self._parts.check
-            )
-        return self._inserters[name]
-
-    def read(
-        self, ids: Sequence[int] | torch.Tensor, table: str | None = None
-    ) -> list[dict[str, torch.Tensor]]:
-        """Return copies of whole trajectories: column -> [T, *shape], [T+1, *shape] or [*shape].
-
-        Raises:
-            StoreError: An id is not stored.
-        """
-        self._check_open()
-        return content.read(self._table(table), ids)
-
-    def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
-        """Remove trajectories from the next cut on; ids that are not stored are ignored.
-
-        Returns:
-            How many were removed.
-        Raises:
-            StoreError: The table holds a data set.
-        """
-        self._check_open()
-        target = self._table(table)
-        return content.remove(target, ids)
-
-    def clear(self, table: str | None = None) -> None:
-        """Remove everything from a table; an epoch that is under way ends.
-
-        Raises:
-            StoreError: The table holds a data set.
-        """
-        self._check_open()
-        target = self._table(table)
-        content.clear(target, self._streams_of(target))
-
-    def _table(self, name: str | None) -> Table:
-        known = ", ".join(self.tables)
-        if name is None and len(self.config.sampled_tables) > 1:
-            raise ConfigError("table", "must be given where there are several", None, f"one of {known}")
-        name = name or self.config.sampled_tables[0]
-        if name not in self.tables:
-            raise ConfigError("table", f"must be one of {known}", name)
-        return self.tables[name]
-
-    def _streams_of(self, table: Table) -> list[Stream]:
-        return list(self._streams[table.spec.name].values())
-
-    @property
-    def _sampled(self) -> list[Table]:
-        return [self.tables[name] for name in self.config.sampled_tables]
-
-    def __len__(self) -> int:
-        """Return the number of trajectories in the sampled tables."""
-        return sum(table.num_trajectories for table in self._sampled)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps in the sampled tables."""
-        return sum(table.num_steps for table in self._sampled)
-
     # ---- state -----------------------------------------------------------------------------------
 
     @property
@@ -447,9 +320,12 @@ class Replay:
 
         Means per micro batch since the last call (times, bytes, padding fraction), the epoch, and effective
         samples, duplicates and age of the newest global batch. Over nodes, on the rank that exchanges for its
-        node: bytes per global batch, and how late each node was.
+        node: bytes per global batch, and how late each node was. With a rate: the seconds that it has made
+        this rank wait, in all.
         """
         taken = self.metrics.take(self._maker.counters)
+        if any(stream.is_gated for stream in self._train):
+            taken["rate_wait_s"] = sum(stream.gate_wait.total_s for stream in self._train)
         return {**taken, **self._parts.links.take_metrics(), **statistics.of_last_batch(self._train)}
 
     def statistics(self) -> dict[str, Any]:
@@ -483,6 +359,8 @@ class Replay:
         """Stop the prefetch thread and detach; safe to call twice and at exit."""
         if not self._closed:
             self._closed = True
+            for loader in self._loaders:
+                loader.close()
             self._finalizer()
 
     def __enter__(self) -> Replay:

@@ -35,7 +35,7 @@ from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.life import Life
 from deepspeed_gear.store.memory import remove_garbage
-from deepspeed_gear.store.spec import Shard, TableSpec, table_layout
+from deepspeed_gear.store.spec import Shard, TableSpec, spare_rows_for, table_layout
 from deepspeed_gear.store.table import Table
 
 NUM_ANSWERS = 64  # of can_sample() that are kept: so far may a rank be ahead of the slowest
@@ -156,8 +156,10 @@ def table_spec(
         return TableSpec(name, schema, slots, rows, dataset, in_memory, return_to_go, num_peers, *more)
     steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
     rows = steps + (slots if schema.has_final_row else 0)
-    also = table.writers, life or Life()
-    return TableSpec(name, schema, slots, rows, None, True, return_to_go, num_peers, *more, *also)
+    life, longest = life or Life(), table.max_length
+    spare = spare_rows_for(life, rows, None if longest is None else longest + int(schema.has_final_row))
+    also = table.writers, life, spare
+    return TableSpec(name, schema, slots, rows + spare, None, True, return_to_go, num_peers, *more, *also)
 
 
 def _held_of(name: str, dataset: Dataset, shard: Shard | None) -> tuple[int, int]:

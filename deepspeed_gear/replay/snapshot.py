@@ -228,11 +228,11 @@ def check_room(table: Table, records: np.ndarray) -> None:
         StoreFullError: The table is too small.
     """
     rows = int(records[:, NUM_ROWS].sum())
-    if len(records) > len(table.slots) or rows > table.spec.num_rows:
+    if len(records) > len(table.slots) or rows > table.spec.capacity_rows:
         raise StoreFullError(
             f"table {table.spec.name}",
             f"must hold the {len(records)} trajectories and {rows} rows of the checkpoint",
-            f"{len(table.slots)} and {table.spec.num_rows}",
+            f"{len(table.slots)} and {table.spec.capacity_rows}",
             "raise its capacity",
         )
 

@@ -26,6 +26,7 @@ from deepspeed_gear.ops.constants import (
     U_SLOT,
     minima_size,
 )
+from deepspeed_gear.selection.by_row import StepPriorities
 from deepspeed_gear.selection.cut import NOTHING, StreamSpec
 from deepspeed_gear.selection.masses import SEEN, Masses
 from deepspeed_gear.selection.reports import Reports
@@ -166,6 +167,9 @@ class PriorityMasses(Masses):
 
     def recover(self) -> None:
         self.reports.recover()
+        steps = StepPriorities.find(self.ops, self.table.views, self.spec.at.rstrip("/"))
+        if steps is not None:
+            steps.mend(self.table)
         super().recover()
 
     def _alpha_at(self, key: int) -> int:
@@ -318,8 +322,7 @@ class PriorityMasses(Masses):
         values, least = self.values, self.values[items[-1]]
         equal = np.nonzero((values == least) & (self.leaves > 0))[0]
         above = items[values[items] > least]
-        ids = self.ids_of(equal)
-        wanted = len(items) - len(above)
+        ids, wanted = self.ids_of(equal), len(items) - len(above)
         equal = equal[ids <= np.partition(ids, wanted - 1)[wanted - 1]]
         found = np.concatenate([above, equal])
         return found[np.lexsort((found, self.ids_of(found), -values[found]))][: len(items)]

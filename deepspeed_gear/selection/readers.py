@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from deepspeed_gear.ops.constants import DRAWABLE
-from deepspeed_gear.selection.cut import DONE, EPOCH_FIRST, EPOCH_SIZE, SAMPLES
+from deepspeed_gear.selection.by_row import StepPriorities
+from deepspeed_gear.selection.cut import AHEAD, DONE, EPOCH_FIRST, EPOCH_SIZE, NOTHING, SAMPLES
 from deepspeed_gear.store.native import address
-from deepspeed_gear.store.table import FIRST_ROW, NUM_ROWS, PEER_PID, Table
+from deepspeed_gear.store.table import FIRST_ROW, GENERATION, NUM_ROWS, PEER_PID, Table
 
 NEVER_LATE = 1 << 62
 _LAST_DRAWN = "/last_drawn"
+_AT_ONCE = ("random", "stratified", "top", "oldest", "newest")  # kinds whose cuts see what is stored then
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,17 @@ class _Reader:
         position: Where it is.
         last_drawn: The newest global batch that drew from each slot. [slots], int64.
         consumed: What each process has done with: its newest global batch plus 1. [peers], int64.
-        leaves: Masses of the slots or, where items are steps with priorities, of the rows.
-        priorities, minima, counts: Where items are steps with priorities.
+        leaves: Masses of the slots, unless steps have priorities. [slots], int64.
+        steps: The priorities of steps, if they have some.
+        draws: How often each row was drawn, if that is counted. [rows], int32.
     """
 
     position: np.ndarray
     last_drawn: np.ndarray
     consumed: np.ndarray
     leaves: np.ndarray
-    sums: torch.Tensor
-    minima: torch.Tensor | None = None
-    priorities: np.ndarray | None = None
-    counts: np.ndarray | None = None
+    steps: StepPriorities | None
+    draws: np.ndarray | None
 
     @property
     def is_frozen(self) -> bool:
@@ -59,26 +58,22 @@ class Readers:
         self._table, views = table, table.views
         names = [name.removesuffix(_LAST_DRAWN) for name in views if name.endswith(_LAST_DRAWN)]
         self._readers = [self._reader(name) for name in names]
-        self.orders = [name for name in names if self._kind(name) in ("epoch", "pass")]
+        self.orders = [name for name in names if self._described(name, "kind") not in _AT_ONCE]
 
-    def _kind(self, name: str) -> str:
+    def _described(self, name: str, word: str) -> str:
         described = self._table.layout.meaning.get(name.removeprefix("stream/"), {})
-        return str(described.get("kind", ""))
+        return str(described.get(word, ""))
 
     def _reader(self, name: str) -> _Reader:
-        views, spec = self._table.views, self._table.spec
-        sums = views[f"{name}/sums"]
-        parts = views[f"{name}/position"], views[f"{name}/last_drawn"], views[f"{name}/consumed"]
-        if f"{name}/row_slots" not in views:
-            return _Reader(*parts, sums[: spec.num_slots], torch.from_numpy(sums))
-        minima = views.get(f"{name}/minima")
+        views, table = self._table.views, self._table
+        counts_rows = self._described(name, "unit") == "step"
         return _Reader(
-            *parts,
-            sums[: spec.num_rows],
-            torch.from_numpy(sums),
-            None if minima is None else torch.from_numpy(minima),
-            views[f"{name}/priorities"],
-            views[f"{name}/counts"],
+            views[f"{name}/position"],
+            views[f"{name}/last_drawn"],
+            views[f"{name}/consumed"],
+            views[f"{name}/sums"][: table.spec.num_slots],
+            StepPriorities.find(table.ops, views, name),
+            views.get(f"{name}/draws") if counts_rows else None,
         )
 
     @property
@@ -89,21 +84,27 @@ class Readers:
     @property
     def are_frozen(self) -> bool:
         """Whether an epoch is under way, whose items stay until the ranks have walked through it."""
-        return any(reader.priorities is None and reader.is_frozen for reader in self._readers)
+        return any(reader.steps is None and reader.is_frozen for reader in self._readers)
 
     @property
     def have_step_priorities(self) -> bool:
         """Whether rows have priorities that must go with their trajectory."""
-        return any(reader.priorities is not None for reader in self._readers)
+        return any(reader.steps is not None for reader in self._readers)
 
     def pinned(self, slots: np.ndarray) -> np.ndarray:
         """Return which retired slots are still read or may be drawn. [n] -> [n], bool."""
-        pinned = np.zeros(len(slots), bool)
+        pinned = self.reading(slots)
         for reader in self._readers:
-            pinned |= reader.last_drawn[slots] >= self._consumed(reader)
-            if reader.priorities is None and reader.is_frozen:
+            if reader.steps is None and reader.is_frozen:
                 pinned |= reader.leaves[slots] != 0
         return pinned
+
+    def reading(self, slots: np.ndarray) -> np.ndarray:
+        """Return which slots a cut has drawn that some process still reads. [n] -> [n], bool."""
+        found = np.zeros(len(slots), bool)
+        for reader in self._readers:
+            found |= reader.last_drawn[slots] >= self._consumed(reader)
+        return found
 
     def _consumed(self, reader: _Reader) -> int:
         """Return the number of cuts that all processes have done with; wait no longer for dead ones."""
@@ -114,29 +115,50 @@ class Readers:
                 reader.consumed[peer] = NEVER_LATE
         return int(reader.consumed[attached].min(initial=NEVER_LATE))
 
+    # ---- rows ------------------------------------------------------------------------------------
+
     def forget(self, slot: int) -> None:
-        """Take the masses of a retired slot's rows, so that they can be another's."""
+        """Take the priorities of a retired slot's rows, so that they can be another's."""
         first, count = self._table.slots[slot, [FIRST_ROW, NUM_ROWS]].tolist()
         for reader in self._readers:
-            if reader.priorities is None:
-                continue
-            assert reader.counts is not None
-            rows = slice(first, first + count)
-            reader.counts[DRAWABLE] -= np.count_nonzero(reader.leaves[rows])
-            reader.priorities[rows] = 0
-            items, ops = torch.arange(first, first + count), self._table.ops
-            num_items = len(reader.leaves)
-            ops.tree_update_(reader.sums, num_items, items, torch.zeros_like(items))
-            if reader.minima is not None:
-                ops.minima_update_(reader.minima, reader.sums, num_items, items)
+            if reader.steps is not None:
+                reader.steps.forget(first, count)
+
+    def copy(self, source: int, to: int, num_rows: int) -> None:
+        """Copy what lies by row to free rows, before their trajectory lies there."""
+        for reader in self._readers:
+            if reader.steps is not None:
+                reader.steps.copy(source, to, num_rows)
+            if reader.draws is not None:
+                reader.draws[to : to + num_rows] = reader.draws[source : source + num_rows]
+
+    def replace(self, source: int, to: int, num_rows: int) -> None:
+        """Derive the masses of rows that were copied, when their trajectory lies there."""
+        for reader in self._readers:
+            if reader.steps is not None:
+                reader.steps.replace(source, to, num_rows)
+
+    def forget_ahead(self) -> None:
+        """Let nobody use what was drawn ahead of a cut: it says where trajectories lay."""
+        for reader in self._readers:
+            reader.position[AHEAD] = NOTHING
 
     def highest_priorities(self, slots: np.ndarray) -> np.ndarray:
-        """Return the priority of each trajectory, or the highest one of its steps. [n] -> [n], float32."""
+        """Return the priority of each trajectory, or the highest one of its steps. [n] -> [n], float32.
+
+        Infinity where no cut has seen it yet: it has no priority, and nobody could draw it.
+        """
         table, end = self._table, "/priorities"
-        name = next(name for name in table.views if name.endswith(end))
-        values = table.views[name]
-        if name.removesuffix(end) + "/row_slots" not in table.views:
-            return np.asarray(values[slots])
-        records = table.slots[slots]
-        first, count = records[:, FIRST_ROW], records[:, NUM_ROWS]
-        return np.array([values[f : f + n].max() for f, n in zip(first, count, strict=True)], np.float32)
+        name = next(name for name in table.views if name.endswith(end)).removesuffix(end)
+        values, records = table.views[name + end], table.slots[slots]
+        if f"{name}/row_slots" in table.views:
+            found = self._highest_of_rows(values, records)
+        else:
+            found = values[slots].copy()
+        found[table.views[f"{name}/generations"][slots] != records[:, GENERATION]] = np.inf
+        return found
+
+    @staticmethod
+    def _highest_of_rows(values: np.ndarray, records: np.ndarray) -> np.ndarray:
+        extents = records[:, [FIRST_ROW, NUM_ROWS]].tolist()
+        return np.array([values[first : first + count].max() for first, count in extents], np.float32)

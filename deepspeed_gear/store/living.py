@@ -67,7 +67,7 @@ def living_stores(process: int | None = None) -> list[LivingStore]:
     return [
         LivingStore(str(found[0].meaning["table"]), processes, *found)
         for found, processes in opened
-        if found is not None
+        if found is not None and "table" in found[0].meaning  # not places of simulators
     ]
 
 

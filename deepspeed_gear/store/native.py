@@ -24,7 +24,6 @@ def open_store(
     memory: SharedMemory,
     views: dict[str, np.ndarray],
     columns: Columns,
-    num_rows: int,
 ) -> Any:
     """Return the handle of a table with a capacity.
 
@@ -34,7 +33,6 @@ def open_store(
         memory: Of the store.
         views: Its regions.
         columns: Its columns.
-        num_rows: Rows of its own.
     """
     base = address(np.frombuffer(memory.buffer, np.uint8, 1))
     shard, life = spec.shard or Shard(), spec.life
@@ -45,7 +43,7 @@ def open_store(
             base + HOLDER_OFFSET,
             *(address(views[name]) for name in ("control", "links", "log", "life", "slots")),
             spec.num_slots,
-            num_rows,
+            spec.capacity_rows,
             len(views["log"]),
             shard.index,
             shard.count,
@@ -53,6 +51,7 @@ def open_store(
             life.max_trajectories,
             life.max_steps,
             position,
+            spec.least_free_rows,
         )
     )
     native.store_columns(

@@ -11,10 +11,12 @@ from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.extents import LINK_WORDS
 from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region, description_of
-from deepspeed_gear.store.life import Life
+from deepspeed_gear.store.life import UNLIMITED, Life
 
 CONTROL_WORDS, PEER_WORDS, LIFE_WORDS = 32, 8, 4
 STALE_BINS = 48  # of lengths of dropped trajectories: powers of two
+LEAST_FREE = 32  # a table moves extents as long as more than one of so many rows is free
+MOST_SPARE = 8  # at most one of so many rows is kept to move extents through
 LEAST_LOG = 1024  # changed slots that are told one by one
 RETURN_TO_GO = "derived/return_to_go"  # region of the derived column; no column can have this name
 
@@ -27,6 +29,7 @@ _SIZES = (
     "arrival_rows",
     "arrival_slots",
     "num_writers",
+    "spare_rows",
 )
 
 
@@ -54,7 +57,7 @@ class TableSpec:
         name: Of the table.
         schema: Of its trajectories.
         num_slots: Trajectories that this store can hold.
-        num_rows: Rows per step column of this store, all its trajectories together.
+        num_rows: Rows per step column of this store: of all its trajectories together, and the spare ones.
         dataset: Its contents, if it is a data set.
         in_memory: Whether the columns lie in shared memory rather than in the data set's mapped files.
         return_to_go: Whether to keep the derived column of returns-to-go.
@@ -64,6 +67,8 @@ class TableSpec:
         arrival_slots: Extra rows of every column of one row per trajectory, likewise.
         num_writers: Processes besides these that may attach to write.
         life: How long trajectories stay, and how far writers may be ahead.
+        spare_rows: The last of the rows, through which extents are moved; no trajectory stays there. As many
+            as the longest extent that may be moved; 0: none is.
     """
 
     name: str
@@ -79,6 +84,17 @@ class TableSpec:
     arrival_slots: int = 0
     num_writers: int = 0
     life: Life = field(default_factory=Life)
+    spare_rows: int = 0
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows that trajectories can fill."""
+        return self.num_rows - self.spare_rows
+
+    @property
+    def least_free_rows(self) -> int:
+        """Rows that must be free, besides those that are wanted, for moving to be cheaper than letting go."""
+        return self.capacity_rows // LEAST_FREE if self.spare_rows else UNLIMITED
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -147,6 +163,20 @@ class TableSpec:
         if column.rows == "1":
             rows = num_slots + self.arrival_slots
         return Region(f"{kind}/{column.name}", str(column.numpy_dtype), (rows, *column.shape))
+
+
+def spare_rows_for(life: Life, capacity_rows: int, longest_rows: int | None) -> int:
+    """Return the spare rows of a table: those of its longest trajectory, but no more than a part of all.
+
+    Args:
+        life: Of the table; where nobody is let go, extents stay where they are.
+        capacity_rows: Rows that trajectories can fill.
+        longest_rows: Of the longest trajectory that may be added; None: not known.
+    """
+    if life.removal == "none":
+        return 0
+    most = -(-capacity_rows // MOST_SPARE)
+    return most if longest_rows is None else min(longest_rows, most)
 
 
 def table_layout(spec: TableSpec, extra: list[Region], meaning: dict[str, Any]) -> Layout:

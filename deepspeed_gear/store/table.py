@@ -166,6 +166,7 @@ class Table:
 
     def claim_peer(self, peer: int) -> None:
         """Write down which process an index belongs to, for error texts."""
+        self.peers[peer, OLDEST_OPEN] = 0
         self.peers[peer, PEER_PID] = os.getpid()
 
     # ---- reading ---------------------------------------------------------------------------------
@@ -383,13 +384,13 @@ class Table:
             views["links"],
             views["log"],
             views["life"],
-            self.spec.num_rows,
+            self.spec.capacity_rows,
             (shard.index, shard.count),
             self.memory.peer,
         )
         if native is None:
             return Extents(*arguments)
-        self.handle = open_store(native, self.spec, self.memory, views, self._columns, self.spec.num_rows)
+        self.handle = open_store(native, self.spec, self.memory, views, self._columns)
         return NativeExtents(native, self.handle, *arguments)
 
     def _load(self, dataset: Dataset) -> None:

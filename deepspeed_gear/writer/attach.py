@@ -13,6 +13,7 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.store.layout import read_header
 from deepspeed_gear.store.memory import SHM, SharedMemory, living
+from deepspeed_gear.store.request_slots import is_request_file
 from deepspeed_gear.store.spec import TableSpec, writer_places
 from deepspeed_gear.store.table import Table
 
@@ -121,4 +122,4 @@ def _find(prefix: str, table: str | None, wait_s: float) -> str:
 def _is_of(name: str, prefix: str, table: str | None) -> bool:
     rest = name.removeprefix(f"{prefix}-")
     nonce, _, of = rest.partition("-")
-    return len(nonce) == 32 and (table is None or of == table)
+    return len(nonce) == 32 and not is_request_file(of) and (table is None or of == table)

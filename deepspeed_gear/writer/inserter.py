@@ -13,7 +13,7 @@ from deepspeed_gear.selection.cut import KEY
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.store.extents import BY_CALLER, LOCK_BROKEN, LOCK_TIMEOUT, MUST_RECOVER
 from deepspeed_gear.store.life import PRESENT
-from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table import OLDEST_OPEN, Table
 from deepspeed_gear.store.trajectory import check_trajectory
 from deepspeed_gear.writer.room import Room
 
@@ -59,6 +59,7 @@ class Inserter:
         assert steps is not None
         self._measured, self._extra = steps.name, int(steps.rows == "T+1")
         self._position = table.views.get("stream/train/position")
+        self._open: dict[int, int] = {}  # oldest policy version of each of this process's writers
         self._late = bool(table.spec.schema.late_columns)
         self._native = self._open_native()
 
@@ -150,6 +151,22 @@ class Inserter:
             number = self._commit(slot)
             self.table.views["life"][slot, PRESENT] = present
             return number
+
+    @property
+    def version_column(self) -> str | None:
+        """The column of policy versions, where ranks wait for open trajectories of old ones."""
+        life = self.table.spec.life
+        return life.version_column if life.waits else None
+
+    def tell_versions(self, writer: object, versions: np.ndarray) -> None:
+        """Let ranks know the oldest policy version among a writer's open trajectories; negative: none."""
+        known = versions[versions >= 0]
+        if len(known):
+            self._open[id(writer)] = int(known.min())
+        else:
+            self._open.pop(id(writer), None)
+        oldest = min(self._open.values(), default=-1)
+        self.table.peers[self.table.memory.peer, OLDEST_OPEN] = oldest + 1
 
     def reserve(self, num_steps: int) -> int:
         """Take a slot for a trajectory of at most so many steps, waiting for room; as `add`."""

@@ -27,6 +27,7 @@ from deepspeed_gear.store.extents import (
 )
 from deepspeed_gear.store.life import OPEN
 from deepspeed_gear.store.table import COMMITTED, ID, NUM_ROWS, STATE, Table
+from deepspeed_gear.writer.moving import Mover
 
 _POLL_S = 200e-6
 FOR_REMOVAL = 7  # purpose of the random words that choose who goes
@@ -56,6 +57,7 @@ class Room:
         self.table, self.readers, self.timeout_s, self.check = table, readers, timeout_s, check
         self._samples = samples
         self.life = table.spec.life
+        self.mover = Mover(table, readers)
         self.waited_s = 0.0  # of this process
         self._position = table.views.get("stream/train/position")
 
@@ -95,6 +97,8 @@ class Room:
                 self.free_retired()
                 is_clear = True
                 continue
+            if found == SCATTERED and self.mover.pays(num_rows) and self.mover.make_run(num_rows):
+                continue
             if self.life.removal == "none":
                 return self._unless_waiting(found)
             if self.table.control[CUTTING] or self._will_fit(num_rows, num_steps):
@@ -123,14 +127,17 @@ class Room:
     def retire(self, slot: int) -> None:
         """End a trajectory. Wants the lock."""
         self.table.retire(slot)
-        self.readers.forget(slot)
 
     def free_retired(self) -> None:
         """Free what nobody reads any more, and what dead processes had reserved. Wants the lock."""
         self.table.free(self.table.abandoned())
         slots = self.table.retired()
-        if len(slots):
-            self.table.free(slots[~self.readers.pinned(slots)])
+        if not len(slots):
+            return
+        unread = slots[~self.readers.pinned(slots)]
+        for slot in unread.tolist():
+            self.readers.forget(slot)
+        self.table.free(unread)
 
     # ---- who goes --------------------------------------------------------------------------------
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.native import address, form_of
-from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.staging import Staging
 from deepspeed_gear.store.trajectory import as_stored
 
+Autoreset = Literal["next_step", "same_step", "disabled"]
 _FIRST_LENGTH = 256
-_MODES = ("next_step", "same_step", "disabled")
+_MODES = get_args(Autoreset)
 
 
 class VectorWriter:
@@ -24,7 +25,7 @@ class VectorWriter:
     episode, `step` the one that a step has led to. The other columns of steps say what was done and what came
     of it. The last observation of an episode is its own; the next episode begins with its own.
 
-    Not thread-safe. Cost of a step: one copy of its rows into private memory, and of an episode one copy into
+    Not thread-safe. Cost of a step: one copy of its rows into the staging, and of an episode one copy into
     the store.
 
     Args:
@@ -35,7 +36,8 @@ class VectorWriter:
             "same_step": the last step resets, and the episode's last observation is given as `final`;
             "disabled": `reset` is called with a mask.
         max_length: A longer episode is cut there, marked as truncated, and goes on as another trajectory.
-        table: For the native module.
+        native: The native module, or None.
+        staging: Where trajectories grow; None: in private memory.
     """
 
     def __init__(
@@ -45,11 +47,12 @@ class VectorWriter:
         num_envs: int,
         autoreset: str,
         max_length: int | None,
-        table: Table,
+        native: ModuleType | None = None,
+        staging: Staging | None = None,
     ) -> None:
         if autoreset not in _MODES:
             raise DataError("autoreset", f"must be one of {', '.join(_MODES)}", autoreset)
-        self._schema, self._add, self._native = schema, add, table.ops.native
+        self._schema, self._add, self._native = schema, add, native
         self.num_envs, self._mode, self._max_length = num_envs, autoreset, max_length
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
@@ -59,60 +62,47 @@ class VectorWriter:
         roles = {role: schema.role(role) for role in ("terminated", "truncated")}
         self._names = {role: role if column is None else column.name for role, column in roles.items()}
         self.num_steps = self.num_trajectories = 0
-        self._length = 0
-        self._columns: dict[str, np.ndarray] = {}
         self._values = {c.name: np.zeros((num_envs, *c.shape), c.numpy_dtype) for c in self._once}
-        self._grow(min(_FIRST_LENGTH, max_length or _FIRST_LENGTH))
-        self._next = np.zeros(num_envs, np.int64)  # row of each environment's next state
-        self._rows = np.full(num_envs, -1, np.int64)
+        length = min(_FIRST_LENGTH, max_length or _FIRST_LENGTH)
+        self._use(staging or Staging.private(schema.step_columns, num_envs, length, native))
+        self._next = self._staging.first.copy()  # row of each environment's next state
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._any_waits, self._room = True, 0
+        self._tell: Callable[[object, np.ndarray], None] | None = None
+
+    def watch_versions(self, column: str, tell: Callable[[object, np.ndarray], None]) -> None:
+        """Tell the policy versions of open trajectories whenever some begin or end.
+
+        Args:
+            column: Of the versions. A trajectory's first step has its oldest one.
+            tell: Called with this writer and the oldest version of each environment, -1 for none. [N], int64.
+        """
+        self._version, self._tell, self._oldest = column, tell, np.full(self.num_envs, -1)
+
+    def _note_versions(self, rows: np.ndarray, which: Any, ended: np.ndarray) -> None:
+        fresh = rows == self._staging.first[which]
+        if self._tell is None or not (fresh.any() or ended.any()):
+            return
+        versions = self._staging.arrays[self._version].reshape(-1)
+        envs = np.arange(self.num_envs)[which]
+        self._oldest[envs[fresh]] = versions[rows[fresh]]
+        self._oldest[envs[ended]] = -1
+        self._tell(self, self._oldest)
 
     # ---- staging ---------------------------------------------------------------------------------
 
-    @property
-    def _stride(self) -> int:
-        return self._length + 1
+    def _use(self, staging: Staging) -> None:
+        self._staging = staging
+        self._state_rows, self._done_rows = staging.rows(self._state), staging.rows(self._done_by)
 
     def _grow(self, length: int) -> None:
         """Make room for trajectories of so many steps, keeping what is there."""
-        old, old_stride = self._columns, self._stride
-        self._length = length
-        self._columns = {}
-        for column in (*self._state, *self._done_by):
-            rows = np.zeros((self.num_envs, self._stride, *column.shape), column.numpy_dtype)
-            if column.name in old:
-                rows[:, :old_stride] = old[column.name]
-            self._columns[column.name] = rows
-        if old:
-            env, step = np.divmod(self._next - 1, old_stride)
-            self._next = env * self._stride + step + 1
-        self._first = np.arange(self.num_envs, dtype=np.int64) * self._stride
-        self._state_targets = self._targets(self._state)
-        self._done_targets = self._targets(self._done_by)
-
-    def _targets(self, columns: list[Column]) -> Any:
-        if self._native is None:
-            return columns
-        return self._native.rows_targets([(address(self._columns[c.name]), *form_of(c)) for c in columns])
-
-    def _put(self, targets: Any, columns: list[Column], values: list[Any], rows: np.ndarray) -> None:
-        """Copy a row of each environment into each column; a negative row is left out."""
-        if self._native is not None and self._native.rows_put(targets, values, rows) < 0:
-            return
-        kept = rows >= 0
-        stored = [self._as_stored(c, v) for c, v in zip(columns, values, strict=True)]
-        for column, value in zip(columns, stored, strict=True):
-            flat = self._columns[column.name].reshape(-1, *column.shape)
-            flat[rows[kept]] = value[kept]
-
-    def _as_stored(self, column: Column, value: Any) -> np.ndarray:
-        """Return a value per environment as it is stored.
-
-        Raises:
-            DataError: It has another shape, or a dtype that does not fit.
-        """
-        return as_stored(value, column, "the steps", self.num_envs)
+        old = self._staging
+        new = Staging.private(self._schema.step_columns, self.num_envs, length, self._native)
+        for name, rows in old.arrays.items():
+            new.arrays[name][:, : old.length + 1] = rows
+        self._next += new.first - old.first
+        self._use(new)
 
     def _pick(self, columns: list[Column], given: Mapping[str, Any], what: str) -> list[Any]:
         try:
@@ -132,99 +122,121 @@ class VectorWriter:
             DataError: A column is missing or has a wrong shape; nothing has changed.
         """
         which = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask, bool)
-        self._take_values(columns)
-        state = self._pick(self._state, columns, "reset")
-        self._put(self._state_targets, self._state, state, np.where(which, self._first, -1))
-        self._next[which] = self._first[which] + 1
+        self._take_values(columns, slice(None))
+        state, first = self._pick(self._state, columns, "reset"), self._staging.first
+        self._state_rows.put(state, np.where(which, first, -1))
+        self._next[which] = first[which] + 1
         self._waits[which] = False
         self._any_waits = bool(self._waits.any())
         self._room = 0
+        self._begin(np.flatnonzero(which))
 
-    def step(self, final: Mapping[str, Any] | None = None, **columns: Any) -> list[int]:
-        """Take a step of every environment.
+    def step(
+        self, final: Mapping[str, Any] | None = None, envs: np.ndarray | None = None, **columns: Any
+    ) -> list[int]:
+        """Take a step of every environment, or of some.
 
         Args:
-            final: With "same_step": how the environments are that have ended; column -> [N, *shape], or an
+            final: With "same_step": how the environments are that have ended; column -> [n, *shape], or an
                 array of objects as gymnasium's `final_obs`; the others' rows are not looked at.
-            **columns: What was done and what came of it, and how the environments are now. [N, *shape] each;
+            envs: Numbers of those that the columns are of, all different; None: all N. [n], int64.
+            **columns: What was done and what came of it, and how the environments are now. [n, *shape] each;
                 `terminated` and `truncated` also where the schema has no such columns.
         Returns:
             Ids of the trajectories that were added.
         Raises:
             DataError: A column is missing or has a wrong shape; or what adding raises.
         """
-        if self._any_waits and self._mode != "next_step":
-            raise DataError("reset", "must come first", None, f"{int(self._waits.sum())} environments wait")
+        envs = None if envs is None else np.asarray(envs, np.int64)
+        which: Any = slice(None) if envs is None else envs
+        waits = self._waits[which]
+        if self._any_waits and self._mode != "next_step" and waits.any():
+            raise DataError("reset", "must come first", None, f"{int(waits.sum())} environments wait")
         if self._once:
-            self._take_values(columns)
+            self._take_values(columns, which)
         done_by = self._pick(self._done_by, columns, "step")
         state = self._pick(self._state, columns, "step")
-        terminated, truncated = self._flags(columns)
+        ended = self._ended(columns, len(waits))
         if self._room <= 0:
             self._make_room()
-        rows, following = self._rows, self._next
-        np.subtract(following, 1, out=rows)
+        following = self._next[which]
+        rows = following - 1
         if self._any_waits:
-            following = np.where(self._waits, self._first, following)
-            rows[self._waits] = -1
-        self._put(self._done_targets, self._done_by, done_by, rows)
-        self._put(self._state_targets, self._state, state, following)
-        self._next = following
+            following = np.where(waits, self._staging.first[which], following)
+            rows[waits] = -1
+            ended &= ~waits
+        self._done_rows.put(done_by, rows)
+        self._state_rows.put(state, following)
+        self._next[which] = following
         self._room -= 1
-        self.num_steps += self.num_envs
-        ended = terminated | truncated
-        added: list[int] = []
+        self.num_steps += len(rows)
+        if self._tell is not None:
+            self._note_versions(rows, which, ended)
         if self._any_waits:
-            ended &= ~self._waits
-            self.num_steps -= int(self._waits.sum())
-            self._waits[:] = False
-            self._any_waits = False
-        if ended.any():
-            added = self._end(np.nonzero(ended)[0], final, state)
-        self._next += 1
+            self._begin_again(waits, which)
+        added = self._end(np.flatnonzero(ended), envs, final, state) if ended.any() else []
+        self._next[which] += 1
         return added
 
-    def _flags(self, columns: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        flags = []
-        for role, name in self._names.items():
-            if name not in columns and role == "terminated":
-                raise DataError(f"column {name}", "must be in every step")
-            found = columns.get(name)
-            flags.append(np.zeros(self.num_envs, bool) if found is None else np.asarray(found, bool))
-        return flags[0], flags[1]
+    def _ended(self, columns: Mapping[str, Any], num_envs: int) -> np.ndarray:
+        """Return which environments' episodes end. [n], bool, a new array."""
+        if self._names["terminated"] not in columns:
+            raise DataError(f"column {self._names['terminated']}", "must be in every step")
+        ended = np.zeros(num_envs, bool)
+        for name in self._names.values():
+            if name in columns:
+                ended |= np.asarray(columns[name], bool)
+        return ended
 
-    def _take_values(self, columns: Mapping[str, Any]) -> None:
+    def _take_values(self, columns: Mapping[str, Any], which: Any) -> None:
         for column in self._once:
             if column.name in columns:
-                self._values[column.name][...] = self._as_stored(column, columns[column.name])
+                kept = self._values[column.name]
+                kept[which] = as_stored(columns[column.name], column, "the steps", len(kept[which]))
+
+    def _begin_again(self, waits: np.ndarray, which: Any) -> None:
+        """Let those begin of which this step was the first observation."""
+        begun = np.arange(self.num_envs)[which][waits]
+        self.num_steps -= len(begun)
+        self._waits[begun] = False
+        self._any_waits = bool(self._waits.any())
+        self._begin(begun)
+
+    def _begin(self, envs: np.ndarray) -> None:
+        """Take note that an episode of some environments begins, at their first rows."""
 
     # ---- ends ------------------------------------------------------------------------------------
 
-    def _end(self, envs: np.ndarray, final: Mapping[str, Any] | None, state: list[Any]) -> list[int]:
-        """Add the trajectories of some environments; their last states lie where `_next` says."""
+    def _end(
+        self, at: np.ndarray, envs: np.ndarray | None, final: Mapping[str, Any] | None, state: list[Any]
+    ) -> list[int]:
+        """Add the trajectories of the step's rows `at`; their last states lie where `_next` says."""
+        ended = at if envs is None else envs[at]
+        first = self._staging.first
         added = []
-        for env in envs.tolist():
-            last = int(self._next[env] - self._first[env])
+        for row, env in zip(at.tolist(), ended.tolist(), strict=True):
+            last = int(self._next[env] - first[env])
             if self._mode == "same_step":
-                self._set_final(env, last, final)
+                self._set_final(env, last, row, final)
             added.append(self._commit(env, last))
         if self._mode == "same_step":
-            rows = np.full(self.num_envs, -1, np.int64)
-            rows[envs] = self._first[envs]
-            self._put(self._state_targets, self._state, state, rows)
-            self._next[envs] = self._first[envs]
+            rows = np.full(self.num_envs if envs is None else len(envs), -1, np.int64)
+            rows[at] = first[ended]
+            self._state_rows.put(state, rows)
+            self._next[ended] = first[ended]
+            self._begin(ended)
         else:
-            self._waits[envs] = self._any_waits = True
+            self._waits[ended] = self._any_waits = True
         return added
 
-    def _set_final(self, env: int, row: int, final: Mapping[str, Any] | None) -> None:
+    def _set_final(self, env: int, step: int, row: int, final: Mapping[str, Any] | None) -> None:
         for column in self._state:
             if final is None or column.name not in final:
                 remedy = (
                     'with "same_step" it comes with the next episode\'s first; gymnasium: info["final_obs"]'
                 )
                 raise DataError(f"final {column.name}", "must be given where an episode ends", None, remedy)
-            self._columns[column.name][env, row] = final[column.name][env]
+            self._staging.of(column.name, env)[step] = final[column.name][row]
 
     def _commit(self, env: int, num_steps: int) -> int:
         """Add the first steps of an environment."""
@@ -235,32 +247,43 @@ class VectorWriter:
             if column.rows == "1":
                 trajectory[column.name] = self._values[column.name][env, ...]
             else:
-                end = num_steps + (1 if column.rows == "T+1" else 0)
-                trajectory[column.name] = self._columns[column.name][env, :end]
+                trajectory[column.name] = self._steps_of(column, env, num_steps)
         number = self._add(trajectory)
         self.num_trajectories += 1
         return number
 
+    def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
+        """Return a column's rows of an environment's open trajectory."""
+        return self._staging.of(column.name, env)[: num_steps + (column.rows == "T+1")]
+
+    # ---- room ------------------------------------------------------------------------------------
+
+    def _used(self) -> np.ndarray:
+        """Return how many steps each environment has in the staging. [N]."""
+        return np.where(self._waits, 0, self._next - self._staging.first - 1)
+
     def _make_room(self) -> None:
         """See to it that the next steps have rows: grow, or cut what is as long as it may be."""
-        used = np.where(self._waits, 0, self._next - self._first - 1)
-        longest = int(used.max())
-        if longest >= self._length:
-            if self._max_length is None or self._length < self._max_length:
-                length = 2 * self._length
-                self._grow(length if self._max_length is None else min(length, self._max_length))
+        used, length = self._used(), self._staging.length
+        if int(used.max()) >= length:
+            if self._max_length is None or length < self._max_length:
+                self._grow(2 * length if self._max_length is None else min(2 * length, self._max_length))
             else:
-                self._cut(np.nonzero(used >= self._length)[0])
-                longest = int(np.where(self._waits, 0, self._next - self._first - 1).max())
-        self._room = self._length - longest
+                self._cut(np.flatnonzero(used >= length))
+        self._room = self._staging.length - int(self._used().max())
 
     def _cut(self, envs: np.ndarray) -> None:
         """Add what is as long as it may be, as truncated; it goes on from its last state."""
         for env in envs.tolist():
+            steps = int(self._next[env] - self._staging.first[env] - 1)
             if self._truncated is not None:
-                self._columns[self._truncated.name][env, self._length - 1] = True
-            self._commit(env, self._length)
-            for column in self._state:
-                rows = self._columns[column.name][env]
-                rows[0] = rows[self._length]
-            self._next[env] = self._first[env] + 1
+                self._staging.of(self._truncated.name, env)[steps - 1] = True
+            self._commit(env, steps)
+            self._go_on(env, steps)
+
+    def _go_on(self, env: int, steps: int) -> None:
+        """Make an environment's last state the first of its rows."""
+        for column in self._state:
+            rows = self._staging.of(column.name, env)
+            rows[0] = rows[steps]
+        self._next[env] = self._staging.first[env] + 1

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import numpy as np
 
-from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.errors import StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.rules import check_weights
@@ -19,9 +19,11 @@ from deepspeed_gear.store.table import PEER_PID, Table
 from deepspeed_gear.writer.attach import attach
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late import fill
-from deepspeed_gear.writer.vector import VectorWriter
+from deepspeed_gear.writer.open_trajectory import OpenTrajectory
+from deepspeed_gear.writer.simulators import Simulators, attach_places
+from deepspeed_gear.writer.vector import Autoreset, VectorWriter
 
-Autoreset = Literal["next_step", "same_step", "disabled"]
+Grows = TypeVar("Grows", OpenTrajectory, VectorWriter, Simulators)
 _LOOK_S = 0.5  # how often a writer looks whether the run goes on
 
 
@@ -43,8 +45,9 @@ class TrajectoryWriter:
     def __init__(self, table: Table, inserter: Inserter, owns: bool = False) -> None:
         self._table, self._inserter, self._owns, self._open = table, inserter, owns, True
         self._looked = 0.0
-        inserter.room.check = self._check_goes_on if owns else inserter.room.check
+        inserter.room.check = self.check_goes_on if owns else inserter.room.check
         self._finalizer = weakref.finalize(self, table.close) if owns else None
+        self._simulators: weakref.WeakSet[Simulators] = weakref.WeakSet()
         self.num_added = self.num_steps_added = 0
 
     @classmethod
@@ -97,6 +100,16 @@ class TrajectoryWriter:
         return self._table.spec.schema
 
     @property
+    def table(self) -> str:
+        """Name of the table."""
+        return self._table.spec.name
+
+    @property
+    def max_length(self) -> int | None:
+        """Steps of the longest trajectory; None: as many as fit."""
+        return self._inserter.max_length
+
+    @property
     def waited_s(self) -> float:
         """Seconds that this writer has waited for ranks, in all."""
         return self._inserter.room.waited_s
@@ -117,7 +130,7 @@ class TrajectoryWriter:
             StoreError: The run has ended.
         """
         if self._owns and time.monotonic() - self._looked > _LOOK_S:
-            self._check_goes_on()
+            self.check_goes_on()
         number = self._inserter.add(trajectory)
         self.num_added += 1
         return number
@@ -136,7 +149,8 @@ class TrajectoryWriter:
         Args:
             **per_trajectory: Columns of one value per trajectory.
         """
-        return OpenTrajectory(self, per_trajectory)
+        opened = OpenTrajectory(self.table, self.schema, self.add, per_trajectory)
+        return self._watched(opened)
 
     def vector(self, num_envs: int, autoreset: Autoreset = "next_step") -> VectorWriter:
         """Return what takes the steps of many environments at once.
@@ -145,13 +159,53 @@ class TrajectoryWriter:
             num_envs: N.
             autoreset: As gymnasium's AutoresetMode: what an environment does behind its last step.
         """
-        return VectorWriter(
-            self.schema, self.add, num_envs, autoreset, self._inserter.max_length, self._table
-        )
+        native = self._table.ops.native
+        vector = VectorWriter(self.schema, self.add, num_envs, autoreset, self.max_length, native)
+        return self._watched(vector)
+
+    def simulators(
+        self, num_envs: int, autoreset: Autoreset = "next_step", wait_s: float = 60.0
+    ) -> Simulators:
+        """Return what takes the steps of many environments whose actions a rank's policy gives.
+
+        Args:
+            num_envs: N.
+            autoreset: As `vector`.
+            wait_s: How long to wait for `replay.inference_loader` of a rank of this node.
+        Raises:
+            StoreError: There is no loader in time, or none has so many free places.
+        """
+        slots, places = attach_places(self._table.memory.path.name, num_envs, wait_s)
+        try:
+            limit = self._inserter.max_length
+            simulators = Simulators(slots, places, self.schema, self.add, autoreset, limit)
+        except BaseException:
+            slots.release(places)
+            slots.close()
+            raise
+        self._simulators.add(simulators)
+        return self._watched(simulators)
+
+    def _watched(self, writer: Grows) -> Grows:
+        """Let ranks know how old the policies of open trajectories are, where they wait for that."""
+        column = self._inserter.version_column
+        if column is not None:
+            writer.watch_versions(column, self._inserter.tell_versions)
+        return writer
+
+    def check_while_waiting(self, check: Callable[[], None]) -> None:
+        """Call this too whenever `add` waits; it raises to end the wait."""
+        known = self._inserter.room.check
+
+        def both() -> None:
+            known()
+            check()
+
+        self._inserter.room.check = both
 
     # ---- end -------------------------------------------------------------------------------------
 
-    def _check_goes_on(self) -> None:
+    def check_goes_on(self) -> None:
         """Refuse to write for nobody.
 
         Raises:
@@ -172,8 +226,10 @@ class TrajectoryWriter:
         return any(self._table.memory.is_alive(peer) for peer in attached)
 
     def close(self) -> None:
-        """Detach; what was added stays. Safe to call twice."""
+        """Detach, also its simulators; what was added stays. Safe to call twice."""
         self._open = False
+        for simulators in self._simulators:
+            simulators.close()
         if self._finalizer is not None:
             self._finalizer()
 
@@ -184,55 +240,3 @@ class TrajectoryWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class OpenTrajectory:
-    """A trajectory that grows step by step in this process.
-
-    Args:
-        writer: What adds it.
-        per_trajectory: Columns of one value per trajectory.
-    """
-
-    def __init__(self, writer: TrajectoryWriter, per_trajectory: Mapping[str, Any]) -> None:
-        self._writer, self._once = writer, dict(per_trajectory)
-        steps = [column for column in writer.schema if column.rows != "1" and not column.late]
-        self._rows: dict[str, list[Any]] = {column.name: [] for column in steps}
-        self._ends = {column.name for column in steps if column.rows == "T+1"}
-        self.id: int | None = None  # once it is added
-
-    def append(self, **columns: Any) -> None:
-        """Append a step: the observation, the action that it led to, and what came of it.
-
-        Behind the last step, what is left of an episode (its last observation) is appended alone: the columns
-        of T+1 rows.
-
-        Args:
-            **columns: A row of each column of steps.
-        Raises:
-            DataError: A column is missing or unknown.
-        """
-        name = f"table {self._writer._table.spec.name}"
-        unknown = sorted(set(columns) - set(self._rows))
-        if unknown:
-            raise DataError(f"{name}: column {unknown[0]}", "must be a column of steps", None)
-        missing = sorted(set(self._rows) - set(columns))
-        if missing and set(columns) != self._ends:
-            remedy = f"behind the last step append {sorted(self._ends)} alone" if self._ends else ""
-            raise DataError(f"{name}: column {missing[0]}", "must be in every step", None, remedy)
-        for column, row in columns.items():
-            self._rows[column].append(np.array(row))  # a copy: environments reuse their arrays
-
-    def set(self, **per_trajectory: Any) -> None:
-        """Set columns of one value per trajectory."""
-        self._once.update(per_trajectory)
-
-    def __enter__(self) -> OpenTrajectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            rows = {name: np.stack(values) if values else np.empty(0) for name, values in self._rows.items()}
-            self.id = self._writer.add({**rows, **self._once})

@@ -23,6 +23,7 @@ from gear_support import (
     exit_status,
     in_child,
     kill,
+    priority_rule,
     stream_spec,
     trajectory,
     wait_until,
@@ -31,7 +32,11 @@ from gear_support import (
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.replay import content
-from deepspeed_gear.store.table import COMMITTED, ID, STATE
+from deepspeed_gear.selection.readers import Readers
+from deepspeed_gear.store.life import Life
+from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, STATE
+from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.room import Room
 
 LENGTHS = [3, 1, 4, 2, 5]
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "4"))
@@ -181,4 +186,106 @@ def test_random_deaths(backend: str, kind: str) -> None:
     assert {found[0] for found in sampled(stream, int(stream.position[0]))} == {
         int(scene.table.control[1]) - 1
     }
+    scene.close()
+
+
+@pytest.mark.parametrize(("backend", "unit"), [("cpu", "step"), ("reference", "trajectory")])
+def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
+    def make() -> StoreScene:
+        spec = stream_spec(unit=unit, batch=6, priorities=priority_rule(normalize="table"))
+        life = Life("uniform")
+        scene = StoreScene(backend, [spec], LENGTHS, num_slots=6, num_rows=24, life=life)
+        scene.streams[0].masses.ask(0)
+        sampled(scene.streams[0], 0)
+        return scene
+
+    def act(table: Any, streams: Any) -> None:
+        streams[0].consume(0)  # else it waits for itself
+        Inserter(table, Readers(table), 5.0).add(trajectory(5, 9))
+
+    for scene in every_death(make, act, 15 * STRIDE):
+        check_whole(scene.table, scene.streams)
+        stream = scene.streams[0]
+        stream.masses.ask(1)
+        ids = set(scene.table.slots[scene.table.slots[:, STATE] == COMMITTED, ID].tolist())
+        assert {found[0] for found in sampled(stream, 1)} <= ids
+        Inserter(scene.table, Readers(scene.table), 5.0).add(trajectory(6, 20))  # no row is lost
+        check_whole(scene.table, scene.streams)
+
+
+@pytest.mark.parametrize(("backend", "removal"), [("cpu", "uniform"), ("reference", "fifo")])
+def test_death_while_extents_move(backend: str, removal: str) -> None:
+    """Wherever it strikes, each trajectory is whole in one place, with the priorities of its steps."""
+    rule = priority_rule(normalize="table", alpha=1.0)
+
+    def make() -> StoreScene:
+        spec, life = stream_spec(unit="step", batch=6, priorities=rule), Life(removal)
+        sizes = {"num_slots": 9, "num_rows": 28, "spare_rows": 8}
+        scene = StoreScene(backend, [spec], [5, 3, 7, 3, 5], life=life, **sizes)
+        stream = scene.streams[0]
+        stream.masses.ask(0)
+        sampled(stream, 0)
+        for number, first, steps in scene.table.slots[:5, [ID, FIRST_ROW, NUM_STEPS]].tolist():
+            stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
+        stream.masses.recover()
+        content.remove(scene.table, [1, 3])
+        Room(scene.table, Readers(scene.table), 5.0).free_retired()
+        return scene
+
+    def act(table: Any, streams: Any) -> None:
+        streams[0].consume(0)
+        Inserter(table, Readers(table), 5.0).add(trajectory(5, 7))
+
+    away = 0
+    for scene in every_death(make, act, 7 * STRIDE):
+        table, stream = scene.table, scene.streams[0]
+        with table.lock:  # who locks it after a death repairs it
+            stored = table.slots[table.slots[:, STATE] == COMMITTED]
+        away += int((stored[:, FIRST_ROW] >= table.spec.capacity_rows).sum())
+        check_whole(table, scene.streams)
+        assert {0, 2, 4} <= set(stored[:, ID].tolist()) <= {0, 2, 4, 5}
+        stream.masses.ask(1)
+        assert {found[0] for found in sampled(stream, 1)} <= {0, 2, 4, 5}
+        for number, first, steps in stored[:, [ID, FIRST_ROW, NUM_STEPS]].tolist():
+            rows = slice(first, first + steps)
+            assert table.columns["code"][rows].tolist() == [number * STEP + step for step in range(steps)]
+            if number != 5:
+                assert stream.masses.values[rows].tolist() == [1 + number + step / 8 for step in range(steps)]
+        Inserter(table, Readers(table), 5.0).add(trajectory(6, 20))
+        check_whole(table, scene.streams)
+    assert away > 0, "no death came while an extent lay in the spare rows"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("step", ["copy", "replace"])
+def test_death_beside_the_point_of_a_move(backend: str, step: str) -> None:
+    """Just before, or just behind, a trajectory lies elsewhere: no row that is free has a priority."""
+    spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table"))
+    sizes = {"num_slots": 9, "num_rows": 30, "spare_rows": 7}
+    scene = StoreScene(backend, [spec], [5, 5, 5], life=Life("fifo"), **sizes)
+    scene.streams[0].masses.ask(0)
+    sampled(scene.streams[0], 0)
+
+    def die() -> None:
+        table, (stream,) = scene.attach(1)
+        stream.consume(0)
+        readers = Readers(table)
+        copy = readers.copy
+
+        def last(*rows: int) -> None:
+            if step == "copy":
+                copy(*rows)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(readers, step, last)
+        with table.lock:
+            Room(table, readers, 5.0).mover._place(1, 20)
+
+    assert exit_status(in_child(die)) == -signal.SIGKILL
+    with scene.table.lock:
+        assert scene.table.slots[1, FIRST_ROW] == (6 if step == "copy" else 20)
+    check_whole(scene.table, scene.streams)
+    row_slots = scene.table.views["stream/train/row_slots"]
+    first = int(scene.table.slots[1, FIRST_ROW])
+    assert (row_slots[first : first + 6] == 1).all()
     scene.close()

@@ -11,7 +11,7 @@ import pytest
 from gear_support import exit_status, in_child
 
 from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.errors import ConfigError, DataError, SchemaError, StoreError
+from deepspeed_gear.errors import ConfigError, DataError, NotReadyError, SchemaError, StoreError
 
 SCHEMA = Schema(
     [
@@ -169,3 +169,27 @@ def test_what_came_too_long_ago_goes() -> None:
         assert drawn(found) == {0, 1}
         assert drawn(found) == {0, 1}
         assert drawn(found) == {1}
+
+
+def test_a_new_version_waits_for_open_trajectories() -> None:
+    version = {"column": "version", "max_lag": 1, "on_stale": "wait"}
+    with replay(("which",), version=version) as found:
+        vector = found.writer().vector(2)
+        states = {"observation": np.zeros((2, 2), np.float32)}
+
+        def step(version: int, *ended: bool) -> None:
+            columns = {"which": np.arange(2), "version": np.full(2, version), "terminated": np.array(ended)}
+            vector.step(**states, **columns)
+
+        vector.reset(**states)
+        step(0, False, False)
+        found.set_version(1)
+        step(1, False, True)  # one ends, the other began with version 0
+        with pytest.raises(NotReadyError, match="end this process's own trajectories first"):
+            found.set_version(2)
+        step(1, True, False)
+        found.set_version(2)
+        assert not found.can_sample(), "what is complete and too old goes"
+        step(2, False, False)
+        step(2, True, True)
+        assert drawn(found) == {0, 1}

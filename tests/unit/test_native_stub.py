@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,27 @@ def test_mutex_as_the_stub_says() -> None:
     assert native.mutex_lock(address, 0.01) == 2
     native.mutex_unlock(address)
     assert native.mutex_owner(address) == 0
+
+
+def test_bells_as_the_stub_says() -> None:
+    native = load_backend("cpu").native
+    assert native is not None
+    word = torch.zeros(1, dtype=torch.int32)
+    bell = word.data_ptr()
+    assert native.bell_wait(bell, 1, 60.0) == 0  # not what was seen: at once
+    begun = time.monotonic()
+    assert native.bell_wait(bell, 0, 0.05) == 0
+    assert time.monotonic() - begun >= 0.05
+    native.bell_ring(bell)
+    assert native.bell_wait(bell, 0, 60.0) == 1
+    ringer = threading.Timer(0.05, native.bell_ring, [bell])
+    ringer.start()
+    assert native.bell_wait(bell, 1, 60.0) == 2  # woken; the GIL was free meanwhile
+    assert time.monotonic() - begun < 30
+    word[0] = -1
+    native.bell_ring(bell)
+    assert native.bell_wait(bell, (1 << 32) - 1, 60.0) == 0  # counts modulo 2 ** 32
+    assert native.fence() is None
 
 
 def test_every_op_is_registered() -> None:

@@ -18,7 +18,8 @@ from scipy import stats
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.anchors import AnchorRule
-from deepspeed_gear.selection.stream import PASS_SHIFT, Cut, Stream
+from deepspeed_gear.selection.cut import PASS_SHIFT, Cut
+from deepspeed_gear.selection.stream import Stream
 
 LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 ITEMS = {(number, step) for number, steps in enumerate(LENGTHS) for step in range(steps)}

@@ -1,6 +1,7 @@
 // The module itself: the mutex of the stores, by address, and the ops as plain functions.
 #include <Python.h>
 
+#include "bindings/bell.h"
 #include "bindings/direct.h"
 #include "bindings/ops.h"
 #include "bindings/store.h"
@@ -130,6 +131,9 @@ PyMethodDef kMethods[] = {
                               "pack_reports_(packed, ends, reports, latest) -> None"),
     Method<gear::UnpackReports>("unpack_reports_",
                                 "unpack_reports_(reports, packed, latest) -> None"),
+    Function<gear::direct::RingBell>("bell_ring", "bell_ring(bell) -> None"),
+    Function<gear::direct::WaitForBell>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
+    Function<gear::direct::FenceMemory>("fence", "fence() -> None"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

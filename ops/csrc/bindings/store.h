@@ -133,7 +133,7 @@ inline PyObject* OpenStoreAt(PyObject* const* given, Py_ssize_t count) {
   CheckCount(count, 1);
   std::vector<PyObject*> words;
   ForEach(given[0], [&](PyObject* word) { words.push_back(word); });
-  CheckCount(static_cast<Py_ssize_t>(words.size()), 16);
+  CheckCount(static_cast<Py_ssize_t>(words.size()), 17);
   auto* store = new OpenStore;
   try {
     store->mutex = AddressOf<cpu::SharedMutex>(words[0]);
@@ -152,6 +152,7 @@ inline PyObject* OpenStoreAt(PyObject* const* given, Py_ssize_t count) {
     store->most_trajectories = AsInt(words[13]);
     store->most_steps = AsInt(words[14]);
     store->position = AddressOf<const int64_t>(words[15]);
+    store->least_free_rows = AsInt(words[16]);
   } catch (...) {
     delete store;
     throw;

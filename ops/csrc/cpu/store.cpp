@@ -222,6 +222,8 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps) {
       continue;
     }
     if (store.removal == kNobody || store.removal == kByCaller) return found;
+    const int64_t left = store.control[kFreeRows] - num_rows;
+    if (found == kScattered && left >= store.least_free_rows) return found;
     const bool over = IsOver(store, num_steps);
     if (store.control[kCutting] != 0 || (!over && WillFit(store, num_rows))) return kPinned;
     const Link end = store.removal == kOldest ? kNewer : kOlder;

@@ -81,6 +81,7 @@ struct Store {
   int64_t most_trajectories, most_steps;  // limits below what there is room for
   const int64_t*
       position;  // of the training stream: global batch that is cut next, samples; or null
+  int64_t least_free_rows;  // besides those that are wanted: from there on the caller moves extents
   std::vector<ColumnOf> columns;
   std::vector<Pins> pins;
   Removal removal = kNobody;
@@ -93,7 +94,8 @@ int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, 
 void Retire(Store& store, int64_t slot);
 void Free(Store& store, int64_t slot);
 bool IsPinned(const Store& store, int64_t slot);
-// Frees retired slots that nobody reads, then lets trajectories go until the rows fit.
+// Frees retired slots that nobody reads, then lets trajectories go until the rows fit; kScattered
+// where moving extents is cheaper.
 int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps);
 bool MayInsert(const Store& store, int64_t num_steps);
 

@@ -1,6 +1,6 @@
 """Writers and readers at full speed on a small store: no batch may ever hold a torn row.
 
-    python tests/distributed/programs/torn.py --seconds 60 [--kill]
+    [GEAR_TORN_REMOVE=uniform] python tests/distributed/programs/torn.py --seconds 60 [--kill]
 
 Two ranks sample, four processes write, all extents are reused over and over; each row carries its step, the
 length and a checksum of its trajectory. With --kill the writers are killed with SIGKILL every 100 ms. At the
@@ -39,7 +39,7 @@ SECTION: dict[str, Any] = {
             "capacity_trajectories": 120,
             "max_length": MOST_STEPS,
             "writers": WRITERS + 4,
-            "remove": "fifo",
+            "remove": os.environ.get("GEAR_TORN_REMOVE", "fifo"),
         }
     },
     "sampler": {"kind": "uniform", "unit": "step"},
@@ -118,7 +118,7 @@ def read(seconds: float) -> dict[str, int]:
             replay.add(rows(1, MOST_STEPS))  # frees what dead writers held
             replay.clear()
             with table.lock:
-                found["lost_rows"] = table.spec.num_rows - int(table.control[FREE_ROWS])
+                found["lost_rows"] = table.spec.capacity_rows - int(table.control[FREE_ROWS])
                 found["used_slots"] = int((table.slots[:, 0] != 0).sum())
         dist.barrier()
     return found

@@ -1,0 +1,80 @@
+"""`gear serve`: a gateway to this node's store for actors on machines without one."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..writer.remote.server import Gateway
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `gear serve`."""
+    parser.description = (
+        "Add to a table of this node's store what remote actors send (RemoteWriter.connect). It takes one of "
+        "the table's writers, waits for the run to begin, and ends with it or with SIGTERM."
+    )
+    parser.add_argument("--config", required=True, metavar="F", help="the run's ds_config.json")
+    parser.add_argument("--table", metavar="T", help="which table (default: the only one that takes writers)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen at (default: a free one)")
+    parser.add_argument(
+        "--token-file", required=True, metavar="F", help="file of mode 0600 with the token that actors show"
+    )
+    parser.add_argument(
+        "--tls-cert", metavar="F", help="certificate, and those between it and the root, in PEM"
+    )
+    parser.add_argument("--tls-key", metavar="F", help="its private key, in PEM")
+    parser.add_argument(
+        "--insecure", action="store_true", help="admit other addresses than loopback without TLS"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=60.0, metavar="S", help="seconds to wait for the store (default: 60)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until the run ends, or SIGTERM or Ctrl-C comes.
+
+    Raises:
+        ConfigError: An option is wrong.
+        StoreError: There is no store to attach to.
+    """
+    logging.basicConfig(format="gear: %(message)s", level=logging.INFO)
+    ended: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda found, _: ended.append(found))
+    gateway = _open(args)
+    print(f"serving table {gateway.table} at {gateway.url}", flush=True)
+    error = gateway.run(lambda: bool(ended))
+    print(f"added {gateway.sessions.num_added:,} trajectories; ended: {error}")
+    return 0
+
+
+def _open(args: argparse.Namespace) -> Gateway:
+    """Check the options, attach, listen."""
+    try:
+        from ..writer.remote.server import Certificate, Gateway
+    except ImportError as error:
+        raise ConfigError(
+            "gear serve", "needs pyarrow", None, "pip install deepspeed_gear[remote]"
+        ) from error
+    from ..writer.remote.security import read_token
+    from ..writer.writer import TrajectoryWriter
+
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise ConfigError("--tls-cert", "must be given together with --tls-key", None)
+    certificate = Certificate.read(args.tls_cert, args.tls_key) if args.tls_cert else None
+    token = read_token(args.token_file)
+    Gateway.check(args.host, certificate, args.insecure)
+    writer = TrajectoryWriter.attach(args.config, table=args.table, wait_s=args.wait)
+    try:
+        return Gateway(writer, token, args.host, args.port, certificate, args.insecure)
+    except BaseException:
+        writer.close()
+        raise

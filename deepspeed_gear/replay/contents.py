@@ -1,0 +1,188 @@
+"""What a Replay's tables hold: adding, writing while others sample, reading, removing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_gear.config import GearConfig
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.replay import content, versions
+from deepspeed_gear.replay.inference import InferenceLoader, open_loader
+from deepspeed_gear.replay.parts import Parts
+from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.table import Table
+from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.late import fill
+from deepspeed_gear.writer.writer import TrajectoryWriter
+
+
+class Contents:
+    """The tables of a Replay, which is made by `Replay`."""
+
+    config: GearConfig
+    tables: dict[str, Table]
+    _parts: Parts
+    _streams: dict[str, dict[str, Stream]]
+    _inserters: dict[str, Inserter]
+    _loaders: list[InferenceLoader]
+    device: torch.device
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def add(self, trajectory: Mapping[str, Any], table: str | None = None) -> int:
+        """Store a trajectory; batches from the next cut on may hold it.
+
+        Args:
+            trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
+            table: Which table; None for the sampled one.
+        Returns:
+            Its id.
+        Raises:
+            DataError: It does not fit the schema; nothing has changed.
+            StoreFullError: There is no room.
+        """
+        self._check_open()
+        return self._inserter(table).add(trajectory)
+
+    def set_version(self, version: int, table: str | None = None) -> None:
+        """Say which version the learner's policy has now; steps that are too far behind go at the next cut.
+
+        With `on_stale = "wait"` it waits until no actor's open trajectory would fall too far behind. Any rank
+        may say it, each node's ranks for its own store.
+
+        Raises:
+            ConfigError: The table has no versions.
+            NotReadyError: This process has such a trajectory open, or an actor has not ended it in time.
+        """
+        self._check_open()
+        versions.set_version(self._table(table), version, self.config.timeout_s, self._parts.check)
+
+    def fill(self, number: int, table: str | None = None, **columns: Any) -> None:
+        """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
+
+        Args:
+            number: Id of the trajectory.
+            table: Which table; None for the sampled one.
+            **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
+        Raises:
+            DataError: A column is not late, was written already, or does not fit; nothing has changed.
+            StoreError: The trajectory is not stored on this node.
+        """
+        self._check_open()
+        fill(self._table(table), number, columns, self.config.timeout_s)
+
+    def writer(self, table: str | None = None) -> TrajectoryWriter:
+        """Return a writer for simulators in this process: step by step, many environments at once.
+
+        Args:
+            table: Which table; None for the sampled one.
+        Raises:
+            StoreError: The table holds a data set.
+        """
+        self._check_open()
+        target = self._table(table)
+        for stream in self._streams.get(target.spec.name, {}).values():
+            stream.collects_here = True
+        return TrajectoryWriter(target, self._inserter(table))
+
+    def inference_loader(
+        self,
+        batch_size: int,
+        timeout: float | None = None,
+        table: str | None = None,
+        *,
+        num_simulators: int | None = None,
+        length: int | None = None,
+        asks: Sequence[str] | None = None,
+        answers: Sequence[str] | None = None,
+    ) -> InferenceLoader:
+        """Return the requests of this node's simulators for actions, in batches; `writer.simulators` asks.
+
+        Args:
+            batch_size: Requests at most.
+            timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
+            table: Which table; None for the sampled one.
+            num_simulators: Most that attach to this rank; None: twice the batch.
+            length: Steps for which each has rows; None: the table's max_length, else 256.
+            asks: Columns that the policy sees; None: the observations.
+            answers: Columns that it gives; None: the actions.
+        Raises:
+            ConfigError, StoreError, StoreFullError: As `replay.inference.open_loader`.
+        """
+        self._check_open()
+        places = num_simulators, length, asks, answers
+        loader = open_loader(self._table(table), self.config, self.device, batch_size, timeout, *places)
+        self._loaders.append(loader)
+        return loader
+
+    def _inserter(self, table: str | None) -> Inserter:
+        target = self._table(table)
+        name = target.spec.name
+        if name not in self._inserters:
+            options = self.config.resolved_tables[name]
+            self._inserters[name] = content.inserter_of(
+                target, self._streams_of(target), options.max_length, self.config.timeout_s, self._parts.check
+            )
+        return self._inserters[name]
+
+    def read(
+        self, ids: Sequence[int] | torch.Tensor, table: str | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        """Return copies of whole trajectories: column -> [T, *shape], [T+1, *shape] or [*shape].
+
+        Raises:
+            StoreError: An id is not stored.
+        """
+        self._check_open()
+        return content.read(self._table(table), ids)
+
+    def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
+        """Remove trajectories from the next cut on; ids that are not stored are ignored.
+
+        Returns:
+            How many were removed.
+        Raises:
+            StoreError: The table holds a data set.
+        """
+        self._check_open()
+        target = self._table(table)
+        return content.remove(target, ids)
+
+    def clear(self, table: str | None = None) -> None:
+        """Remove everything from a table; an epoch that is under way ends.
+
+        Raises:
+            StoreError: The table holds a data set.
+        """
+        self._check_open()
+        target = self._table(table)
+        content.clear(target, self._streams_of(target))
+
+    def _table(self, name: str | None) -> Table:
+        known = ", ".join(self.tables)
+        if name is None and len(self.config.sampled_tables) > 1:
+            raise ConfigError("table", "must be given where there are several", None, f"one of {known}")
+        name = name or self.config.sampled_tables[0]
+        if name not in self.tables:
+            raise ConfigError("table", f"must be one of {known}", name)
+        return self.tables[name]
+
+    def _streams_of(self, table: Table) -> list[Stream]:
+        return list(self._streams[table.spec.name].values())
+
+    @property
+    def _sampled(self) -> list[Table]:
+        return [self.tables[name] for name in self.config.sampled_tables]
+
+    def __len__(self) -> int:
+        """Return the number of trajectories in the sampled tables."""
+        return sum(table.num_trajectories for table in self._sampled)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in the sampled tables."""
+        return sum(table.num_steps for table in self._sampled)

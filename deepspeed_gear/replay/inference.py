@@ -1,0 +1,228 @@
+"""Simulators' requests for actions, in batches for a rank's policy."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_gear.config import GearConfig
+from deepspeed_gear.errors import ConfigError, DataError, StoreError
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.columns import as_tensor
+from deepspeed_gear.store.layout import read_header
+from deepspeed_gear.store.request_slots import Places, RequestSlots
+from deepspeed_gear.store.staging import StagedRows
+from deepspeed_gear.store.table import Table
+from deepspeed_gear.writer.inserter import refuse_read_only
+
+_LENGTH = 256
+_MEASURED = ("reward", "terminated", "truncated")  # roles of columns that only a simulator knows
+
+
+class Request:
+    """What n simulators see, and where the answers go. False if n is 0.
+
+    Args:
+        loader: That gave it.
+        places: Of the simulators. [n], int64.
+    """
+
+    def __init__(self, loader: InferenceLoader, places: np.ndarray) -> None:
+        slots = loader._slots
+        self._loader, self._places, self._open = loader, places, True
+        self._rows, self._stamps = slots.rows[places], slots.stamps[places]
+        self.simulators = torch.from_numpy(places)  # numbers for as long as they are attached: [n], int64
+        rows = torch.from_numpy(self._rows)
+        self._columns = {
+            name: torch.index_select(column, 0, self.simulators if single else rows).to(loader.device)
+            for name, (column, single) in loader._asked.items()
+        }
+        self.timestep = torch.from_numpy(slots.timesteps[places])  # of the episode; 0: it begins. [n], int64
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, column: str) -> torch.Tensor:
+        """Return what the simulators see, on the loader's device. [n, *shape], a copy."""
+        return self._columns[column]
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the columns' names."""
+        return tuple(self._columns)
+
+    def reply(self, **columns: Any) -> None:
+        """Give the answers; the simulators go on. Simulators that have died meanwhile are left out.
+
+        Args:
+            **columns: [n, *shape] of each column that the policy gives, of any device.
+        Raises:
+            DataError: A column is missing, unknown or does not fit; nothing has changed.
+            StoreError: It was answered, or the loader is closed.
+        """
+        self._loader._check_open()
+        if not self._open:
+            raise StoreError("a request", "must be answered once")
+        self._loader._answer(self._places, self._rows, self._stamps, columns)
+        self._open = False
+
+
+class InferenceLoader:
+    """An iterator over requests of simulators, the oldest first; it ends when it is closed.
+
+    A request comes as soon as `batch_size` simulators wait, or all that are attached, or the oldest waits for
+    `timeout`. If none comes for so long, the request is empty (false): the program may do something else.
+
+    Not thread-safe. Several requests may be open at a time, and be answered in any order.
+
+    Args:
+        slots: Of this rank.
+        batch_size: Requests at most.
+        timeout_s: Longest wait; None: for ever.
+        device: Where the columns go.
+    """
+
+    def __init__(
+        self, slots: RequestSlots, batch_size: int, timeout_s: float | None, device: torch.device
+    ) -> None:
+        self._slots, self.batch_size, self.timeout_s, self.device = slots, batch_size, timeout_s, device
+        schema = slots.places.schema
+        self._asked = {name: _asked(slots, schema[name]) for name in slots.places.asks}
+        given = [schema[name] for name in slots.places.answers]
+        self._answers = StagedRows(given, slots.columns, slots.native)
+        self._finalizer = weakref.finalize(self, _end, slots, os.getpid())
+
+    @property
+    def num_simulators(self) -> int:
+        """Simulators that are attached."""
+        return self._slots.num_taken
+
+    def __iter__(self) -> InferenceLoader:
+        return self
+
+    def __next__(self) -> Request:
+        if not self._finalizer.alive:
+            raise StopIteration
+        return Request(self, self._slots.take(self.batch_size, self.timeout_s))
+
+    def _answer(
+        self, places: np.ndarray, rows: np.ndarray, stamps: np.ndarray, given: Mapping[str, Any]
+    ) -> None:
+        columns, what = self._answers.columns, self._slots.name
+        wrong = sorted({column.name for column in columns} ^ set(given))
+        if wrong:
+            rule = f"must be one of the answers, all of which must be given: {[c.name for c in columns]}"
+            raise DataError(f"{what}: column {wrong[0]}", rule)
+        stand = self._slots.are_asked(places, stamps)
+        self._answers.put([_host(given[c.name]) for c in columns], np.where(stand, rows, -1))
+        self._slots.answered(places[stand])
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise StoreError(self._slots.name, "must be open", None, "it was closed")
+
+    def close(self) -> None:
+        """End: simulators that wait raise PeerError. Safe to call twice, and done at exit."""
+        self._finalizer()
+
+    def __enter__(self) -> InferenceLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _asked(slots: RequestSlots, column: Column) -> tuple[torch.Tensor, bool]:
+    """Return the values of a column: by place if it has one per trajectory, else by row."""
+    single = column.rows == "1"
+    values = slots.values[column.name] if single else slots.columns[column.name]
+    return as_tensor(values.reshape(-1, *column.shape), column.dtype), single
+
+
+def _end(slots: RequestSlots, process: int) -> None:
+    if os.getpid() == process:  # a forked child leaves its parent's file alone
+        slots.end()
+    slots.close()
+
+
+def _host(value: Any) -> Any:
+    """Return a tensor that NumPy knows as an array over the same memory where it can be."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return value if value.dtype == torch.bfloat16 else np.ascontiguousarray(value.numpy())
+
+
+def open_loader(
+    table: Table,
+    config: GearConfig,
+    device: torch.device,
+    batch_size: int,
+    timeout_s: float | None,
+    num_simulators: int | None = None,
+    length: int | None = None,
+    asks: Sequence[str] | None = None,
+    answers: Sequence[str] | None = None,
+) -> InferenceLoader:
+    """Make the places of simulators that this rank answers, and return what reads them.
+
+    Args:
+        table: To which the simulators add.
+        config: Of the replay.
+        device: Where requests go.
+        batch_size: Requests at most.
+        timeout_s: As `InferenceLoader`.
+        num_simulators: Places; None: twice the batch, so that half of them act while the others wait.
+        length: Steps for which a place has rows; None: the table's max_length, else 256. What is longer is
+            moved aside, which costs another copy.
+        asks: Columns that the policy sees; None: the observations.
+        answers: Columns that the policy gives; None: the actions.
+    Raises:
+        ConfigError: An argument is wrong, or the table takes no writers.
+        StoreError: The table holds a data set, or this rank has a loader of it.
+        StoreFullError: There is no room in shared memory.
+    """
+    refuse_read_only(table)
+    name, schema = table.spec.name, table.spec.schema
+    limit = config.resolved_tables[name].max_length
+    if not table.spec.num_writers:
+        raise ConfigError(f"gear.tables.{name}.writers", "must be positive for simulators to attach", 0)
+    count = 2 * batch_size if num_simulators is None else num_simulators
+    steps = length or limit or _LENGTH
+    for what, value in (("batch_size", batch_size), ("num_simulators", count), ("length", steps)):
+        if value < 1:
+            raise ConfigError(f"inference_loader: {what}", "must be at least 1", value)
+    columns = _columns(schema, asks, answers)
+    library = None if table.ops.native is None else str(table.ops.native.__file__)
+    steps = steps if limit is None else min(steps, limit)
+    places = Places(name, schema, count, steps, *columns, config.timeout_s, library)
+    memory = table.memory
+    _, nonce = read_header(memory.buffer, memory.num_bytes, str(memory.path))
+    huge_pages = config.shared_memory.huge_pages
+    slots = RequestSlots.create(places, memory.path.name, memory.peer, nonce, table.ops, huge_pages)
+    return InferenceLoader(slots, batch_size, timeout_s, device)
+
+
+def _columns(
+    schema: Schema, asks: Sequence[str] | None, answers: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what the policy sees and gives, in the schema's order."""
+    steps = schema.step_columns
+    state = [c.name for c in steps if c.rows == "T+1" or c.role == "observation"]
+    free = [c.name for c in steps if c.name not in state and c.role not in _MEASURED]
+    asked = [c.name for c in steps if c.role == "observation"] if asks is None else asks
+    given = [c.name for c in steps if c.role == "action"] if answers is None else answers
+    seen = [*state, *(c.name for c in schema.trajectory_columns)]
+    for what, names, known in (("asks", asked, seen), ("answers", given, free)):
+        wrong = [name for name in names if name not in known]
+        if wrong or not names:
+            rule = f"must name some of {', '.join(known) or 'no columns: there are none'}"
+            raise ConfigError(f"inference_loader: {what}", rule, wrong or "nothing")
+    return tuple(c.name for c in schema if c.name in asked), tuple(c.name for c in schema if c.name in given)

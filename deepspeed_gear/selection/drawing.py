@@ -1,0 +1,169 @@
+"""How a cut fills its entry of the ring: draws, the first items of an order, walks through epochs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deepspeed_gear.errors import StoreError
+from deepspeed_gear.ops.constants import R_SLOT
+from deepspeed_gear.ops.functional import Ops
+from deepspeed_gear.selection.cut import (
+    DONE,
+    EPOCH,
+    EPOCH_FIRST,
+    EPOCH_SIZE,
+    FILLERS,
+    KEY,
+    PASS_SHIFT,
+    SAMPLES,
+    TOTAL,
+    StreamSpec,
+)
+from deepspeed_gear.selection.gate import Gate
+from deepspeed_gear.selection.kinds import stratify_
+from deepspeed_gear.selection.masses import Masses
+from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.selection.selector import Selector
+from deepspeed_gear.store.table import Table
+
+MOST_TOTAL_BITS = 62
+
+
+class Drawing:
+    """The part of a stream that chooses samples, which is made by `Stream`. Every method wants the lock."""
+
+    spec: StreamSpec
+    table: Table
+    ops: Ops
+    masses: Masses
+    selector: Selector
+    position: np.ndarray
+    has_item_masses: bool
+    _words: memoryview
+    _coordinates: torch.Tensor
+    _gate: Gate | None
+
+    def pin(self, key: int, records: torch.Tensor) -> None:
+        """Keep what a cut has drawn from being freed until all processes have consumed it."""
+        raise NotImplementedError
+
+    def _draw(self, rows: torch.Tensor, count: int, first: int, total: int) -> None:
+        coordinates = self._coordinates if count == self.spec.batch else self._coordinates[:count]
+        self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
+        if self.spec.kind == "stratified":
+            stratify_(coordinates, total)
+        self.selector.resolve(rows, 0, coordinates, first)
+
+    def _draw_limited(self, rows: torch.Tensor, first: int) -> None:
+        """Draw one sample after the other, as if each that uses a trajectory up took it out of the tree.
+
+        Source: of the semantics: Reverb's `max_times_sampled`.
+        """
+        gate, done, counted = self._gate, 0, np.zeros(self.masses.num_items, np.int64)
+        assert gate is not None
+        while done < len(rows):
+            coordinates = self._coordinates[: len(rows) - done]
+            total = self._checked(self.masses.total)
+            self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first + done, total)
+            self.selector.resolve(rows, done, coordinates, first + done)
+            found = rows[done:].numpy()
+            admitted = gate.num_admitted(found, counted)
+            if admitted < len(found):
+                self.masses.take_out(found[admitted - 1, R_SLOT])
+            done += admitted
+
+    def _take_first(self, rows: torch.Tensor, first: int) -> None:
+        """Take the items of highest priority, the oldest or the newest ones."""
+        if isinstance(self.masses, PriorityMasses):
+            coordinates = self.selector.highest(len(rows))
+        else:
+            coordinates = self.selector.extreme(len(rows), self.spec.kind == "newest")
+        if len(coordinates) < len(rows):
+            raise StoreError(
+                f"stream {self.spec.name}: table {self.table.spec.name}",
+                f"must hold as many items as a global batch ({len(rows)}), each with a mass",
+                len(coordinates),
+                "lower the batch size, or add trajectories first",
+            )
+        self.selector.resolve(rows, 0, coordinates, first)
+
+    def _begin(self, key: int, after: list[int]) -> None:
+        """Reset what belongs to one pass when a new pass begins."""
+        after[FILLERS] = 0
+        if self.spec.kind == "pass" and key >> PASS_SHIFT != int(self.position[KEY]) >> PASS_SHIFT:
+            after[SAMPLES] = after[EPOCH_FIRST] = after[EPOCH_SIZE] = 0
+        if self.spec.kind == "pass":
+            after[EPOCH] = key >> PASS_SHIFT
+
+    def _walk(
+        self, key: int, rows: torch.Tensor, epochs: torch.Tensor, coordinates: torch.Tensor, after: list[int]
+    ) -> None:
+        """Visit items in an order; at the end of an epoch the queue is applied and the next one begins.
+
+        A cut that fails or dies after that point cannot resolve the old epoch's last items again, since the
+        tree has changed: it is taken up behind them (DONE), where their resolutions lie in the ring already.
+        """
+        done, count = self._words[DONE], len(rows)
+        if self.spec.drop and done == 0 and after[SAMPLES] + count > after[EPOCH_FIRST] + after[EPOCH_SIZE]:
+            after[SAMPLES] = after[EPOCH_FIRST] + after[EPOCH_SIZE]
+        while done < count:
+            at = after[SAMPLES] + done - after[EPOCH_FIRST]
+            if at >= after[EPOCH_SIZE]:
+                if self.spec.kind == "pass" and after[EPOCH_SIZE] > 0:
+                    after[FILLERS] = max(after[FILLERS], count - done)
+                    at = 0  # fillers repeat the first items and are marked as such
+                else:
+                    if after[EPOCH_SIZE] > 0:
+                        after[EPOCH] += 1
+                    after[EPOCH_FIRST] = after[SAMPLES] + done
+                    if self.selector.in_store and self.masses.waiting:
+                        self.position[DONE] = done
+                    after[EPOCH_SIZE] = after[TOTAL] = self._checked(self.selector.apply(key))
+                    if self.spec.drop:
+                        self._check_epoch(after[EPOCH_SIZE])
+                    at = 0
+            n = min(count - done, after[EPOCH_SIZE] - at)
+            part = coordinates[done : done + n]
+            epochs[done : done + n] = after[EPOCH]
+            if self.spec.kind == "epoch":
+                size, epoch = after[EPOCH_SIZE], after[EPOCH]
+                self.ops.permute_(part, self.spec.seed, self.spec.key, epoch, at, size)
+            else:
+                torch.arange(at, at + n, out=part)
+            self.selector.resolve(rows, done, part, after[SAMPLES] + done)
+            if self.selector.in_store:
+                self.pin(key, rows[done : done + n])
+            if self.spec.kind == "pass" and after[FILLERS]:
+                after[EPOCH_FIRST] = after[SAMPLES] + done + n - after[EPOCH_SIZE]
+            done += n
+
+    def _checked(self, total: int) -> int:
+        """Return the sum of all masses if a cut can draw from it."""
+        if total == 0:
+            remedy = "check sampler.where, sampler.anchors and the split, or add trajectories first"
+            if self.has_item_masses:
+                remedy = f"all masses are 0: report priorities, or give weights, above 0; {remedy}"
+            raise StoreError(
+                f"stream {self.spec.name}: table {self.table.spec.name}",
+                "must hold at least one item that the sampler admits",
+                f"{self.table.num_trajectories} trajectories, none admitted",
+                remedy,
+            )
+        if not 0 < total < 1 << MOST_TOTAL_BITS:
+            raise StoreError(
+                f"stream {self.spec.name}: the total mass",
+                f"must be below 2^{MOST_TOTAL_BITS}",
+                total,
+                "give smaller masses or priorities",
+            )
+        return total
+
+    def _check_epoch(self, size: int) -> None:
+        if size < self.spec.batch:
+            raise StoreError(
+                f"stream {self.spec.name}: an epoch",
+                f"must hold a global batch ({self.spec.batch} items) where its tail is dropped",
+                size,
+                'lower the batch size, or use sampler.tail = "wrap"',
+            )

@@ -1,0 +1,53 @@
+"""Words in shared memory that processes wait for."""
+
+from __future__ import annotations
+
+import time
+from types import ModuleType
+
+import numpy as np
+
+from deepspeed_gear.store.native import address
+
+BELL_WORDS = 32  # a bell has 128 bytes of its own: who waits for one is not slowed down by others
+_POLL_S = 50e-6
+
+
+class Bells:
+    """Bells of the processes of a file; each counts how often it was rung.
+
+    A waiter reads the count, looks for what it waits for, and waits with the count that it read, so nothing
+    that comes in between is missed. Without the native module a wait is a short sleep, and one looks again.
+
+    Thread and process safety: any process may ring and wait.
+
+    Args:
+        words: [n, BELL_WORDS], uint32, in shared memory.
+        native: The native module, or None.
+    """
+
+    def __init__(self, words: np.ndarray, native: ModuleType | None) -> None:
+        self._words, self._native = words, native
+        self._counts = [words[i, :1].data for i in range(len(words))]  # NumPy's scalars are slower
+        self._addresses = [address(words) + i * words.strides[0] for i in range(len(words))]
+
+    def count(self, bell: int) -> int:
+        """Return how often it was rung."""
+        return int(self._counts[bell][0])
+
+    def ring(self, bell: int) -> None:
+        """Wake whoever waits; what this thread wrote before is seen by then."""
+        if self._native is not None:
+            self._native.bell_ring(self._addresses[bell])
+
+    def wait(self, bell: int, seen: int, timeout_s: float) -> None:
+        """Wait until the count is not `seen`, for a time at most; a signal ends it too."""
+        if self._native is not None:
+            self._native.bell_wait(self._addresses[bell], seen, timeout_s)
+        else:
+            time.sleep(min(_POLL_S, timeout_s))
+
+    def fence(self) -> None:
+        """Order what was read and written before against what comes behind, for other processes."""
+        if self._native is not None:
+            self._native.fence()

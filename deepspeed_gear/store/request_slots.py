@@ -1,0 +1,347 @@
+"""Places of simulators that ask for actions, in a file of shared memory of their own beside a table's store.
+
+A place is the rows in which a simulator's trajectory grows, and a word that says whose turn it is:
+
+    FREE -> IDLE -> POSTED -> TAKEN -> ANSWERED -> IDLE ...        RESTING: needs no answer this time
+
+The simulator's process owns a place in all states but POSTED and TAKEN, in which the loader does. So each row
+is written by one process at a time, and nothing but the word has to be published.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
+from deepspeed_gear.ops.backends import Ops, load_library
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.bells import BELL_WORDS, Bells
+from deepspeed_gear.store.layout import Layout, Region, description_of, read_header, write_header
+from deepspeed_gear.store.lock import StoreLock
+from deepspeed_gear.store.memory import SHM, PeerTakenError, SharedMemory, living
+from deepspeed_gear.store.staging import Staging
+
+FREE, IDLE, RESTING, POSTED, TAKEN, ANSWERED = range(6)
+LOADER = 0  # index of the process that answers
+CLOSED = 0  # word of `control`
+_SUFFIX = ".inference-"
+_LOOK_S = 0.1  # how often who waits looks whether the others live
+
+
+@dataclass(frozen=True)
+class Places:
+    """What a file of places is, before it has memory.
+
+    Args:
+        table: Name of the table.
+        schema: Of the table.
+        count: Places.
+        length: Steps of a trajectory for which a place has rows.
+        asks: Columns that the policy sees.
+        answers: Columns that it gives.
+        timeout_s: Longest wait for the lock, under which places are claimed.
+        library: File of the native module; None for the reference.
+    """
+
+    table: str
+    schema: Schema
+    count: int
+    length: int
+    asks: tuple[str, ...]
+    answers: tuple[str, ...]
+    timeout_s: float
+    library: str | None
+
+    def layout(self) -> Layout:
+        """Return where everything lies."""
+        words = [Region(name, "int64", (self.count,)) for name in ("owners", "rows", "stamps", "timesteps")]
+        columns = [
+            Region(f"column/{c.name}", str(c.numpy_dtype), (self.count, self.length + 1, *c.shape))
+            for c in self.schema.step_columns
+        ]
+        values = [
+            Region(f"value/{c.name}", str(c.numpy_dtype), (self.count, *c.shape))
+            for c in self.schema.trajectory_columns
+            if c.name in self.asks
+        ]
+        meaning = {**vars(self), "schema": self.schema.to_json()}
+        return Layout.of(
+            [
+                Region("control", "int64", (16,)),
+                Region("bells", "uint32", (1 + self.count, BELL_WORDS)),
+                Region("states", "int32", (self.count,)),
+                *words,
+                *columns,
+                *values,
+            ],
+            {"inference": meaning},
+        )
+
+    @classmethod
+    def of(cls, layout: Layout) -> Places:
+        """Return what has this layout."""
+        told = layout.meaning["inference"]
+        tuples = {name: tuple(told[name]) for name in ("asks", "answers")}
+        return cls(**{**told, **tuples, "schema": Schema.from_json(told["schema"])})
+
+
+def is_request_file(name: str) -> bool:
+    """Return whether a file's name is one of places, not of a table."""
+    return _SUFFIX in name
+
+
+def request_files(store: str) -> list[str]:
+    """Return the living files of places beside a table's store, by its name."""
+    return [path.name for path in living(store.rpartition("-")[0]) if path.name.startswith(store + _SUFFIX)]
+
+
+class RequestSlots:
+    """A file of places in this process: `create` by a loader, `attach` by processes of simulators.
+
+    Thread and process safety: one thread of each process at a time; any number of processes.
+
+    Args:
+        places: What it is.
+        memory: Its memory.
+        ops: The ops.
+        layout: Where everything lies.
+    """
+
+    def __init__(self, places: Places, memory: SharedMemory, ops: Ops, layout: Layout) -> None:
+        self.places, self.memory, self.native = places, memory, ops.native
+        views = layout.views(memory.buffer)
+        self.control: np.ndarray = views["control"]
+        self.states: np.ndarray = views["states"]
+        self.owners: np.ndarray = views["owners"]
+        self.rows: np.ndarray = views["rows"]
+        self.stamps: np.ndarray = views["stamps"]
+        self.timesteps: np.ndarray = views["timesteps"]
+        self.columns = {c.name: views[f"column/{c.name}"] for c in places.schema.step_columns}
+        asked = [c.name for c in places.schema.trajectory_columns if c.name in places.asks]
+        self.values = {name: views[f"value/{name}"] for name in asked}
+        self.bells = Bells(views["bells"], self.native)
+        self.lock = StoreLock(memory, self.native, places.timeout_s, lambda: None)  # nothing is derived
+        self.name = f"the inference loader of table {places.table}"
+        self._looked = 0.0
+
+    @classmethod
+    def create(
+        cls, places: Places, store: str, peer: int, nonce: str, ops: Ops, huge_pages: bool
+    ) -> RequestSlots:
+        """Make the file of a rank, with every place free.
+
+        Args:
+            places: What it is.
+            store: Name of the table's file.
+            peer: Index of the rank on its node.
+            nonce: Of the run.
+            ops: The ops.
+            huge_pages: Ask for huge pages.
+        Raises:
+            StoreFullError: There is no room.
+            StoreError: The rank has one of this table.
+        """
+        layout = places.layout()
+        memory = SharedMemory.create(layout.total_bytes, LOADER, huge_pages)
+        try:
+            slots = cls(places, memory, ops, layout)
+            slots.lock.initialise()
+            write_header(memory.buffer, layout, nonce)
+            memory.link(f"{store}{_SUFFIX}{peer}")
+            return slots
+        except FileExistsError:
+            memory.close()
+            raise StoreError(
+                f"table {places.table}", "must have one inference loader of a rank", None, "close the other"
+            ) from None
+        except BaseException:
+            memory.close()
+            raise
+
+    @classmethod
+    def attach(cls, name: str) -> RequestSlots:
+        """Attach to the file of a loader.
+
+        Raises:
+            StoreError: It is not there, foreign, or as many processes as it has places are attached.
+        """
+        for peer in range(1, _num_places(SHM / name) + 1):
+            try:
+                memory = SharedMemory.attach(name, peer)
+            except PeerTakenError:
+                continue
+            try:
+                slots = cls._of(memory)
+                if peer not in slots.owners[slots.states != FREE]:  # else a dead process has some still
+                    return slots
+            except BaseException:
+                memory.close()
+                raise
+            memory.close()
+        rule = "must have a place for another process"
+        raise StoreError(str(SHM / name), rule, None, "raise num_simulators")
+
+    @classmethod
+    def _of(cls, memory: SharedMemory) -> RequestSlots:
+        layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
+        places = Places.of(layout)
+        slots = cls(places, memory, load_library(places.library), layout)
+        if not memory.is_alive(LOADER):
+            raise StoreError(slots.name, "must be alive", None, "start it again")
+        return slots
+
+    def staging(self, places: np.ndarray) -> Staging:
+        """Return the rows of some places. [N], int64."""
+        return Staging(self.places.schema.step_columns, self.columns, places, self.native)
+
+    @property
+    def num_taken(self) -> int:
+        """Places that simulators have."""
+        return int(np.count_nonzero(self.states != FREE))
+
+    # ---- simulators ------------------------------------------------------------------------------
+
+    def claim(self, count: int) -> np.ndarray:
+        """Take free places; fewer than `count` means that there are no more, and none was taken. [count]."""
+        with self.lock:
+            free = np.flatnonzero(self.states == FREE)[:count]
+            if len(free) == count:
+                self.owners[free] = self.memory.peer
+                self.bells.fence()  # pairs with that of `free_dead`
+                self.states[free] = IDLE
+        return free
+
+    def release(self, places: np.ndarray) -> None:
+        """Give places back; those that the loader holds are free when it sees that this process is gone."""
+        states = self.states[places]
+        self.states[places[(states != POSTED) & (states != TAKEN)]] = FREE
+        self.bells.ring(LOADER)
+
+    def post(self, places: np.ndarray, rows: np.ndarray, timesteps: np.ndarray) -> None:
+        """Ask for the answers to some rows, whose questions are written. [n] each, int64."""
+        self.rows[places] = rows
+        self.timesteps[places] = timesteps
+        self.stamps[places] = time.monotonic_ns() + np.arange(len(places))  # in the order in which they stand
+        self.bells.fence()  # pairs with that of `take`
+        self.states[places] = POSTED
+        self.bells.ring(LOADER)
+
+    def are_ready(self, places: np.ndarray) -> np.ndarray:
+        """Return which places wait for nothing. [n], bool."""
+        states = self.states[places]
+        return np.asarray((states == ANSWERED) | (states == RESTING))
+
+    def wait(self, places: np.ndarray, least: int, timeout_s: float) -> np.ndarray:
+        """Wait until at least so many of some places are ready; return which are. [n], bool.
+
+        Raises:
+            PeerError: The loader was closed or has died.
+            NotReadyError: It has not answered in time.
+        """
+        until, peer = time.monotonic() + timeout_s, self.memory.peer
+        while True:
+            seen = self.bells.count(peer)
+            ready = self.are_ready(places)
+            if np.count_nonzero(ready) >= least:
+                self.bells.fence()  # pairs with that of `answered`
+                return ready
+            self._check_loader()
+            left = until - time.monotonic()
+            if left <= 0:
+                remedy = "look whether it iterates, raise timeout_s, or ask again: the requests stand"
+                raise NotReadyError(self.name, f"must answer within {timeout_s:g} s", None, remedy)
+            self.bells.wait(peer, seen, min(left, _LOOK_S))
+
+    def _check_loader(self) -> None:
+        if self.control[CLOSED]:
+            raise PeerError(self.name, "must be open", "it was closed", "attach to another one")
+        now = time.monotonic()
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            if not self.memory.is_alive(LOADER):
+                raise PeerError(self.name, "must be alive", "its process has died", "start the run again")
+
+    # ---- loader ----------------------------------------------------------------------------------
+
+    def take(self, most: int, timeout_s: float | None) -> np.ndarray:
+        """Take the oldest requests, waiting as `InferenceLoader` says. Returns their places. [n]."""
+        begun = time.monotonic()
+        while True:
+            self._free_dead_at_times()
+            seen = self.bells.count(LOADER)
+            posted = np.flatnonzero(self.states == POSTED)
+            if len(posted) >= most or (len(posted) and not self._more_may_come()):
+                break
+            now = time.monotonic()
+            left = _LOOK_S if timeout_s is None else self._since(begun, posted) + timeout_s - now
+            if left <= 0 or self.control[CLOSED]:
+                break
+            self.bells.wait(LOADER, seen, min(left, _LOOK_S))
+        self.bells.fence()  # pairs with that of `post`
+        taken = posted[np.argsort(self.stamps[posted], kind="stable")[:most]]
+        self.states[taken] = TAKEN
+        return taken
+
+    def _more_may_come(self) -> bool:
+        """Return whether a simulator is neither waiting nor being answered."""
+        states = self.states
+        return bool(((states == IDLE) | (states == ANSWERED) | (states == RESTING)).any())
+
+    def _since(self, begun: float, posted: np.ndarray) -> float:
+        """Return since when the loader waits, or the oldest request if that is longer."""
+        return min(begun, int(self.stamps[posted].min()) * 1e-9) if len(posted) else begun
+
+    def are_asked(self, places: np.ndarray, stamps: np.ndarray) -> np.ndarray:
+        """Return which requests still stand: places of the dead may be another's by now. [n], bool."""
+        return np.asarray((self.states[places] == TAKEN) & (self.stamps[places] == stamps))
+
+    def answered(self, places: np.ndarray) -> None:
+        """Hand places back whose answers are written."""
+        self.bells.fence()  # pairs with that of `wait`
+        self.states[places] = ANSWERED
+        for owner in set(self.owners[places].tolist()):
+            self.bells.ring(owner)
+
+    def _free_dead_at_times(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            self.free_dead()
+
+    def free_dead(self) -> None:
+        """Free the places of processes that have ended; their open trajectories are dropped.
+
+        Takes no lock, so that nobody can hold up the loader: a place of the dead is changed by nobody else.
+        """
+        used = np.flatnonzero(self.states != FREE)
+        self.bells.fence()  # pairs with that of `claim`
+        owners = self.owners[used]
+        dead = [owner for owner in set(owners.tolist()) if not self.memory.is_alive(owner)]
+        if dead:
+            self.states[used[np.isin(owners, dead)]] = FREE
+
+    def end(self) -> None:
+        """Tell simulators that nobody answers any more, and take the name away."""
+        self.control[CLOSED] = 1
+        for bell in range(len(self.states) + 1):
+            self.bells.ring(bell)
+        if self.memory.path != SHM:
+            self.memory.unlink()
+
+    def close(self) -> None:
+        """Detach. Safe to call twice."""
+        self.memory.close()
+
+
+def _num_places(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            told: dict[str, Any] = description_of(file.read(1 << 20), str(path))
+    except OSError as error:
+        raise StoreError(str(path), "must be an existing store", error.strerror) from error
+    return int(told["inference"]["count"])

@@ -1,0 +1,93 @@
+"""Rows of trajectories that are still open: of N environments, each with a range of rows of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.schema import Column
+from deepspeed_gear.store.native import address, form_of
+from deepspeed_gear.store.trajectory import as_stored
+
+
+class Staging:
+    """Where the open trajectories of N environments grow, in memory of whoever makes it.
+
+    Thread and process safety: none; the rows of an environment are one process's at a time.
+
+    Args:
+        columns: Those of steps.
+        arrays: Column -> [places, length + 1, *shape], contiguous, of the stored dtypes.
+        places: Which place is whose. [N], int64, distinct.
+        native: The native module, or None.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        arrays: dict[str, np.ndarray],
+        places: np.ndarray,
+        native: ModuleType | None,
+    ) -> None:
+        self.arrays, self.places, self._native = arrays, places, native
+        self.length = arrays[columns[0].name].shape[1] - 1
+        self.first = places * (self.length + 1)  # row of each environment's first step, over all places
+
+    @classmethod
+    def private(
+        cls, columns: Sequence[Column], num_envs: int, length: int, native: ModuleType | None
+    ) -> Staging:
+        """Return one in memory of this process, for trajectories of up to `length` steps."""
+        arrays = {c.name: np.zeros((num_envs, length + 1, *c.shape), c.numpy_dtype) for c in columns}
+        return cls(columns, arrays, np.arange(num_envs, dtype=np.int64), native)
+
+    def of(self, name: str, env: int) -> np.ndarray:
+        """Return an environment's rows of a column. [length + 1, *shape], a view."""
+        rows: np.ndarray = self.arrays[name][self.places[env]]
+        return rows
+
+    def rows(self, columns: Sequence[Column]) -> StagedRows:
+        """Return what writes rows of some columns."""
+        return StagedRows(columns, self.arrays, self._native)
+
+
+class StagedRows:
+    """Rows of some columns, by their numbers over all places.
+
+    Args:
+        columns: Which.
+        arrays: Of a staging.
+        native: The native module, or None.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], arrays: dict[str, np.ndarray], native: ModuleType | None
+    ) -> None:
+        self.columns, self._native = tuple(columns), native
+        self._flat = {c.name: arrays[c.name].reshape(-1, *c.shape) for c in columns}
+        forms = [(address(arrays[c.name]), *form_of(c)) for c in columns]
+        self._targets: Any = None if native is None else native.rows_targets(forms)
+
+    def put(self, values: Sequence[Any], rows: np.ndarray) -> None:
+        """Copy row i of each column's values to row rows[i]; a negative row is left out.
+
+        Args:
+            values: [n, *shape] of each column.
+            rows: [n], int64.
+        Raises:
+            DataError: A value has another shape, or a dtype that does not fit; nothing has changed.
+        """
+        if self._native is not None and self._native.rows_put(self._targets, values, rows) < 0:
+            return
+        pairs = list(zip(self.columns, values, strict=True))
+        stored = [as_stored(value, column, "the steps", len(rows)) for column, value in pairs]
+        kept = rows >= 0
+        for column, value in zip(self.columns, stored, strict=True):
+            self._flat[column.name][rows[kept]] = value[kept]
+
+    def get(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return copies of rows. Column -> [n, *shape]."""
+        return {name: flat[rows] for name, flat in self._flat.items()}

@@ -1,0 +1,173 @@
+"""Moving of extents, where enough rows are free but no run of them is long enough.
+
+Neighbouring extents slide towards each other until the gaps between them are one run. An extent never moves
+onto rows of its own: its rows are copied to free ones, one store of its first row publishes them, and only
+then the old ones are free. Where the gap before it is too short for that, it goes there by way of the
+table's spare rows. So a death at any instruction leaves it whole, in one place or the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from deepspeed_gear.selection.readers import Readers
+from deepspeed_gear.store.extents import AFTER, CUTTING, FREE_ROWS, ROVER
+from deepspeed_gear.store.life import OPEN
+from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, FREE, NUM_ROWS, STATE, Table
+
+MOST_LOOKED_AT = 1024  # extents, from where rows were last found
+
+
+class Mover:
+    """Moves extents of a table with spare rows. Every method wants the table's lock.
+
+    What a cut has drawn and not every process has read is not moved, nor what is being written.
+
+    Cost: of all neighbours that would do, those with the fewest rows move. Where one of n rows is free, they
+    have at most about n rows for each row of the run, and those whose gap is too short are copied twice. A
+    table moves as long as more than one of 32 rows is free: 2.8 rows were copied for each row added, where
+    anybody goes and lengths are random (docs/design/0013-room.md).
+
+    Args:
+        table: With a capacity.
+        readers: Of its store.
+    """
+
+    def __init__(self, table: Table, readers: Readers) -> None:
+        assert table.extents is not None
+        self._table, self._readers, self._extents = table, readers, table.extents
+        schema, spec = table.spec.schema, table.spec
+        self._columns = [table.columns[column.name] for column in schema if column.rows != "1"]
+        if spec.return_to_go and schema.role("reward") is not None:
+            self._columns.append(table.held(RETURN_TO_GO))
+        self._end = spec.capacity_rows  # where the spare rows begin
+        self.rows_copied = 0  # by this process
+
+    def pays(self, num_rows: int) -> bool:
+        """Return whether to move rather than to let somebody go."""
+        control, spec = self._table.control, self._table.spec
+        if spec.spare_rows == 0 or control[CUTTING]:
+            return False
+        return bool(control[FREE_ROWS] - num_rows >= spec.least_free_rows)
+
+    def make_run(self, num_rows: int) -> bool:
+        """Move extents until so many rows in a run are free, and let the next search begin there.
+
+        Returns:
+            Whether there is such a run now; if not, nothing that can move stands between enough free rows.
+        """
+        if not self._bring_home():
+            return False
+        near = self._near()
+        begins, ends = self._bounds(near)
+        gaps, can_move = begins[1:] - ends[:-1], self._can_move(near)
+        found = cheapest_run(gaps, (ends - begins)[1:-1], can_move[1:-1], num_rows)
+        if found is None:
+            return False
+        first, last = found
+        self._readers.forget_ahead()
+        to = int(ends[first])
+        for slot in near[first + 1 : last + 1]:
+            self._slide(slot, to)
+            to += int(self._table.slots[slot, NUM_ROWS])
+        self._table.control[ROVER] = near[last]
+        return True
+
+    # ---- what could move -------------------------------------------------------------------------
+
+    def _near(self) -> list[int]:
+        """Return neighbours from where the last search ended; if they are few, all from end to end."""
+        links, start = self._extents.links, int(self._table.control[ROVER])
+        found = [start]
+        while len(found) <= MOST_LOOKED_AT:
+            found.append(int(links[found[-1], AFTER]))
+            if found[-1] == start:
+                end = found.index(self._extents.ends)
+                return [*found[end:-1], *found[: end + 1]]
+        return found
+
+    def _bounds(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return first rows and ends. The list's end begins behind all rows, and ends at 0. [n] each."""
+        at = np.array(slots)
+        is_end = at == self._extents.ends
+        records = self._table.slots[np.where(is_end, 0, at)]
+        begins, ends = records[:, FIRST_ROW], records[:, FIRST_ROW] + records[:, NUM_ROWS]
+        return np.where(is_end, self._end, begins), np.where(is_end, 0, ends)
+
+    def _can_move(self, slots: Sequence[int]) -> np.ndarray:
+        """Return which extents can be moved. [n], bool."""
+        at = np.array(slots)
+        is_end = at == self._extents.ends
+        at = np.where(is_end, 0, at)
+        records = self._table.slots[at]
+        fits = (records[:, STATE] == COMMITTED) & (records[:, NUM_ROWS] <= self._table.spec.spare_rows)
+        is_closed = self._table.views["life"][at, OPEN] == 0
+        return np.asarray(fits & is_closed & ~is_end & ~self._readers.reading(at))
+
+    def _bring_home(self) -> bool:
+        """Move the extent that a dead process has left in the spare rows; return whether these are free."""
+        slots = self._table.slots
+        away = np.nonzero((slots[:, STATE] != FREE) & (slots[:, FIRST_ROW] >= self._end))[0]
+        if not len(away):
+            return True
+        slot = int(away[0])
+        near = self._near()
+        begins, ends = self._bounds(near)
+        wide = np.nonzero(begins[1:] - ends[:-1] >= slots[slot, NUM_ROWS])[0]
+        if not len(wide) or not self._can_move([slot])[0]:
+            return False
+        self._readers.forget_ahead()
+        self._place(slot, int(ends[wide[0]]))
+        self._extents.rebuild()
+        return True
+
+    # ---- moving ----------------------------------------------------------------------------------
+
+    def _slide(self, slot: int, to: int) -> None:
+        first, num_rows = self._table.slots[slot, [FIRST_ROW, NUM_ROWS]].tolist()
+        if first == to:
+            return
+        if first - to < num_rows:
+            self._place(slot, self._end)
+        self._place(slot, to)
+
+    def _place(self, slot: int, to: int) -> None:
+        """Let an extent lie in free rows. Its order among the others is to be as before afterwards."""
+        record = self._table.slots[slot]
+        source, num_rows = int(record[FIRST_ROW]), int(record[NUM_ROWS])
+        for rows in self._columns:
+            rows[to : to + num_rows] = rows[source : source + num_rows]
+        self._readers.copy(source, to, num_rows)
+        record[FIRST_ROW] = to  # the point from which on it lies there
+        self._readers.replace(source, to, num_rows)
+        self.rows_copied += num_rows
+
+
+def cheapest_run(
+    gaps: np.ndarray, lengths: np.ndarray, can_move: np.ndarray, wanted: int
+) -> tuple[int, int] | None:
+    """Return the gaps to join so that as few rows as possible move.
+
+    Args:
+        gaps: Free rows between neighbours. [n], int64.
+        lengths: Rows of what lies between two gaps. [n - 1], int64.
+        can_move: Which of them can move. [n - 1], bool.
+        wanted: Rows that the joined gap must have.
+    Returns:
+        The first and the last of these gaps; None: no gaps will do.
+    """
+    free = np.concatenate([[0], np.cumsum(gaps)])
+    rows, fixed = (np.concatenate([[0], np.cumsum(values)]) for values in (lengths, ~can_move))
+    first = np.arange(len(gaps))
+    last = np.maximum(np.searchsorted(free, free[:-1] + wanted) - 1, first)
+    enough = last < len(gaps)
+    first, last = first[enough], last[enough]
+    possible = fixed[last] == fixed[first]
+    first, last = first[possible], last[possible]
+    if not len(first):
+        return None
+    best = int(np.argmin(rows[last] - rows[first]))
+    return int(first[best]), int(last[best])

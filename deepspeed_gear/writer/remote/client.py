@@ -1,0 +1,224 @@
+"""RemoteWriter: how actors on machines without a store add what they have seen."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.trajectory import check_trajectory
+from deepspeed_gear.writer.open_trajectory import OpenTrajectory
+from deepspeed_gear.writer.remote.line import Line, Lost, raise_error
+from deepspeed_gear.writer.remote.outbox import Outbox
+from deepspeed_gear.writer.remote.sender import Patience, Sender, Sizes
+from deepspeed_gear.writer.remote.wire import VERSION
+from deepspeed_gear.writer.vector import Autoreset, VectorWriter
+
+LOG = logging.getLogger("deepspeed_gear")
+_MIB = 1 << 20
+MOST_BYTES = 1 << 30  # of a batch and of a trajectory: a message of gRPC's is less than 2 GiB
+
+
+class RemoteWriter:
+    """Adds trajectories to a table of another machine, through the gateway that `gear serve` runs there.
+
+    As TrajectoryWriter, but for two things: `add` returns before the trajectory is stored, so an error of one
+    is raised by a later call; and it returns this writer's own number of it, from 0, in place of the id.
+
+    Every trajectory is stored exactly once while the gateway lives, whatever becomes of connections. If the
+    gateway dies, what was not acknowledged may be stored or not; nothing is stored twice or in part.
+
+    Thread safety: one thread at a time; a thread of its own sends. After a fork, connect anew.
+    """
+
+    def __init__(self, line: Line, hello: Mapping[str, Any], client: str, sizes: Sizes, buffer: int) -> None:
+        self.table, self.max_length = str(hello["table"]), hello["max_length"]
+        self.schema = Schema.from_json(hello["schema"])
+        self._outbox, self._open, self._num_raised = Outbox(buffer, sizes.timeout_s), True, 0
+        who = {"gateway": str(hello["gateway"]), "client": client}
+        self._sender = Sender(line, self.schema, who, self._outbox, sizes)
+        self._finalizer = weakref.finalize(self, self._sender.stop)
+        self.num_added = self.num_steps_added = 0
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        *,
+        token: str | Path,
+        schema: Schema | None = None,
+        ca: str | Path | None = None,
+        timeout_s: float = 60.0,
+        insecure: bool = False,
+        buffer_bytes: int = 64 * _MIB,
+        batch_bytes: int = 2 * _MIB,
+        linger_s: float = 0.05,
+    ) -> RemoteWriter:
+        """Connect to a gateway that runs, or will run.
+
+        Args:
+            url: grpc+tls://HOST:PORT, or grpc://HOST:PORT without TLS.
+            token: The gateway's token, or the Path of a file of mode 0600 that holds it.
+            schema: What this actor writes; None: whatever the table has.
+            ca: File with the certificates that sign the gateway's; None: those of the machine.
+            timeout_s: Longest without an answer, and longest wait while the gateway holds back.
+            insecure: Admits other addresses than loopback without TLS: the token travels in the clear.
+            buffer_bytes: Of trajectories that are not acknowledged; `add` waits when it is full.
+            batch_bytes: Trajectories are sent when there are so many bytes of them,
+            linger_s: or when the first has waited so long.
+        Raises:
+            ConfigError: An argument is wrong.
+            StoreError: The token is wrong.
+            SchemaError: The table has another schema; the error names the differences.
+            LostNodeError: Nothing answers.
+        """
+        if not 0 < batch_bytes <= MOST_BYTES:
+            raise ConfigError("batch_bytes", f"must be in [1, {MOST_BYTES}]", batch_bytes)
+        line, client = Line(url, token, ca, insecure), uuid.uuid4().hex
+        hello = _hello(line, client, schema, timeout_s)
+        return cls(line, hello, client, Sizes(batch_bytes, linger_s, timeout_s), buffer_bytes)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this writer has waited for the gateway, in all."""
+        return self._outbox.waited_s
+
+    @property
+    def unacknowledged(self) -> range:
+        """Numbers of the trajectories that are not known to be stored."""
+        return self._outbox.unacknowledged
+
+    @property
+    def num_lost(self) -> int:
+        """How many calls were lost with their connection, and made again."""
+        return self._sender.num_lost
+
+    # ---- adding ----------------------------------------------------------------------------------
+
+    def add(self, trajectory: Mapping[str, Any]) -> int:
+        """Send a whole trajectory, which is copied; waits while the buffer is full.
+
+        Args:
+            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema says.
+        Returns:
+            Its number.
+        Raises:
+            DataError: It does not fit the schema, or one of the numbers before was refused: see `refused`.
+            StoreFullError: One before found no room, and the table lets nobody go.
+            NotReadyError: The gateway has held back for too long; this one is not taken.
+            StoreError, LostNodeError: The gateway has ended, was restarted or does not answer.
+        """
+        self._check()
+        arrays, num_steps = check_trajectory(f"table {self.table}", self.schema, trajectory)
+        num_bytes = sum(array.nbytes for array in arrays.values())
+        if num_bytes > MOST_BYTES:
+            rule = f"must have at most {MOST_BYTES} bytes"
+            raise DataError(f"table {self.table}: trajectory", rule, num_bytes, "cut it")
+        number = self._outbox.put(
+            {name: np.array(array, order="C") for name, array in arrays.items()}, num_bytes
+        )
+        self.num_added += 1
+        self.num_steps_added += num_steps
+        return number
+
+    def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
+        """Begin a trajectory that is added at the end of a `with` block; an exception in it adds nothing.
+
+        Args:
+            **per_trajectory: Columns of one value per trajectory.
+        """
+        return OpenTrajectory(self.table, self.schema, self.add, per_trajectory)
+
+    def vector(self, num_envs: int, autoreset: Autoreset = "next_step") -> VectorWriter:
+        """Return what takes the steps of many environments at once.
+
+        Args:
+            num_envs: N.
+            autoreset: As gymnasium's AutoresetMode: what an environment does behind its last step.
+        """
+        return VectorWriter(self.schema, self.add, num_envs, autoreset, self.max_length)
+
+    def flush(self) -> None:
+        """Wait until everything is stored.
+
+        Raises:
+            DataError, StoreFullError, NotReadyError, StoreError, LostNodeError: As `add`.
+        """
+        self._check()
+        self._outbox.flush()
+        self._raise_refused()
+
+    @property
+    def refused(self) -> list[tuple[int, GearError]]:
+        """Numbers of the trajectories that were refused, and why."""
+        return list(self._sender.refused)
+
+    def _check(self) -> None:
+        if not self._open:
+            raise StoreError(f"writer of table {self.table}", "must be open", None, "it was closed")
+        self._raise_refused()
+
+    def _raise_refused(self) -> None:
+        """Raise the first error that was not raised yet; the others count as raised with it."""
+        found = self.refused[self._num_raised :]
+        if found:
+            self._num_raised += len(found)
+            number, error = found[0]
+            more = f"{len(found) - 1} more were refused: see refused" if len(found) > 1 else ""
+            remedy = "; ".join(filter(None, (error.remedy, more)))
+            raise type(error)(f"trajectory {number}: {error.name}", error.rule, error.value, remedy)
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Flush and disconnect. Safe to call twice.
+
+        Raises:
+            DataError, StoreFullError, NotReadyError, StoreError, LostNodeError: As `flush`.
+        """
+        if self._open:
+            try:
+                self.flush()
+            finally:
+                self._open = False
+                self._finalizer()
+
+    def __enter__(self) -> RemoteWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except GearError as second:
+            if kind is None:
+                raise
+            LOG.warning("while a remote writer closed: %s", second)
+
+
+def _hello(line: Line, client: str, schema: Schema | None, timeout_s: float) -> dict[str, Any]:
+    """Say who connects; return what the gateway says of its table."""
+    header = {
+        "version": VERSION,
+        "client": client,
+        "schema": None if schema is None else schema.to_json(),
+    }
+    patience, stopped = Patience(f"gateway {line.url}", timeout_s), threading.Event()
+    while True:
+        try:
+            answer = line.call("hello", header, timeout_s)
+        except Lost as lost:
+            patience.wait(lost, stopped)
+            continue
+        raise_error(answer)
+        return answer

@@ -1,0 +1,165 @@
+"""The thread of a remote writer: sends batches, resumes after lost connections, hears what was refused."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_gear.errors import GearError, LostNodeError, PeerError
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.writer.remote import wire
+from deepspeed_gear.writer.remote.line import Line, Lost, raise_error
+from deepspeed_gear.writer.remote.outbox import Item, Outbox
+
+LOG = logging.getLogger("deepspeed_gear")
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
+_STOP_S = 2.0  # longest that the end of a process waits for a call
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How trajectories are sent.
+
+    Args:
+        batch_bytes: A batch is sent when it has so many.
+        linger_s: Or when its first trajectory has waited so long.
+        timeout_s: Longest without any answer.
+    """
+
+    batch_bytes: int
+    linger_s: float
+    timeout_s: float
+
+
+class Patience:
+    """How long lost calls are tried again: ever longer pauses, up to a time without any answer.
+
+    Args:
+        what: Must answer.
+        timeout_s: Longest without an answer.
+    """
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        self._what, self._timeout_s = what, timeout_s
+        self._pause_s = _FIRST_PAUSE_S
+        self._until: float | None = None
+
+    def reset(self) -> None:
+        """Begin anew: there was an answer."""
+        self._pause_s, self._until = _FIRST_PAUSE_S, None
+
+    def wait(self, error: Lost, stopped: threading.Event) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            LostNodeError: There was no answer for too long.
+        """
+        now = time.monotonic()
+        self._until = now + self._timeout_s if self._until is None else self._until
+        if now > self._until:
+            rule = f"must answer within {self._timeout_s:g} s"
+            raise LostNodeError(self._what, rule, None, f"does it run, and is the url right? {error}")
+        stopped.wait(self._pause_s * random.uniform(0.5, 1.0))  # so that many writers do not come at once
+        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+
+
+class Sender:
+    """Sends what is in an outbox, in a thread of its own.
+
+    One batch is under way at a time: the next goes when the gateway has dealt with it. So what the table
+    holds back fills the outbox, and a resumed connection sends again one batch at most.
+
+    Args:
+        line: To the gateway.
+        schema: Of the table.
+        who: What every call says: gateway and client.
+        outbox: What to send.
+        sizes: How.
+    """
+
+    def __init__(
+        self, line: Line, schema: Schema, who: Mapping[str, str], outbox: Outbox, sizes: Sizes
+    ) -> None:
+        self._line, self._schema, self._who, self._outbox, self._sizes = line, schema, who, outbox, sizes
+        self._patience = Patience(f"gateway {line.url}", sizes.timeout_s)
+        self._asks = False  # what has arrived is not known, or is not dealt with yet
+        self._upto = -1
+        self.refused: list[tuple[int, GearError]] = []
+        self.num_lost = 0  # calls
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gear-send", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send nothing any more; safe to call twice."""
+        self._stopped.set()
+        self._outbox.close()
+        self._thread.join(_STOP_S)
+
+    # ---- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                items = self._outbox.batch(self._sizes.batch_bytes, self._sizes.linger_s)
+                if items is None:
+                    break
+                self._send(items)
+            self._say_bye()
+        except GearError as error:
+            self._outbox.fail(self._with_loss(error))
+        except Exception as error:
+            LOG.exception("a remote writer's thread failed")
+            self._outbox.fail(PeerError(f"gateway {self._line.url}", "must be reachable", None, repr(error)))
+        finally:
+            self._line.hang_up()
+
+    def _send(self, items: list[Item]) -> None:
+        """Send a batch, or ask what has become of the last one."""
+        header = {**self._who, "known": self._upto}
+        try:
+            if self._asks:
+                answer = self._line.call("ask", header, self._sizes.timeout_s)
+            else:
+                answer = self._line.call("put", header, self._sizes.timeout_s, self._schema, items)
+        except Lost as lost:
+            self._asks = True
+            self.num_lost += 1
+            self._outbox.settle(-1, is_busy=False)
+            self._patience.wait(lost, self._stopped)
+            return
+        self._patience.reset()
+        self._take(answer)
+
+    def _take(self, answer: Mapping[str, Any]) -> None:
+        """Take note of an answer.
+
+        Raises:
+            GearError: The gateway ends, or is another.
+        """
+        if "upto" in answer:
+            new = [entry for entry in answer["refused"] if entry[0] > self._upto]
+            self.refused += [(number, wire.error_from_json(parts)) for number, parts in new]
+            self._upto, self._asks = answer["upto"], answer["busy"]
+            self._outbox.settle(self._upto, answer["busy"])
+        raise_error(answer)
+
+    def _with_loss(self, error: GearError) -> GearError:
+        """Say in an error how much is not acknowledged."""
+        left = self._outbox.unacknowledged
+        if not left:
+            return error
+        text = f"trajectories {left.start} to {left.stop - 1} of this writer are not acknowledged"
+        remedy = f"{error.remedy}; {text}" if error.remedy else text
+        return type(error)(error.name, error.rule, error.value, remedy)
+
+    def _say_bye(self) -> None:
+        try:
+            self._line.call("bye", self._who, _STOP_S)
+        except (Lost, GearError):
+            LOG.debug("the gateway has not heard that a writer has closed")

@@ -1,0 +1,161 @@
+"""What goes over the wire: trajectories as Arrow record batches, headers and errors as JSON.
+
+A record batch has a row per trajectory: its number, and of each column its bytes in C order as
+`large_binary`. Bytes, since they are what a store holds: bfloat16, bool and shapes need no types of Arrow's,
+and nothing is converted on the way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from deepspeed_gear import errors
+from deepspeed_gear.errors import DataError, GearError, PeerError
+from deepspeed_gear.schema import Column, Schema
+
+VERSION = 1
+_NUMBER = ".number"  # no column of a schema begins with a dot
+_LENGTH = 4  # bytes of a header's length
+Arrays = Mapping[str, np.ndarray]
+
+
+# ---- trajectories --------------------------------------------------------------------------------
+
+
+def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.RecordBatch:
+    """Return trajectories as a record batch.
+
+    Args:
+        schema: Of the table.
+        trajectories: Number and columns of each; the columns as they are stored.
+    """
+    numbers = pa.array([number for number, _ in trajectories], pa.int64())
+    columns = [_encoded([arrays[c.name] for _, arrays in trajectories]) for c in schema]
+    return pa.record_batch([numbers, *columns], names=[_NUMBER, *schema.names])
+
+
+def _encoded(arrays: Sequence[np.ndarray]) -> pa.Array:
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
+    content = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(content)]
+    return pa.Array.from_buffers(pa.large_binary(), len(arrays), buffers)
+
+
+def decode(schema: Schema, batch: pa.RecordBatch) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Yield number and columns of each trajectory of a record batch; nothing is copied.
+
+    Raises:
+        DataError: The batch is not what `encode` makes for this schema.
+    """
+    try:
+        batch.validate(full=True)  # offsets inside their buffers: a sender is not trusted with that
+    except pa.ArrowInvalid as error:
+        raise DataError("batch", "must be valid Arrow data", None, str(error)) from error
+    names = [_NUMBER, *schema.names]
+    types = [pa.int64(), *[pa.large_binary()] * len(schema)]
+    wrong = batch.schema.names != names or batch.schema.types != types
+    if wrong or any(column.null_count for column in batch.columns):
+        raise DataError("batch", f"must have the columns {names}, without nulls", batch.schema.names)
+    columns = {c.name: _decoded(c, array) for c, array in zip(schema, batch.columns[1:], strict=True)}
+    for row, number in enumerate(batch.column(0).to_pylist()):
+        yield number, {name: arrays[row] for name, arrays in columns.items()}
+
+
+def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
+    _, offsets_buffer, content_buffer = array.buffers()
+    offsets = np.frombuffer(offsets_buffer, np.int64)[array.offset : array.offset + len(array) + 1]
+    content = np.frombuffer(b"" if content_buffer is None else content_buffer, np.uint8)
+    lengths = np.diff(offsets)
+    bad = lengths != column.row_bytes if column.rows == "1" else lengths % column.row_bytes != 0
+    if bad.any():
+        rule = f"must have rows of {column.row_bytes} bytes"
+        raise DataError(f"batch: column {column.name}", rule, int(lengths[bad][0]))
+    lead = () if column.rows == "1" else (-1,)
+    pieces = (content[start:end] for start, end in pairwise(offsets))
+    return [piece.view(column.numpy_dtype).reshape((*lead, *column.shape)) for piece in pieces]
+
+
+# ---- requests and answers ------------------------------------------------------------------------
+
+
+def pack(header: Mapping[str, Any], batch: pa.RecordBatch | None = None) -> pa.Buffer:
+    """Return a message: the header's length, the header as JSON, and a record batch as an IPC stream."""
+    sink, head = pa.BufferOutputStream(), json.dumps(header).encode()
+    sink.write(len(head).to_bytes(_LENGTH, "little") + head)
+    if batch is not None:
+        with pa.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_batch(batch)
+    return sink.getvalue()
+
+
+def unpack(message: pa.Buffer) -> tuple[dict[str, Any], pa.Buffer]:
+    """Return the header of a message and what is behind it.
+
+    Raises:
+        DataError: It has no header.
+    """
+    view = memoryview(message)
+    end = _LENGTH + int.from_bytes(view[:_LENGTH], "little")
+    try:
+        header = json.loads(bytes(view[_LENGTH:end]))
+    except ValueError as error:
+        raise DataError("message", "must begin with a JSON object", None, str(error)) from error
+    if not isinstance(header, dict) or end > len(view):
+        raise DataError("message", "must begin with a JSON object", None)
+    return header, message.slice(end)
+
+
+def read_batch(content: pa.Buffer) -> pa.RecordBatch:
+    """Return the record batch behind a header.
+
+    Raises:
+        DataError: It is none.
+    """
+    try:
+        with pa.ipc.open_stream(content) as stream:
+            return stream.read_next_batch()
+    except (pa.ArrowException, OSError, StopIteration) as error:
+        raise DataError("batch", "must be an Arrow stream of one record batch", None, str(error)) from error
+
+
+# ---- errors and schemas --------------------------------------------------------------------------
+
+
+def error_to_json(error: GearError) -> dict[str, Any]:
+    """Return an error's parts; `error_from_json` reverses it."""
+    _, (name, rule, value, remedy) = error.__reduce__()
+    return {"kind": type(error).__name__, "name": name, "rule": rule, "value": value, "remedy": remedy}
+
+
+def error_from_json(parts: Mapping[str, Any]) -> GearError:
+    """Return an error of its kind; of one that this version does not know, a PeerError."""
+    kind = getattr(errors, str(parts["kind"]), PeerError)
+    known = isinstance(kind, type) and issubclass(kind, GearError)
+    return (kind if known else PeerError)(*(parts[key] for key in ("name", "rule", "value", "remedy")))
+
+
+def differences(own: Schema, wanted: Schema) -> list[str]:
+    """Name what is different in two schemas: columns that only one has, and each attribute that differs.
+
+    Args:
+        own: Of a writer.
+        wanted: Of the table.
+    """
+    found = [f"column {name} is not in the table" for name in own.names if name not in wanted]
+    found += [f"column {name} is missing" for name in wanted.names if name not in own]
+    for column in (c for c in wanted if c.name in own):
+        other = own[column.name]
+        for what in ("dtype", "shape", "role", "rows"):
+            here, there = getattr(other, what), getattr(column, what)
+            if here != there:
+                found.append(f"column {column.name} has {what} {here}, the table {there}")
+    if not found and own != wanted:
+        found.append(f"the columns are in the order {', '.join(own.names)}")
+    return found

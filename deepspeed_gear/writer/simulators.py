@@ -1,0 +1,270 @@
+"""Simulators that ask the policy of a rank for their actions, through shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.request_slots import FREE, IDLE, RESTING, RequestSlots, request_files
+from deepspeed_gear.writer.vector import VectorWriter
+
+_POLL_S = 0.02
+
+
+class Simulators(VectorWriter):
+    """N environments whose actions come from `replay.inference_loader`, and whose steps go to the store.
+
+    As `VectorWriter`, but `step` takes no columns that the policy gives: they are written where the
+    trajectory grows, by the rank that answers. So a row is written once there, and an episode is copied once,
+    into the store.
+
+    Not thread-safe. A loop over all environments: `reset`, then `act`, `step` again and again. Over those
+    that are ready: `reset`, `post`; then `ready`, `answers`, `step(envs=...)`, `post(envs)` again and again.
+
+    Args:
+        slots: Of the loader.
+        places: Those of these environments. [N].
+        schema: Of the table.
+        add: Adds a trajectory.
+        autoreset: As `VectorWriter`.
+        max_length: As `VectorWriter`.
+    """
+
+    def __init__(
+        self,
+        slots: RequestSlots,
+        places: np.ndarray,
+        schema: Schema,
+        add: Callable[[Mapping[str, Any]], int],
+        autoreset: str,
+        max_length: int | None,
+    ) -> None:
+        staging = slots.staging(places)
+        super().__init__(schema, add, len(places), autoreset, max_length, slots.native, staging)
+        self._slots, self._places, self._all = slots, places, np.arange(len(places), dtype=np.int64)
+        answered = [schema[name] for name in slots.places.answers]
+        self._done_by = [column for column in self._done_by if column not in answered]
+        self._done_rows, self._answer_rows = staging.rows(self._done_by), staging.rows(answered)
+        self._no_answers = {c.name: np.zeros(c.shape, c.numpy_dtype) for c in answered}
+        self._timesteps = np.zeros(len(places), np.int64)  # within the episode
+        self._aside: dict[int, list[dict[str, np.ndarray]]] = {}  # what the rows of a place do not hold
+        self._aside_steps = np.zeros(len(places), np.int64)
+        self._finalizer = weakref.finalize(self, _leave, slots, places, os.getpid())
+
+    # ---- asking ----------------------------------------------------------------------------------
+
+    def act(self, timeout_s: float = 60.0) -> dict[str, np.ndarray]:
+        """Ask for all environments, wait, and return the answers.
+
+        If it raises, the requests stand: the next call waits for the same answers.
+
+        Args:
+            timeout_s: Longest wait.
+        Returns:
+            Column -> [N, *shape], copies; zeros for environments whose next step resets them.
+        Raises:
+            DataError: `reset` has not come first.
+            PeerError: The loader was closed, or its process has died.
+            NotReadyError: It has not answered in time.
+        """
+        self.post()
+        self._slots.wait(self._places, self.num_envs, timeout_s)
+        return self.answers()
+
+    def post(self, envs: np.ndarray | Sequence[int] | None = None) -> None:
+        """Ask for some environments, or all, without waiting; those that have asked already are left out.
+
+        Args:
+            envs: Numbers of environments. [n], int64.
+        Raises:
+            DataError: `reset` has not come first.
+        """
+        self._check_open()
+        asking = self._all if envs is None else np.asarray(envs, np.int64)
+        asking = asking[self._slots.states[self._places[asking]] == IDLE]
+        if self._any_waits:
+            waits = self._waits[asking]
+            self._rest(asking[waits])
+            asking = asking[~waits]
+        if len(asking):
+            self._make_room_for(asking)
+            self._slots.post(self._places[asking], self._next[asking] - 1, self._timesteps[asking])
+
+    def _rest(self, envs: np.ndarray) -> None:
+        """Let environments go on without the policy, whose action they ignore."""
+        if (self._next[envs] == self._staging.first[envs]).any():
+            raise DataError("reset", "must come first", None)
+        rows = self._next[envs] - 1
+        zeros = [np.broadcast_to(zero, (len(envs), *zero.shape)) for zero in self._no_answers.values()]
+        self._answer_rows.put([np.ascontiguousarray(zero) for zero in zeros], rows)
+        self._slots.states[self._places[envs]] = RESTING
+
+    def ready(self, least: int = 1, timeout_s: float = 60.0) -> np.ndarray:
+        """Wait until so many environments have their answers, or need none; return their numbers. [n], int64.
+
+        Raises:
+            PeerError, NotReadyError: As `act`.
+        """
+        self._check_open()
+        return np.flatnonzero(self._slots.wait(self._places, least, timeout_s))
+
+    def answers(self, envs: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Return what the policy gave for environments that are ready. Column -> [n, *shape], copies."""
+        return self._answer_rows.get(self._next[slice(None) if envs is None else envs] - 1)
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def reset(self, mask: np.ndarray | None = None, **columns: Any) -> None:
+        """Begin an episode of all environments, or of some; as `VectorWriter.reset`.
+
+        Raises:
+            StoreError: One of them waits for an answer.
+        """
+        self._check_open()
+        mask = None if mask is None else np.asarray(mask, bool)
+        which = self._places[slice(None) if mask is None else mask]
+        states = self._slots.states[which]
+        if not ((states == IDLE) | self._slots.are_ready(which)).all():
+            raise StoreError("reset", "must not come while an answer is waited for", None, "call act again")
+        super().reset(mask, **columns)
+        self._timesteps[slice(None) if mask is None else mask] = 0
+        self._slots.states[which] = IDLE
+
+    def step(
+        self, final: Mapping[str, Any] | None = None, envs: np.ndarray | None = None, **columns: Any
+    ) -> list[int]:
+        """Take a step of environments that have acted; as `VectorWriter.step`, without the policy's columns.
+
+        Raises:
+            StoreError: One of them has no answer yet.
+        """
+        self._check_open()
+        places = self._places if envs is None else self._places[envs]
+        if not self._slots.are_ready(places).all():
+            raise StoreError("step", "must come behind the answers", None, "call act, or take those of ready")
+        given = self._answer_rows.columns
+        unwanted = [column.name for column in given if column.name in columns]
+        if unwanted:
+            raise DataError(f"column {unwanted[0]}", "must not be given", None, "the policy gives it")
+        added = super().step(final, envs, **columns)
+        self._timesteps[slice(None) if envs is None else envs] += 1
+        self._slots.states[places] = IDLE
+        return added
+
+    def _take_values(self, columns: Mapping[str, Any], which: Any) -> None:
+        super()._take_values(columns, which)
+        for name, values in self._slots.values.items():
+            values[self._places[which]] = self._values[name][which]
+
+    def _begin(self, envs: np.ndarray) -> None:
+        self._timesteps[envs] = -1  # the step that this is part of counts
+        for env in envs.tolist() if self._aside else []:
+            self._drop_aside(env)
+
+    # ---- room ------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        self._room = 1  # `post` has seen to it
+
+    def _make_room_for(self, envs: np.ndarray) -> None:
+        """See to it that the next step of environments that do not wait has a row."""
+        used = self._next[envs] - self._staging.first[envs] - 1
+        if self._max_length is not None:
+            too_long = used + self._aside_steps[envs] >= self._max_length
+            if too_long.any():
+                self._cut(envs[too_long])
+                used[too_long] = 0
+        for env in envs[used >= self._staging.length].tolist():
+            self._put_aside(env)
+
+    def _put_aside(self, env: int) -> None:
+        """Move what fills a place's rows into private memory, and go on from the last state."""
+        steps = self._staging.length
+        names = self._staging.arrays
+        rows = {name: self._staging.of(name, env)[:steps].copy() for name in names}
+        self._aside.setdefault(env, []).append(rows)
+        self._aside_steps[env] += steps
+        self._go_on(env, steps)
+
+    def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
+        rows = super()._steps_of(column, env, num_steps)
+        aside = self._aside.get(env)
+        return rows if aside is None else np.concatenate([*(part[column.name] for part in aside), rows])
+
+    def _commit(self, env: int, num_steps: int) -> int:
+        number = super()._commit(env, num_steps)
+        self._drop_aside(env)
+        return number
+
+    def _drop_aside(self, env: int) -> None:
+        if self._aside.pop(env, None) is not None:
+            self._aside_steps[env] = 0
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise StoreError("the simulators", "must be open", None, "they were closed")
+
+    def close(self) -> None:
+        """Give the places back; open trajectories are dropped. Safe to call twice, and done at exit."""
+        self._finalizer()
+
+    def __enter__(self) -> Simulators:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _leave(slots: RequestSlots, places: np.ndarray, process: int) -> None:
+    if os.getpid() == process:  # a forked child leaves its parent's places alone
+        slots.release(places)
+    slots.close()
+
+
+def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[RequestSlots, np.ndarray]:
+    """Attach to the loader beside a store that has the most free places, and take some; wait for both.
+
+    Args:
+        store: Name of the table's file.
+        num_envs: Places.
+        wait_s: How long to wait.
+    Raises:
+        StoreError: There is no loader in time, or none has so many free places.
+    """
+    until, most = time.monotonic() + wait_s, -1
+    while True:
+        found = _by_room(store)
+        if found:
+            places = found[0].claim(num_envs)
+            for slots in found[len(places) == num_envs :]:
+                slots.close()
+            if len(places) == num_envs:
+                return found[0], places
+            most = max(most, len(places))
+        if time.monotonic() > until:
+            what = f"an inference loader of {store}"
+            if most < 0:
+                rule, remedy = f"must be open within {wait_s:g} s", "call replay.inference_loader in a rank"
+                raise StoreError(what, rule, None, remedy)
+            rule = f"must have {num_envs} free places"
+            raise StoreError(what, rule, most, "raise num_simulators")
+        time.sleep(_POLL_S)
+
+
+def _by_room(store: str) -> list[RequestSlots]:
+    found = []
+    for name in request_files(store):
+        with contextlib.suppress(StoreError):  # it has just ended, or is full
+            found.append(RequestSlots.attach(name))
+    found.sort(key=lambda slots: int(np.count_nonzero(slots.states == FREE)), reverse=True)
+    return found

@@ -1,0 +1,81 @@
+"""An actor on a node without a store streams to the gateway of another, over a cable that is pulled out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster_support import SCRIPT, Cluster
+from gear_support import ROOT, environment
+from remote_support import openssl_certificate, write_token
+
+LEARNS = """
+import sys, threading
+from remote_support import SCHEMA, Replay, TrajectoryWriter, assert_same, section, stored
+from deepspeed_gear.writer.remote.security import read_token
+from deepspeed_gear.writer.remote.server import Certificate, Gateway
+token, chain, key, number = sys.argv[1:]
+with Replay(section(), schemas={"main": SCHEMA}) as replay:
+    writer = TrajectoryWriter.attach(section())
+    gateway = Gateway(writer, read_token(token), "0.0.0.0", 4711, Certificate.read(chain, key))
+    is_over = lambda: replay.tables["main"].num_steps == int(number)
+    thread = threading.Thread(target=gateway.run, args=(is_over,))
+    thread.start()
+    print("serves", flush=True)
+    thread.join()
+    assert_same(stored(replay), range(len(replay)))
+    print("stored", replay.tables["main"].num_steps, flush=True)
+"""
+ACTS = """
+import sys, time
+from pathlib import Path
+from remote_support import trajectory
+from deepspeed_gear import RemoteWriter
+token, chain = map(Path, sys.argv[1:])
+options = {"batch_bytes": 1 << 16, "timeout_s": 40.0}
+with RemoteWriter.connect("grpc+tls://10.77.0.1:4711", token=token, ca=chain, **options) as writer:
+    for number in range(400):
+        writer.add(trajectory(number))
+        if number % 40 == 20:
+            writer.flush()
+            print("at", number, flush=True)
+            time.sleep(0.2)
+"""
+
+
+def start(cluster: Cluster, node: int, program: str, *arguments: object) -> subprocess.Popen[str]:
+    command = cluster.command(node, sys.executable, "-c", program, *map(str, arguments))
+    return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def pull(cluster: Cluster, node: int, state: str) -> None:
+    subprocess.run([str(SCRIPT), "link", str(node), state], env=cluster._env, check=True, timeout=10)
+
+
+def wait_for(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == line + "\n"
+
+
+def test_a_remote_actor_over_a_cable_that_is_pulled_out(cluster: Cluster, tmp_path: Path) -> None:
+    """100,000 steps, five cuts: TCP bridges short ones, calls have deadlines for the long one."""
+    chain, key = openssl_certificate(tmp_path, "IP:10.77.0.1")
+    token = write_token(tmp_path / "token")
+    learner = start(cluster, 0, LEARNS, token, chain, key, 100_000)
+    try:
+        wait_for(learner, "serves")
+        actor = start(cluster, 1, ACTS, token, chain)
+        for cut in range(5):
+            wait_for(actor, f"at {20 + 40 * cut}")
+            pull(cluster, 1, "down")
+            time.sleep(12.0 if cut == 2 else 0.5)
+            pull(cluster, 1, "up")
+        assert actor.wait(60) == 0
+        wait_for(learner, "stored 100000")
+        assert learner.wait(20) == 0
+    finally:
+        pull(cluster, 1, "up")
+        learner.kill()
+        learner.communicate()

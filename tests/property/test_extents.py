@@ -1,0 +1,243 @@
+"""The lists of a store: plain Python and C++ side by side, against an oracle that knows no lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.store.extents import (
+    AFTER,
+    BEFORE,
+    CHANGED,
+    COMMITTED,
+    FIRST_ROW,
+    FREE,
+    FREE_ROWS,
+    FREE_SLOT,
+    ID,
+    INSERTED,
+    LINK_WORDS,
+    NEWER,
+    NEXT_ID,
+    NO_ROWS,
+    NO_SLOT,
+    NUM_COMMITTED,
+    NUM_ROWS,
+    NUM_STEPS,
+    OLDER,
+    RECOVERIES,
+    RESERVED,
+    RETIRED,
+    SCATTERED,
+    STATE,
+    STEPS_COMMITTED,
+    STEPS_INSERTED,
+    Extents,
+    NativeExtents,
+)
+from deepspeed_gear.store.layout import SLOT_WORDS
+from deepspeed_gear.store.life import UNLIMITED
+from deepspeed_gear.store.native import address
+from deepspeed_gear.store.spec import CONTROL_WORDS, LIFE_WORDS
+
+PEER, IDS = 3, (1, 2)
+
+
+def arrays_of(num_slots: int, log_size: int) -> tuple[np.ndarray, ...]:
+    shapes = (CONTROL_WORDS,), (num_slots, SLOT_WORDS), (num_slots + 2, LINK_WORDS), (log_size,)
+    life = np.ones((num_slots, LIFE_WORDS), np.int64)  # a commit sets it to 0
+    return (*(np.zeros(shape, np.int64) for shape in shapes), life)
+
+
+def native_extents(arrays: tuple[np.ndarray, ...], num_rows: int) -> NativeExtents:
+    """Open lists in C++ that never lock: there is no mutex."""
+    native = load_backend("cpu").native
+    control, slots, links, log, life = arrays
+    places = (address(control), address(links), address(log), address(life), address(slots))
+    sizes = (len(slots), num_rows, len(log), *IDS, PEER, UNLIMITED, UNLIMITED)
+    handle = native.store_open((0, 0, *places, *sizes, 0, UNLIMITED))
+    return NativeExtents(native, handle, *arrays, num_rows, IDS, PEER)
+
+
+def ring(extents: Extents, sentinel: int, on: int, back: int) -> list[int]:
+    """Walk a list forth, and check that it is the same back."""
+    found, slot = [], int(extents.links[sentinel, on])
+    while slot != sentinel:
+        found.append(slot)
+        assert len(found) <= len(extents.slots)
+        slot = int(extents.links[slot, on])
+    there, slot = [], int(extents.links[sentinel, back])
+    while slot != sentinel:
+        there.append(slot)
+        slot = int(extents.links[slot, back])
+    assert there == found[::-1]
+    return found
+
+
+def free_slots(extents: Extents) -> list[int]:
+    found, slot = [], int(extents.control[FREE_SLOT])
+    while slot >= 0:
+        found.append(slot)
+        slot = int(extents.links[slot, AFTER])
+    return found
+
+
+class ExtentsMachine(RuleBasedStateMachine):
+    """The oracle: `held` says what each slot holds, `old` and `gone` in which order they came and went."""
+
+    @initialize(num_slots=st.integers(1, 7), num_rows=st.integers(1, 40), log_size=st.integers(1, 9))
+    def make(self, num_slots: int, num_rows: int, log_size: int) -> None:
+        self.num_rows, self.num_slots = num_rows, num_slots
+        plain, other = arrays_of(num_slots, log_size), arrays_of(num_slots, log_size)
+        self.plain = Extents(*plain, num_rows, IDS, PEER)
+        self.native = native_extents(other, num_rows)
+        self.both: list[Extents] = [self.plain, self.native]
+        self._on_both("rebuild")
+        self.held: dict[int, tuple[int, int, int]] = {}  # slot -> state, rows, steps
+        self.old: list[int] = []
+        self.gone: list[int] = []
+        self.noted: list[int] = []
+        self.inserted = self.steps_inserted = 0
+
+    def _on_both(self, name: str, *arguments: int) -> Any:
+        first, second = (getattr(extents, name)(*arguments) for extents in self.both)
+        assert first == second
+        return first
+
+    def _of(self, state: int) -> list[int]:
+        return sorted(slot for slot, held in self.held.items() if held[0] == state)
+
+    def _longest_run(self) -> int:
+        taken = np.zeros(self.num_rows + 1, bool)
+        taken[-1] = True
+        for slot in self.held:
+            first, count = self.plain.slots[slot, [FIRST_ROW, NUM_ROWS]].tolist()
+            taken[first : first + count] = True
+        return int(np.diff(np.nonzero(np.append(True, taken))[0]).max()) - 1
+
+    @rule(num_rows=st.integers(1, 20))
+    def reserve(self, num_rows: int) -> None:
+        free, longest = self.num_rows - sum(rows for _, rows, _ in self.held.values()), self._longest_run()
+        slot = self._on_both("reserve", num_rows, max(1, num_rows - 1))
+        if len(self.held) == self.num_slots:
+            assert slot == NO_SLOT
+        elif num_rows > free:
+            assert slot == NO_ROWS
+        elif num_rows > longest:
+            assert slot == SCATTERED
+        else:
+            assert 0 <= slot < self.num_slots
+            assert slot not in self.held
+            self.held[slot] = RESERVED, num_rows, max(1, num_rows - 1)
+
+    @precondition(lambda self: self._of(RESERVED))
+    @rule(data=st.data(), born=st.integers(0, 9))
+    def commit(self, data: st.DataObject, born: int) -> None:
+        slot = data.draw(st.sampled_from(self._of(RESERVED)))
+        num_rows = data.draw(st.integers(1, self.held[slot][1]))
+        number = self._on_both("commit", slot, num_rows, num_rows, born)
+        assert number == self.inserted * IDS[1] + IDS[0]
+        self.held[slot] = COMMITTED, num_rows, num_rows
+        self.old.append(slot)
+        self.noted.append(slot)
+        self.inserted, self.steps_inserted = self.inserted + 1, self.steps_inserted + num_rows
+
+    @precondition(lambda self: self.old)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.old))
+        self._on_both("retire", slot)
+        self.held[slot] = RETIRED, *self.held[slot][1:]
+        self.old.remove(slot)
+        self.gone.append(slot)
+        self.noted.append(slot)
+
+    @precondition(lambda self: self._of(RESERVED) or self.gone)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self._of(RESERVED) + self.gone))
+        self._on_both("free", slot)
+        if self.held.pop(slot)[0] == RETIRED:
+            self.gone.remove(slot)
+
+    @rule()
+    def rebuild(self) -> None:
+        """Order by id: of those that are retired this is all that the slot table knows."""
+        self._on_both("rebuild")
+        self.gone.sort(key=lambda slot: int(self.plain.slots[slot, ID]))
+
+    @invariant()
+    def same_in_both(self) -> None:
+        if not hasattr(self, "plain"):
+            return
+        words = np.arange(CONTROL_WORDS) != RECOVERIES
+        assert (self.plain.control[words] == self.native.control[words]).all()
+        for name in ("slots", "links", "log"):
+            assert (getattr(self.plain, name) == getattr(self.native, name)).all(), name
+
+    @invariant()
+    def right(self) -> None:
+        if not hasattr(self, "plain"):
+            return
+        extents, control, slots = self.plain, self.plain.control, self.plain.slots
+        for slot in range(self.num_slots):
+            state, rows, steps = self.held.get(slot, (FREE, 0, 0))
+            assert slots[slot, STATE] == state
+            if state != FREE:
+                assert slots[slot, [NUM_ROWS, NUM_STEPS]].tolist() == [rows, steps]
+        by_address = ring(extents, extents.ends, AFTER, BEFORE)
+        assert sorted(by_address) == sorted(self.held)
+        end = 0
+        for slot in by_address:
+            assert slots[slot, FIRST_ROW] >= end
+            end = int(slots[slot, FIRST_ROW] + slots[slot, NUM_ROWS])
+        assert end <= self.num_rows
+        assert control[FREE_ROWS] == self.num_rows - sum(rows for _, rows, _ in self.held.values())
+        assert extents.longest_run == self._longest_run()
+        assert sorted([*free_slots(extents), *self.held]) == list(range(self.num_slots))
+        assert ring(extents, extents.ends, NEWER, OLDER) == self.old
+        assert extents.retired().tolist() == ring(extents, extents.retired_ends, NEWER, OLDER) == self.gone
+        assert extents.oldest() == (self.old[0] if self.old else -1)
+        assert extents.newest() == (self.old[-1] if self.old else -1)
+
+    @invariant()
+    def counted(self) -> None:
+        if not hasattr(self, "plain"):
+            return
+        control = self.plain.control
+        assert control[NUM_COMMITTED] == len(self.old)
+        assert control[STEPS_COMMITTED] == sum(self.held[slot][2] for slot in self.old)
+        assert control[[INSERTED, STEPS_INSERTED]].tolist() == [self.inserted, self.steps_inserted]
+        assert control[NEXT_ID] == self.inserted
+        assert control[CHANGED] == len(self.noted)
+        seen = max(0, len(self.noted) - len(self.plain.log))
+        assert self.plain.changed_since(seen).tolist() == sorted(set(self.noted[seen:]))
+        if seen:
+            assert self.plain.changed_since(seen - 1) is None
+
+    @invariant()
+    def rebuilt_is_the_same(self) -> None:
+        """Of a copy: the same lists, although the search for rows may begin elsewhere."""
+        if not hasattr(self, "plain"):
+            return
+        arrays = [getattr(self.plain, name).copy() for name in ("control", "slots", "links", "log", "life")]
+        arrays[2][:] = 12345
+        arrays[0][[FREE_ROWS, FREE_SLOT, NUM_COMMITTED, STEPS_COMMITTED]] = 12345
+        copy = Extents(*arrays, self.num_rows, IDS, PEER)
+        copy.rebuild()
+        assert sorted(free_slots(copy)) == sorted(free_slots(self.plain))
+        ends = self.plain.ends
+        assert ring(copy, ends, AFTER, BEFORE) == ring(self.plain, ends, AFTER, BEFORE)
+        assert ring(copy, ends, NEWER, OLDER) == self.old
+        assert sorted(copy.retired().tolist()) == sorted(self.gone)
+        words = [FREE_ROWS, NUM_COMMITTED, STEPS_COMMITTED, NEXT_ID, CHANGED, INSERTED, STEPS_INSERTED]
+        assert (copy.control[words] == self.plain.control[words]).all()
+
+
+TestExtents = ExtentsMachine.TestCase
+TestExtents.settings = settings(max_examples=60, stateful_step_count=40)

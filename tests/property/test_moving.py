@@ -1,0 +1,225 @@
+"""Moving of extents: random lengths, every removal rule, and rows that say whose they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import STEP, StoreScene, check_whole, priority_rule, stream_spec, trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_gear.errors import NotReadyError
+from deepspeed_gear.selection.readers import Readers
+from deepspeed_gear.store.extents import CUTTING, FREE_ROWS, RESERVED, SCATTERED
+from deepspeed_gear.store.life import OPEN, Life
+from deepspeed_gear.store.spec import RETURN_TO_GO, spare_rows_for
+from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, NUM_STEPS, STATE
+from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.moving import cheapest_run
+
+RULES = ("fifo", "lifo", "uniform", "lowest_priority", "keep_best")
+LONGEST = 12
+
+
+def scene_of(backend: str = "cpu", removal: Any = "uniform", **options: Any) -> StoreScene:
+    """Make a store of 60 rows, of which this process alone is read."""
+    column = "task" if removal == "keep_best" else None
+    rule = priority_rule(initial=0.5, normalize="table", alpha=1.0)
+    spec = stream_spec(batch=16, unit="step", priorities=rule, name="train")
+    sizes = {"num_slots": 20, "num_rows": 60, "spare_rows": LONGEST + 1, **options}
+    return StoreScene(backend, [spec], life=Life(removal, column), **sizes)
+
+
+def priority_of(number: int, step: int) -> float:
+    return 1.0 + number % 50 + step / 64
+
+
+def check_rows(scene: StoreScene) -> None:
+    """Every row, and what is derived from it, is of the trajectory that says to lie there."""
+    table = scene.table
+    for slot in np.nonzero(table.slots[:, STATE] == COMMITTED)[0].tolist():
+        number, steps = int(table.slots[slot, ID]), int(table.slots[slot, NUM_STEPS])
+        wanted, rows = trajectory(number, steps), table.rows(slot)
+        assert all(np.array_equal(rows[name], wanted[name]) for name in rows), number
+        first = int(table.slots[slot, FIRST_ROW])
+        returns = wanted["reward"][::-1].cumsum()[::-1]
+        assert np.array_equal(table.held(RETURN_TO_GO)[first : first + steps], returns)
+
+
+def take(scene: StoreScene, key: int) -> np.ndarray:
+    """Return what a cut draws, checked to be what is stored. [B, 8], int64."""
+    stream, table = scene.streams[0], scene.table
+    stream.masses.ask(key)
+    records = np.array(stream.take(key).resolutions.numpy())
+    check_drawn(scene, records)
+    assert (table.slots[records[:, 1], STATE] == COMMITTED).all()
+    return records
+
+
+def check_drawn(scene: StoreScene, records: np.ndarray) -> None:
+    codes = scene.table.columns["code"][records[:, 3] + records[:, 5]]
+    assert (codes == records[:, 0] * STEP + records[:, 5]).all()
+
+
+def set_priorities(scene: StoreScene, records: np.ndarray) -> dict[tuple[int, int], float]:
+    """Report the priorities of what was drawn."""
+    items = [(int(r[0]), int(r[5])) for r in records]
+    values = np.array([priority_of(*item) for item in items], np.float32)
+    scene.streams[0].masses.reports.add_items(records[:, [1, 2, 5]], values, np.arange(len(items)))
+    return dict(zip(items, values.tolist(), strict=True))
+
+
+def check_priorities(scene: StoreScene, known: dict[tuple[int, int], float]) -> None:
+    """Each step has the priority that was reported for it, or the first one."""
+    masses, table = scene.streams[0].masses, scene.table
+    for slot in np.nonzero(masses.applied * (table.slots[:, STATE] == COMMITTED))[0].tolist():
+        number, first, steps = table.slots[slot, [ID, FIRST_ROW, NUM_STEPS]].tolist()
+        wanted = [known.get((number, step), 0.5) for step in range(steps)]
+        assert masses.values[first : first + steps].tolist() == wanted
+
+
+@pytest.mark.parametrize("removal", RULES)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.DataObject) -> None:
+    backend = data.draw(st.sampled_from(["cpu", "cpu", "reference"]))
+    scene, key = scene_of(backend, removal), 0
+    by, known = Inserter(scene.table, Readers(scene.table), 0.0), {}
+    late: np.ndarray | None = None  # of a cut that is not consumed yet
+    for steps in data.draw(st.lists(st.integers(1, LONGEST), min_size=20, max_size=40)):
+        try:
+            scene.count += 1
+            by.add(trajectory(int(scene.table.control[1]), steps))
+        except NotReadyError:
+            assert late is not None
+        check_rows(scene)
+        if late is not None:
+            check_drawn(scene, late)
+        if data.draw(st.booleans()):
+            if late is not None:
+                scene.streams[0].consume(key - 1)
+            late, key = take(scene, key), key + 1
+            check_priorities(scene, known)
+            known.update(set_priorities(scene, late))
+        check_whole(scene.table, scene.streams)
+    scene.close()
+
+
+@pytest.mark.parametrize("removal", RULES[:3])
+def test_a_store_of_random_lengths_is_almost_full(removal: str) -> None:
+    scene = scene_of("cpu", removal, num_slots=400, num_rows=4000, spare_rows=41)
+    by, chance, levels = Inserter(scene.table, Readers(scene.table), 0.0), np.random.default_rng(0), []
+    for number, steps in enumerate(chance.integers(1, 41, 600).tolist()):
+        by.add(trajectory(number, steps))
+        levels.append(1 - int(scene.table.control[FREE_ROWS]) / 4000)
+    assert min(levels[300:]) >= 0.95
+    check_rows(scene)
+    check_whole(scene.table, [])
+    scene.close()
+
+
+# ---- what is not moved ---------------------------------------------------------------------------
+
+
+def scattered(**options: Any) -> StoreScene:
+    """Make a store of 7 extents of 8 rows, with 8 free rows and gaps of 8 and 4: no run of 9."""
+    scene = scene_of("cpu", "uniform", **options)
+    for _ in range(7):
+        scene.add(7)
+    with scene.table.lock:
+        slot = int(scene.table.slots_of(np.array([2]))[0])
+        scene.table.retire(slot)
+        scene.table.free(np.array([slot]))
+    return scene
+
+
+def reserve(scene: StoreScene, num_steps: int = 10) -> tuple[int, int]:
+    """Return slot and the number of trajectories that are left."""
+    with scene.table.lock:
+        slot = Inserter(scene.table, Readers(scene.table), 0.0).room.reserve(num_steps)
+    return slot, scene.table.num_trajectories
+
+
+def test_moving_lets_nobody_go() -> None:
+    scene = scattered()
+    slot, left = reserve(scene)
+    assert scene.table.slots[slot, STATE] == RESERVED
+    assert left == 6
+    check_rows(scene)
+    check_whole(scene.table, scene.streams)
+    scene.close()
+
+
+@pytest.mark.parametrize("why", ["open", "drawn", "reserved", "too long", "cutting"])
+def test_what_must_stay_stays(why: str) -> None:
+    scene = scattered(spare_rows=7) if why == "too long" else scattered()
+    table = scene.table
+    if why == "open":
+        table.views["life"][:, OPEN] = 1
+    elif why == "drawn":
+        scene.streams[0].last_drawn[:] = 0
+    elif why == "reserved":
+        table.slots[table.slots[:, STATE] == COMMITTED, STATE] = RESERVED
+    elif why == "cutting":
+        table.control[CUTTING] = 1
+    before = table.slots.copy()
+    with table.lock:
+        room = Inserter(table, Readers(table), 0.0).room
+        assert table.extents is not None
+        assert table.extents.reserve(11, 10) == SCATTERED
+        assert not (room.mover.pays(11) and room.mover.make_run(11))
+    assert (table.slots == before).all()
+    scene.close()
+
+
+def test_an_extent_that_was_left_in_the_spare_rows_comes_home() -> None:
+    scene = scattered()
+    table = scene.table
+    with table.lock:
+        mover = Inserter(table, Readers(table), 0.0).room.mover
+        slot = int(table.slots_of(np.array([5]))[0])
+        mover._place(slot, table.spec.capacity_rows)  # and its mover dies
+        assert table.extents is not None
+        table.extents.rebuild()
+    check_rows(scene)
+    check_whole(table, scene.streams)
+    assert reserve(scene)[1] == 6
+    ends = table.slots[:, FIRST_ROW] + table.slots[:, NUM_ROWS]
+    assert ends[table.slots[:, STATE] != 0].max() <= table.spec.capacity_rows
+    check_rows(scene)
+    scene.close()
+
+
+def test_a_table_that_lets_nobody_go_has_no_spare_rows() -> None:
+    assert spare_rows_for(Life(), 1000, 50) == 0
+    assert [spare_rows_for(Life("fifo"), 1000, longest) for longest in (50, 300, None)] == [50, 125, 125]
+    scene = scattered(spare_rows=0)
+    with scene.table.lock:
+        assert not Inserter(scene.table, Readers(scene.table), 0.0).room.mover.pays(11)
+    scene.close()
+
+
+# ---- which extents -------------------------------------------------------------------------------
+
+
+@given(
+    gaps=st.lists(st.integers(0, 6), min_size=1, max_size=9),
+    wanted=st.integers(1, 20),
+    data=st.data(),
+)
+def test_the_cheapest_run_is_found(gaps: list[int], wanted: int, data: st.DataObject) -> None:
+    between = len(gaps) - 1
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=between, max_size=between))
+    can_move = data.draw(st.lists(st.booleans(), min_size=between, max_size=between))
+    costs = {
+        (i, j): sum(lengths[i:j])
+        for i in range(len(gaps))
+        for j in range(i, len(gaps))
+        if sum(gaps[i : j + 1]) >= wanted and all(can_move[i:j])
+    }
+    found = cheapest_run(np.array(gaps), np.array(lengths, np.int64), np.array(can_move, bool), wanted)
+    assert (found is None) == (not costs)
+    if found is not None:
+        assert costs[found] == min(costs.values())

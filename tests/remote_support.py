@@ -1,0 +1,185 @@
+"""What the tests of remote writers share: a table, its gateway, and a network that cuts connections."""
+
+from __future__ import annotations
+
+import random
+import selectors
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gear_support import prefix
+
+from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
+from deepspeed_gear.writer.remote.server import Gateway
+
+TOKEN = "0123456789abcdef" * 2
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (3,), "observation", "T+1"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("half", "bfloat16", (2,)),
+        Column("number", "int64"),
+        Column("checksum", "uint8", (), "other", "T"),
+        Column("weight", "float64", (), "other", "1"),
+    ]
+)
+
+
+def trajectory(number: int, steps: int = 250) -> dict[str, Any]:
+    """Make the trajectory of a number; the same every time, and unlike all others."""
+    drawn = np.random.default_rng(number)
+    found = {
+        "observation": drawn.standard_normal((steps + 1, 3), np.float32),
+        "terminated": np.arange(steps) == steps - 1,
+        "half": drawn.integers(0, 1 << 15, (steps, 2), np.uint16),
+        "number": np.full(steps, number, np.int64),
+        "weight": np.array(float(number + 1)),
+    }
+    sums = found["half"].astype(np.int64).sum(1) + number
+    return {**found, "checksum": (sums % 251).astype(np.uint8)}
+
+
+def section(**table: Any) -> dict[str, Any]:
+    """Return a config whose table takes writers."""
+    options = {"capacity_steps": 120_000, "capacity_trajectories": 500, "writers": 2, **table}
+    return {
+        "tables": {"main": options},
+        "sampler": {"kind": "weighted", "weight": "weight"},
+        "fields": {"half": {}},
+        "batch_size": 1,
+        "timeout_s": 2.0,
+        "shared_memory": {"prefix": prefix()},
+    }
+
+
+@contextmanager
+def served(config: dict[str, Any], **options: Any) -> Iterator[tuple[Replay, Gateway]]:
+    """Run a table and its gateway in this process."""
+    with Replay(config, schemas={"main": SCHEMA}) as replay:
+        gateway = Gateway(TrajectoryWriter.attach(config), TOKEN, **options)
+        over = threading.Event()
+        thread = threading.Thread(target=gateway.run, args=(over.is_set,))
+        thread.start()
+        try:
+            yield replay, gateway
+        finally:
+            over.set()
+            thread.join()
+
+
+def stored(replay: Replay) -> list[dict[str, np.ndarray]]:
+    """Return all trajectories of the table, in the order in which they came."""
+    table = replay.tables["main"]
+    slots = table.slots_of(np.arange(len(replay)))
+    return [{name: rows.copy() for name, rows in table.rows(int(slot)).items()} for slot in slots]
+
+
+def assert_same(found: list[dict[str, np.ndarray]], numbers: range) -> None:
+    """Check that these trajectories are stored: each once, to the byte."""
+    assert [int(columns["number"][0]) for columns in found] == list(numbers)
+    for number, columns in zip(numbers, found, strict=True):
+        for name, wanted in trajectory(number, len(columns["number"])).items():
+            assert columns[name].tobytes() == np.asarray(wanted).tobytes(), (number, name)
+
+
+def write_token(path: Path) -> Path:
+    """Write the token where only this user reads it."""
+    path.touch(mode=0o600)
+    path.write_text(TOKEN + "\n")
+    return path
+
+
+class Proxy:
+    """Hands bytes on to a port, and cuts all connections when so many have gone through, both ways together.
+
+    Every second cut loses what the port says for a moment before it: what has arrived is not answered.
+
+    Args:
+        port: On this machine.
+        cuts: After how many bytes, rising.
+    """
+
+    def __init__(self, port: int, cuts: list[int]) -> None:
+        self._port, self._cuts = port, list(cuts)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.num_bytes = self.num_cuts = 0
+        self._deaf_until: float | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._listener, selectors.EVENT_READ)
+            while not self._over.is_set():
+                for key, _ in ready.select(0.02):
+                    if key.fileobj is self._listener:
+                        self._connect(ready)
+                    elif key.fd in ready.get_map() and not self._pass_on(key):
+                        self._cut(ready)
+                if self._deaf_until is not None and time.monotonic() > self._deaf_until:
+                    self._cut(ready)
+            self._cut(ready)
+        self._listener.close()
+
+    def _connect(self, ready: selectors.BaseSelector) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(("127.0.0.1", self._port))
+        ready.register(near, selectors.EVENT_READ, (far, True))
+        ready.register(far, selectors.EVENT_READ, (near, False))
+
+    def _pass_on(self, key: selectors.SelectorKey) -> bool:
+        """Hand some bytes on; False ends all connections."""
+        source: Any = key.fileobj
+        target, is_upward = key.data
+        left = self._cuts[0] - self.num_bytes if self._cuts else 1 << 16
+        try:
+            data = source.recv(min(left, 1 << 16))
+            if is_upward or self._deaf_until is None:
+                target.sendall(data)
+        except OSError:
+            return False
+        self.num_bytes += len(data)
+        if self._cuts and self.num_bytes >= self._cuts[0]:
+            self._cuts.pop(0)
+            self.num_cuts += 1
+            if self.num_cuts % 2:
+                return False
+            self._deaf_until = time.monotonic() + 0.2
+        return bool(data)
+
+    def _cut(self, ready: selectors.BaseSelector) -> None:
+        self._deaf_until = None
+        for key in list(ready.get_map().values()):
+            if key.fileobj is not self._listener:
+                ready.unregister(key.fileobj)
+                with suppress(OSError):
+                    key.fileobj.close()  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """End all connections."""
+        self._over.set()
+        self._thread.join()
+
+
+def random_cuts(seed: int, count: int, most: int) -> list[int]:
+    """Draw where connections are cut, in bytes."""
+    return sorted(random.Random(seed).sample(range(2_000, most), count))
+
+
+def openssl_certificate(folder: Path, address: str = "IP:127.0.0.1") -> tuple[Path, Path]:
+    """Make a certificate that signs itself, for localhost and an address."""
+    chain, key = folder / "cert.pem", folder / "key.pem"
+    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = f"subjectAltName=DNS:localhost,{address}"
+    files = ["-addext", names, "-keyout", str(key), "-out", str(chain)]
+    subprocess.run(["openssl", *options.split(), *files], check=True, capture_output=True, timeout=20)
+    return chain, key

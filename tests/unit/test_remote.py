@@ -1,0 +1,438 @@
+"""Writers on machines without a store: gateway, connections that are cut, refusals, security, ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import environment, shared_files, wait_until
+from pyarrow import flight
+from remote_support import (
+    SCHEMA,
+    TOKEN,
+    Proxy,
+    assert_same,
+    openssl_certificate,
+    random_cuts,
+    section,
+    served,
+    stored,
+    trajectory,
+    write_token,
+)
+
+from deepspeed_gear import Column, RemoteWriter, Replay, Schema, TrajectoryWriter
+from deepspeed_gear.cli import main
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    LostNodeError,
+    NotReadyError,
+    SchemaError,
+    StoreError,
+    StoreFullError,
+)
+from deepspeed_gear.writer.remote import wire
+from deepspeed_gear.writer.remote.security import parse_url, read_token
+from deepspeed_gear.writer.remote.server import Certificate, Gateway
+from deepspeed_gear.writer.remote.sessions import Sessions
+
+STARTED: list[subprocess.Popen[str]] = []  # which do not outlive their test
+WRONG = "another-token-of-32-characters!!"
+
+
+def connect(url: str, **options: Any) -> RemoteWriter:
+    return RemoteWriter.connect(url, **{"token": TOKEN, "timeout_s": 20.0, **options})
+
+
+def add_many(writer: RemoteWriter, count: int) -> None:
+    for number in range(count):
+        writer.add(trajectory(number))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.wait()
+    assert shared_files(section()["shared_memory"]["prefix"]) == []
+
+
+# ---- exactly once --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_trajectory_arrives_once_through_a_connection_that_is_cut(seed: int) -> None:
+    """100,000 steps, five cuts: three in the middle of batches, two between batches and their answers."""
+    with served(section()) as (replay, gateway):
+        proxy = Proxy(gateway.port, random_cuts(seed, 5, 2_500_000))
+        try:
+            url = f"grpc://127.0.0.1:{proxy.port}"
+            with connect(url, batch_bytes=32 << 10, buffer_bytes=256 << 10) as writer:
+                assert [writer.add(trajectory(number)) for number in range(400)] == list(range(400))
+                writer.flush()
+                assert len(writer.unacknowledged) == 0
+                assert writer.num_lost > 0  # gRPC makes up for some by itself
+            assert proxy.num_cuts == 5
+        finally:
+            proxy.close()
+        assert replay.tables["main"].num_steps == 100_000
+        assert_same(stored(replay), range(400))
+
+
+def test_an_answer_that_is_lost_is_asked_for_again() -> None:
+    added: list[int] = []
+    sessions = Sessions(lambda found: added.append(int(found["n"])) or 0)
+    batch = [(number, {"n": np.array(number)}) for number in range(5)]
+    sessions.open("a")
+    assert sessions.put("a", -1, batch[:3])["upto"] == 2
+    assert sessions.put("a", -1, batch[:3])["upto"] == 2
+    assert sessions.put("a", -1, batch[1:])["upto"] == 4
+    assert added == list(range(5))
+    with pytest.raises(DataError, match="go on behind 4"):
+        sessions.put("a", -1, [(6, {})])
+    with pytest.raises(StoreError, match="connected to"):
+        sessions.put("b", -1, batch)
+    sessions.end(StoreError("x", "y"))
+    sessions.close()
+
+
+def test_writers_side_by_side_and_step_by_step() -> None:
+    with served(section()) as (replay, gateway), connect(gateway.url) as one, connect(gateway.url) as two:
+        with one.trajectory(weight=1.0) as opened:
+            for step in range(3):
+                row = {name: rows[step] for name, rows in trajectory(0, 3).items() if name != "weight"}
+                opened.append(**row)
+            opened.append(observation=trajectory(0, 3)["observation"][3])
+        assert opened.id == 0
+        envs = two.vector(2)
+        envs.reset(observation=np.zeros((2, 3), np.float32), weight=np.ones(2))
+        for step in range(4):
+            rows = {"half": np.zeros((2, 2), np.uint16), "number": np.full(2, step), "checksum": np.zeros(2)}
+            rows["observation"] = np.full((2, 3), step, np.float32)
+            rows["checksum"] = rows["checksum"].astype(np.uint8)
+            envs.step(**rows, terminated=np.array([step == 2, step == 3]))
+        one.flush()
+        two.flush()
+        found = stored(replay)
+    assert_same(found[:1], range(1))
+    assert sorted(len(columns["number"]) for columns in found) == [3, 3, 4]
+
+
+BARE = """
+import sys
+sys.modules["deepspeed"] = None  # as if it was not installed
+import numpy as np
+from deepspeed_gear import RemoteWriter
+with RemoteWriter.connect(sys.argv[1], token=sys.argv[2]) as writer:
+    envs = writer.vector(2)
+    now = dict(observation=np.zeros((2, 3), np.float32), weight=np.ones(2))
+    envs.reset(**now)
+    for step in range(3):
+        done = dict(half=np.zeros((2, 2), np.uint16), number=np.full(2, step), checksum=np.zeros(2, np.uint8))
+        envs.step(**now, **done, terminated=np.full(2, step == 2))
+assert "deepspeed_gear.ops.load" not in sys.modules
+"""
+
+
+def test_an_actor_needs_neither_deepspeed_nor_the_native_module(run_python: Any) -> None:
+    with served(section()) as (replay, gateway):
+        done = run_python("-c", BARE, gateway.url, TOKEN, env={"CXX": "/nowhere", "CUDA_HOME": None})
+        assert done.returncode == 0, done.stderr
+        assert [columns["number"].tolist() for columns in stored(replay)] == [[0, 1, 2]] * 2
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_a_wrong_token_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with served(section()) as (_, gateway):
+        with pytest.raises(StoreError, match=r"token for .* must be the gateway's") as found:
+            connect(gateway.url, token=WRONG)
+        assert "wrong token" in caplog.text
+        assert TOKEN not in caplog.text + str(found.value)
+        assert WRONG not in caplog.text + str(found.value)
+        connect(gateway.url, token=write_token(tmp_path / "token")).close()
+
+
+def test_another_schema_is_refused() -> None:
+    columns = [*SCHEMA.columns[:3], Column("number", "int32"), *SCHEMA.columns[5:], Column("more", "bool")]
+    with served(section()) as (_, gateway):
+        with pytest.raises(SchemaError) as found:
+            connect(gateway.url, schema=Schema(columns))
+        for text in ("column more is not", "checksum is missing", "number has dtype int32, the table int64"):
+            assert text in str(found.value)
+        connect(gateway.url, schema=SCHEMA).close()
+
+
+def test_what_a_table_refuses_is_raised_later_and_the_rest_is_stored() -> None:
+    with served(section(max_length=300)) as (replay, gateway), connect(gateway.url) as writer:
+        writer.add(trajectory(0))
+        writer.add({**trajectory(1), "weight": np.nan})
+        writer.add(trajectory(1))
+        with pytest.raises(DataError, match=r"trajectory 1: column weight: .* got nan"):
+            writer.flush()
+        writer.add(trajectory(9, 301))
+        writer.add(trajectory(2))
+        with pytest.raises(DataError, match=r"trajectory 3: .*max_length = 300"):
+            writer.flush()
+        with pytest.raises(DataError, match="column number"):
+            writer.add({**trajectory(3), "number": np.zeros(3)})  # here, and at once
+        writer.flush()
+        assert [number for number, _ in writer.refused] == [1, 3]
+        assert_same(stored(replay), range(3))
+
+
+def test_a_full_table_is_an_error_of_the_writer() -> None:
+    config = section(capacity_trajectories=4, remove="none")
+    with served(config) as (replay, gateway):
+        writer = connect(gateway.url)
+        for number in range(7):
+            writer.add(trajectory(number))
+        with pytest.raises(StoreFullError, match=r"trajectory 4: table main .*2 more were refused"):
+            writer.close()
+        assert_same(stored(replay), range(4))
+
+
+def test_a_rate_holds_back_until_somebody_samples() -> None:
+    rate = {"min_size": 2, "samples_per_insert": 1.0, "error_buffer": 2.0}
+    with served(section(rate=rate)) as (replay, gateway):
+        one = sum(np.asarray(rows).nbytes for rows in trajectory(0).values())
+        writer = connect(gateway.url, buffer_bytes=4 * one, timeout_s=2.0, linger_s=0.0)
+        with pytest.raises(NotReadyError, match="must take trajectories within 2 s"):
+            add_many(writer, 40)
+        taken = writer.num_added
+        assert taken == len(replay) + 4 < 15
+        while writer.unacknowledged:
+            if replay.can_sample():
+                replay.sample()
+            time.sleep(0.01)
+        writer.close()
+        assert_same(stored(replay), range(taken))
+
+
+def test_garbage_is_refused_and_harms_nobody() -> None:
+    with served(section()) as (replay, gateway), connect(gateway.url) as writer:
+        line, who = writer._sender._line, writer._sender._who
+        short = wire.pack(who, wire.encode(SCHEMA, [(0, trajectory(0))]).select([0, 1, 2]))
+        for message in (b"", b"\xff\xff\xff\xff", b"\x02\0\0\0[]", bytes(wire.pack(who)), bytes(short)):
+            answer = _raw(line, message)
+            assert answer["error"]["kind"] == "DataError", (message, answer)
+        writer.add(trajectory(0))
+        writer.flush()
+        assert_same(stored(replay), range(1))
+
+
+def _raw(line: Any, message: bytes) -> Any:
+    client = flight.FlightClient(line.url, generic_options=[("grpc.enable_http_proxy", 0)])
+    options = flight.FlightCallOptions(timeout=5, headers=line._headers)
+    (result,) = client.do_action(flight.Action("put", message), options)
+    client.close()
+    return json.loads(result.body.to_pybytes())
+
+
+# ---- security ------------------------------------------------------------------------------------
+
+
+def test_tls(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate of this test")
+    chain, key = openssl_certificate(tmp_path)
+    with served(section(), certificate=Certificate.read(chain, key)) as (replay, gateway):
+        assert gateway.url.startswith("grpc+tls://")
+        url = f"grpc+tls://localhost:{gateway.port}"
+        with connect(url, ca=chain) as writer:
+            writer.add(trajectory(0))
+        assert_same(stored(replay), range(1))
+        with pytest.raises(LostNodeError, match="must answer within 1 s"):
+            connect(url, timeout_s=1.0)  # signed by nobody whom this machine knows
+        with pytest.raises(LostNodeError):
+            connect(f"grpc://127.0.0.1:{gateway.port}", timeout_s=1.0)
+
+
+def test_the_network_wants_tls(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"host must be a loopback address without TLS, got '0.0.0.0'; give"
+    ):
+        Gateway.check("0.0.0.0", None, insecure=False)
+    Gateway.check("0.0.0.0", None, insecure=True)
+    with pytest.raises(ConfigError, match="url must be a loopback address without TLS"):
+        connect("grpc://10.0.0.1:77")
+    with pytest.raises(ConfigError, match="readable PEM"):
+        Certificate.read(tmp_path / "none", tmp_path / "none")
+    for url in ("http://a:1", "grpc://a", "grpc://a:b", "grpc://a:1/x", "a:1"):
+        with pytest.raises(ConfigError, match="must be grpc://HOST:PORT"):
+            parse_url(url)
+
+
+def test_tokens_are_read_from_private_files(tmp_path: Path) -> None:
+    path = write_token(tmp_path / "token")
+    assert read_token(path) == TOKEN
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 0600, got '0o640'"):
+        read_token(path)
+    path.chmod(0o600)
+    path.write_text("short")
+    with pytest.raises(ConfigError, match="at least 16 printable") as found:
+        read_token(path)
+    assert "short" not in str(found.value)
+    with pytest.raises(ConfigError, match="openssl rand"):
+        read_token(tmp_path / "none")
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_gateway_is_told() -> None:
+    rate = {"min_size": 4, "samples_per_insert": 1.0, "error_buffer": 2.0}
+    with served(section(rate=rate)) as (_, gateway):
+        writer = connect(gateway.url)
+        for number in range(20):
+            writer.add(trajectory(number))
+        wait_until(lambda: gateway.sessions.num_added >= 4, "what the rate admits")
+        gateway.sessions.end(StoreError("the gateway", "must run", None, "it was told to end"))
+        with pytest.raises(StoreError, match=r"told to end; trajectories \d to 19 .* are not acknowledged"):
+            writer.flush()
+        with pytest.raises(StoreError, match="told to end"):
+            writer.add(trajectory(7))
+        with pytest.raises(StoreError, match="told to end"):
+            writer.close()
+
+
+def test_the_end_of_the_run_ends_the_gateway() -> None:
+    replay = Replay(section(), schemas={"main": SCHEMA})
+    gateway = Gateway(TrajectoryWriter.attach(section()), TOKEN)
+    serving = threading.Thread(target=gateway.run)
+    serving.start()
+    writer = connect(gateway.url, timeout_s=3.0)
+    writer.add(trajectory(0))
+    writer.flush()
+    replay.close()
+    wait_until(lambda: gateway.sessions.error is not None, "the end", 10)
+    writer.add(trajectory(1))
+    with pytest.raises(StoreError, match="its ranks have ended; trajectories 1 to 1"):
+        writer.flush()
+    serving.join(10)
+    assert not serving.is_alive()
+    with pytest.raises(StoreError, match="ranks have ended"):
+        writer.close()
+
+
+def test_another_gateway_at_the_same_place_is_not_the_same() -> None:
+    with Replay(section(), schemas={"main": SCHEMA}) as replay:
+        with _gateway(replay) as first:
+            writer = connect(first.url)
+            writer.add(trajectory(0))
+            writer.flush()
+            port = first.port
+        with _gateway(replay, port=port):
+            writer.add(trajectory(1))
+            with pytest.raises(StoreError, match=r"restarted: .*; trajectories 1 to 1 "):
+                writer.flush()
+        with pytest.raises(StoreError):
+            writer.close()
+        assert_same(stored(replay), range(1))
+
+
+class _gateway:
+    """A gateway that dies without a word, as far as a gateway in this process can."""
+
+    def __init__(self, replay: Replay, port: int = 0) -> None:
+        self._writer = TrajectoryWriter.attach(section())
+        self._made = Gateway(self._writer, TOKEN, port=port)
+
+    def __enter__(self) -> Gateway:
+        return self._made
+
+    def __exit__(self, *_: object) -> None:
+        self._made.shutdown()
+        self._made.sessions.close()
+        self._writer.close()
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from deepspeed_gear import RemoteWriter
+from remote_support import trajectory
+writer = RemoteWriter.connect(sys.argv[1], token=Path(sys.argv[2]), batch_bytes=1 << 16)
+for number in range(int(sys.argv[3])):
+    writer.add(trajectory(number))
+    if number == 100:
+        print("under way", flush=True)
+writer.close()
+"""
+
+
+def serve(config: Path, token: Path) -> tuple[subprocess.Popen[str], str]:
+    """Start `gear serve`; return it and its url."""
+    command = [sys.executable, "-m", "deepspeed_gear.cli.main", "serve"]
+    process = subprocess.Popen(
+        [*command, "--config", str(config), "--token-file", str(token)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    STARTED.append(process)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("serving table main at grpc://127.0.0.1:"), line
+    return process, line.split()[-1]
+
+
+def test_processes_that_are_killed(tmp_path: Path) -> None:
+    """An actor: whole trajectories, in order. The gateway: a named error in time. SIGTERM: told."""
+    config, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    config.write_text(json.dumps({"gear": section(capacity_trajectories=6000, capacity_steps=1_500_000)}))
+    with Replay(json.loads(config.read_text())["gear"], schemas={"main": SCHEMA}) as replay:
+        gateway, url = serve(config, token)
+        arguments = [sys.executable, "-c", WRITES, url, str(token), "100000"]
+        actor = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, text=True)
+        STARTED.append(actor)
+        assert actor.stdout is not None
+        assert actor.stdout.readline() == "under way\n"
+        wait_until(lambda: len(replay) > 30, "the first batches")
+        actor.kill()
+        actor.wait()
+        time.sleep(0.3)  # what the gateway has of it is added
+        assert_same(stored(replay), range(len(replay)))
+        writer = connect(url, timeout_s=1.5)
+        writer.add(trajectory(0))
+        writer.flush()
+        gateway.kill()
+        gateway.wait()
+        begin = time.monotonic()
+        writer.add(trajectory(1))
+        with pytest.raises(LostNodeError, match=r"must answer within 1.5 s.*trajectories 1 to 1 "):
+            writer.flush()
+        assert time.monotonic() - begin < 6
+        with pytest.raises(LostNodeError):
+            writer.close()
+        gateway, url = serve(config, token)
+        with connect(url) as writer:
+            writer.add(trajectory(0))
+        gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(20) == 0
+        assert "added 1 trajectories; ended: the gateway must run" in gateway.communicate()[0]
+
+
+def test_a_command_that_cannot_serve_says_why(tmp_path: Path) -> None:
+    config = tmp_path / "c.json"
+    config.write_text("{}")
+    token = write_token(tmp_path / "token")
+    common = ["serve", "--config", str(config), "--token-file", str(token), "--wait", "0"]
+    assert main.main([*common, "--host", "0.0.0.0"]) == 2
+    assert main.main([*common, "--tls-cert", "x"]) == 2
+    assert main.main(common) == 2

@@ -1,0 +1,352 @@
+"""Room for new trajectories: who goes, and who is waited for. Deaths: tests/distributed/test_crash.py."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import (
+    STEP,
+    StoreScene,
+    check_whole,
+    in_child,
+    kill,
+    priority_rule,
+    stream_spec,
+    trajectory,
+    wait_until,
+)
+
+from deepspeed_gear.errors import NotReadyError, StoreFullError
+from deepspeed_gear.replay import content
+from deepspeed_gear.selection.readers import Readers
+from deepspeed_gear.store.extents import RECOVERIES
+from deepspeed_gear.store.life import OPEN, Life, Rate
+from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, RETIRED, STATE
+from deepspeed_gear.writer.inserter import Inserter
+
+Make = Callable[..., StoreScene]
+BY_STEP = {"unit": "step", "priorities": priority_rule(initial=1.0, normalize="table")}
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Return what makes stores of 5 slots and 20 rows, of which this process alone is read."""
+    made: list[StoreScene] = []
+
+    def of(removal: Any = "fifo", specs: Any = (), **options: Any) -> StoreScene:
+        life = Life(removal, **{k: options.pop(k) for k in list(options) if k in Life.__dataclass_fields__})
+        scene = StoreScene(request.param, specs, **{"num_slots": 5, "num_rows": 20, **options}, life=life)
+        made.append(scene)
+        return scene
+
+    yield of
+    for scene in made:
+        scene.close()
+
+
+def inserter(scene: StoreScene, timeout_s: float = 0.05, **options: Any) -> Inserter:
+    return Inserter(scene.table, Readers(scene.table), timeout_s, **options)
+
+
+def add(scene: StoreScene, num_steps: int, by: Inserter | None = None, **columns: Any) -> int:
+    scene.count += 1
+    return (by or inserter(scene)).add({**trajectory(scene.count - 1, num_steps), **columns})
+
+
+def ids(scene: StoreScene) -> list[int]:
+    slots = scene.table.slots
+    return sorted(slots[slots[:, STATE] == COMMITTED, ID].tolist())
+
+
+def take(scene: StoreScene, key: int) -> np.ndarray:
+    """Return a copy of what a cut has drawn; the stream has no other reader. [B, 8], int64."""
+    stream = scene.streams[0]
+    stream.masses.ask(key)
+    return np.array(stream.take(key).resolutions.numpy())
+
+
+def check_rows(scene: StoreScene) -> None:
+    """Every trajectory that is stored has its own rows."""
+    slots = scene.table.slots
+    for slot in np.nonzero(slots[:, STATE] == COMMITTED)[0].tolist():
+        rows, number = scene.table.rows(slot), int(scene.table.columns["task"][slot])
+        assert (rows["code"] // STEP == number).all()
+        assert (rows["observation"][:, 0] // STEP == number).all()
+
+
+# ---- who goes ------------------------------------------------------------------------------------
+
+
+def test_the_oldest_go_first(make: Make) -> None:
+    scene = make("fifo")
+    for steps in (4, 4, 4):
+        add(scene, steps)
+    assert add(scene, 9) == 3
+    assert ids(scene) == [2, 3]
+
+
+def test_the_newest_go_first(make: Make) -> None:
+    scene = make("lifo")
+    for steps in (4, 4, 4):
+        add(scene, steps)
+    add(scene, 9)
+    assert ids(scene) == [0, 1, 3]
+
+
+def test_nobody_goes(make: Make) -> None:
+    scene = make("none")
+    for _ in range(4):
+        add(scene, 4)
+    with pytest.raises(StoreFullError, match="must have 2 free rows in a run, got '0 free"):
+        add(scene, 1)
+    assert ids(scene) == [0, 1, 2, 3]
+
+
+def test_where_slots_are_short_one_goes(make: Make) -> None:
+    scene = make("fifo")
+    for _ in range(7):
+        add(scene, 1)
+    assert ids(scene) == [2, 3, 4, 5, 6]
+
+
+def test_anybody_goes_and_everybody_may(make: Make) -> None:
+    gone: set[int] = set()
+    scene = make("uniform")
+    for _ in range(4):
+        add(scene, 4)
+    for number in range(4, 60):
+        before = ids(scene)
+        add(scene, 4)
+        went = sorted(set(before) - set(ids(scene)))
+        assert len(went) == 1
+        gone.add(before.index(went[0]))
+        assert ids(scene)[-1] == number
+    assert gone == {0, 1, 2, 3}
+
+
+def test_the_worst_go_first(make: Make) -> None:
+    scene = make("keep_best", column="task")
+    for value in (5, 3, 3, 9):
+        add(scene, 4, task=np.array(value))
+    for wanted in ([0, 2, 3, 4], [0, 3, 4, 5], [3, 4, 5, 6]):
+        add(scene, 4, task=np.array(8))
+        assert ids(scene) == wanted
+
+
+def test_nan_goes_before_every_number(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = make("keep_best", column="task")
+    for value in (5, -7, 3, 9):
+        add(scene, 4, task=np.array(value))
+    values = np.array([5.0, -np.inf, np.nan, np.nan])
+    monkeypatch.setattr(scene.table, "values", lambda _, slots: values[scene.table.slots[slots, ID]])
+    with scene.table.lock:
+        victim = inserter(scene).room._victim()
+    assert scene.table.slots[victim, ID] == 1  # as bad as NaN, and older
+
+
+@pytest.mark.parametrize("unit", ["trajectory", "step"])
+def test_the_lowest_priority_goes_first(make: Make, unit: str) -> None:
+    spec = stream_spec(unit=unit, priorities=priority_rule(initial=1.0))
+    scene = make("lowest_priority", [spec])
+    stream = scene.streams[0]
+    for _ in range(4):
+        add(scene, 4)
+    take(scene, 0)
+    stream.consume(0)
+    slots = scene.table.slots_of(np.arange(4))
+    for number, priority in enumerate((2.0, 0.25, 0.25, 3.0)):
+        first = int(scene.table.slots[slots[number], FIRST_ROW]) if unit == "step" else int(slots[number])
+        stream.masses.values[first : first + (4 if unit == "step" else 1)] = priority
+    for wanted in ([0, 2, 3, 4], [0, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 7], [5, 6, 7, 8]):
+        add(scene, 4)  # those that no cut has seen go last, the oldest of them first
+        assert ids(scene) == wanted
+
+
+def test_open_trajectories_stay(make: Make) -> None:
+    scene = make("uniform")
+    for _ in range(4):
+        add(scene, 4)
+    scene.table.views["life"][scene.table.slots_of(np.array([0, 1, 3])), OPEN] = 1
+    add(scene, 4)
+    assert ids(scene) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("removal", ["fifo", "lifo", "uniform"])
+def test_random_lengths_never_overlap(make: Make, removal: str) -> None:
+    scene = make(removal, num_slots=12, num_rows=60)
+    chance, by = np.random.default_rng(0), inserter(scene)
+    for steps in chance.integers(1, 25, 300).tolist():
+        number = add(scene, steps, by)
+        assert number in ids(scene)
+        check_rows(scene)
+    check_whole(scene.table, [])
+    if removal == "fifo":
+        assert ids(scene) == list(range(300 - len(ids(scene)), 300))
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [("max_steps", [3, 4]), ("max_trajectories", [1, 2, 3, 4])])
+def test_limits_below_what_there_is_room_for(make: Make, limit: str, wanted: list[int]) -> None:
+    scene = make("fifo", num_slots=9, num_rows=200, **{limit: 8 if limit == "max_steps" else 4})
+    for _ in range(5):
+        add(scene, 4)
+    assert ids(scene) == wanted
+
+
+@pytest.mark.parametrize("kind", ["more rows than there are", "more steps than may be"])
+def test_what_can_never_fit_is_refused(make: Make, kind: str) -> None:
+    scene = make("fifo", max_steps=10) if kind.endswith("be") else make("fifo")
+    add(scene, 4)
+    with pytest.raises(StoreFullError):
+        add(scene, 11 if kind.endswith("be") else 20)
+    add(scene, 4)
+
+
+# ---- who is waited for ---------------------------------------------------------------------------
+
+
+def full_and_drawn(make: Make, removal: str = "fifo") -> StoreScene:
+    """Two trajectories fill the store, and the cut 0 has drawn both."""
+    scene = make(removal, [stream_spec(batch=32)])
+    for _ in range(2):
+        add(scene, 9)
+    drawn = scene.streams[0].take(0).resolutions[:, 0]
+    assert set(drawn.tolist()) == {0, 1}
+    return scene
+
+
+def test_what_was_drawn_stays_until_it_is_consumed(make: Make) -> None:
+    scene = full_and_drawn(make)
+    before = scene.table.columns["code"].copy()
+    with pytest.raises(NotReadyError, match=r"must be read no more within 0\.05 s, where room is needed"):
+        add(scene, 9)
+    assert ids(scene) == [1]  # one had to go, and no more than one
+    assert (scene.table.slots[:, STATE] == RETIRED).sum() == 1
+    assert (scene.table.columns["code"] == before).all()
+    scene.streams[0].consume(0)
+    add(scene, 9)
+    assert ids(scene) == [1, 2]
+    check_whole(scene.table, scene.streams)
+
+
+def test_a_living_peer_is_waited_for_and_a_dead_one_is_not(make: Make) -> None:
+    scene = full_and_drawn(make)
+
+    def read() -> None:
+        scene.attach(1)
+        signal.pause()
+
+    child = in_child(read)
+    wait_until(lambda: scene.table.peers[1, 0] == child, "attaching")
+    scene.streams[0].consume(0)
+    with pytest.raises(NotReadyError):
+        add(scene, 9)
+    kill(child)
+    add(scene, 9)
+    assert ids(scene) == [1, 2]
+
+
+def test_an_epoch_keeps_what_it_walks_through(make: Make) -> None:
+    scene = make("fifo", [stream_spec("epoch", batch=2)])
+    stream = scene.streams[0]
+    for _ in range(4):
+        add(scene, 4)
+    found = stream.take(0).resolutions[:, 0].tolist()
+    stream.consume(0)
+    with pytest.raises(NotReadyError, match="must be read no more within"):
+        add(scene, 4)
+    assert ids(scene) == [1, 2, 3]
+    with pytest.raises(NotReadyError, match="must be read no more first"):
+        add(scene, 4, inserter(scene, 60.0, samples=True))
+    found += stream.take(1).resolutions[:, 0].tolist()
+    assert sorted(found) == [0, 1, 2, 3]
+    stream.consume(1)
+    assert add(scene, 4) == 4
+    assert ids(scene) == [1, 2, 3, 4]
+
+
+def test_who_samples_does_not_wait_for_itself(make: Make) -> None:
+    scene = make("fifo", rate=Rate.queue("trajectory", 2))
+    by = inserter(scene, 60.0, samples=True)
+    for _ in range(2):
+        add(scene, 2, by)
+    with pytest.raises(NotReadyError, match="must be sampled from first, as its rate says"):
+        add(scene, 2, by)
+
+
+def test_writers_wait_as_the_rate_says(make: Make) -> None:
+    scene = make("fifo", [stream_spec(batch=2)], num_slots=9, num_rows=60, rate=Rate.queue("trajectory", 2))
+    by = inserter(scene)
+    for _ in range(2):
+        add(scene, 2, by)
+    with pytest.raises(NotReadyError, match=r"must be sampled from within 0\.05 s"):
+        add(scene, 2, by)
+    scene.streams[0].take(0)
+    for _ in range(2):
+        add(scene, 2, by)
+    with pytest.raises(NotReadyError):
+        add(scene, 2, by)
+
+
+# ---- both ways in --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spare_rows", [0, 25])
+@pytest.mark.parametrize("removal", ["none", "fifo", "lifo"])
+def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_rows: int) -> None:
+    sizes = {"num_slots": 9, "num_rows": 60, "spare_rows": spare_rows}
+    scenes = [StoreScene("cpu", [stream_spec()], **sizes, life=Life(removal)) for _ in range(2)]
+    ways = [inserter(scene) for scene in scenes]
+    for way, scene in zip(ways, scenes, strict=True):
+        way._native = scene.ops.native
+    ways[1]._native = None
+    chance = np.random.default_rng(1)
+    for number, steps in enumerate(chance.integers(1, 25, 60).tolist()):
+        found = []
+        for scene, way in zip(scenes, ways, strict=True):
+            try:
+                found.append(way.add(trajectory(number, steps)))
+            except StoreFullError:
+                found.append(-1)
+            if number % 7 == 0:
+                content.remove(scene.table, [number])
+        assert found[0] == found[1]
+        check_rows(scenes[0])
+    assert (ways[0].room.mover.rows_copied > 0) == (spare_rows > 0)
+    views = [scene.table.views for scene in scenes]
+    for name in ("slots", "links", "log", "life", *(n for n in views[0] if n.startswith("column/"))):
+        assert (views[0][name] == views[1][name]).all(), name
+    words = np.arange(len(views[0]["control"])) != RECOVERIES
+    assert (views[0]["control"][words] == views[1]["control"][words]).all()
+    for scene in scenes:
+        scene.close()
+
+
+# ---- steps with priorities -----------------------------------------------------------------------
+
+
+def test_rows_of_the_gone_are_never_drawn(make: Make) -> None:
+    """Each step has a priority of its own; reused rows have those of their new owner."""
+    scene = make("fifo", [stream_spec(batch=64, **BY_STEP)], num_slots=8, num_rows=40)
+    stream, chance, by = scene.streams[0], np.random.default_rng(2), inserter(scene)
+    for key in range(30):
+        for steps in chance.integers(1, 12, chance.integers(0, 4)).tolist():
+            add(scene, steps, by)
+        if not ids(scene):
+            add(scene, 3, by)
+        records = take(scene, key)
+        assert set(records[:, 0].tolist()) <= set(ids(scene))
+        codes = scene.table.columns["code"][records[:, 3] + records[:, 5]]
+        numbers = scene.table.columns["task"][records[:, 1]]
+        assert (codes == numbers * STEP + records[:, 5]).all()
+        stream.consume(key)
+        check_whole(scene.table, scene.streams)
+        with scene.table.lock:
+            items = np.nonzero(stream.masses.leaves)[0]
+            stored = scene.table.slots[scene.table.slots[:, STATE] == COMMITTED]
+            extents = stored[:, [FIRST_ROW, NUM_STEPS]].tolist()
+            rows = [first + step for first, steps in extents for step in range(steps)]
+            assert items.tolist() == sorted(rows)
