@@ -262,8 +262,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a policy prints is no report
-    source, stop = sys.stdin.buffer, threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    source, stop, ended = sys.stdin.buffer, threading.Event(), threading.Event()
+
+    def end(*_: Any) -> None:
+        ended.set()
+        stop.set()
+
+    signal.signal(signal.SIGTERM, end)  # detaches first
     try:
         sys.path[:] = pickle.load(source)
         job: Job = pickle.load(source)
@@ -272,6 +277,8 @@ def main() -> None:
 
         torch.set_num_threads(1)  # actors share cores with learners
         result = act_in(job, stop)
+        if ended.is_set():
+            result = {"error": "SIGTERM has ended it"}
     except BaseException:
         result = {"error": traceback.format_exc()}
     report.write(json.dumps(result) + "\n")

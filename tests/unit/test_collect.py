@@ -176,6 +176,15 @@ def test_actors_end_with_the_process_that_started_them() -> None:
     wait_until(lambda: shared_files(prefix()) == [], "the end of the store", 5)
 
 
+def test_an_actor_that_is_terminated_detaches_and_is_an_error() -> None:
+    with Replay(config_of()) as replay:
+        actors = collect(policies.counting, policies.at_once, replay=replay)
+        wait_until(lambda: len(replay) >= 1, "collecting")
+        os.kill(actors.pids[0], signal.SIGTERM)
+        with pytest.raises(PeerError, match="actor 0 must go on .*\nSIGTERM has ended it"):
+            wait_until(actors.check, "its end", 20)
+
+
 def test_actors_end_with_the_run() -> None:
     replay = Replay(config_of())
     actors = collect(policies.counting, policies.at_once, actors=2, replay=replay)
