@@ -31,9 +31,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import deepspeed_gear
-from deepspeed_gear import Batch
-from deepspeed_gear.writer.board import PolicyBoard
-from deepspeed_gear.writer.collect import Actors, collect
+from deepspeed_gear import Batch, PolicyBoard, collect
+from deepspeed_gear.writer.collect import Actors
 
 RANKS, ACTORS, ENVS = 2, 2, 8  # environments of each actor
 TARGET_STEP = 0.01  # how far the target network moves towards the trained one in a step

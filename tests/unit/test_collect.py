@@ -181,7 +181,7 @@ def test_an_actor_that_is_terminated_detaches_and_is_an_error() -> None:
         actors = collect(policies.counting, policies.at_once, replay=replay)
         wait_until(lambda: len(replay) >= 1, "collecting")
         os.kill(actors.pids[0], signal.SIGTERM)
-        with pytest.raises(PeerError, match="actor 0 must go on .*\nSIGTERM has ended it"):
+        with pytest.raises(PeerError, match=r"actor 0 must go on .*\nSIGTERM has ended it"):
             wait_until(actors.check, "its end", 20)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def test_gear_takes_few_lines_in_td3() -> None:
     assert len(gear) <= 15
     elsewhere = [line for line in source.splitlines() if "Replay" in line and line not in gear]
     assert [line.strip() for line in elsewhere] == ["from deepspeed_gear import Replay"]
+
+
+def test_the_page_shows_the_config_and_an_actor_of_15_lines() -> None:
+    page = (ROOT / "docs" / "online.md").read_text()
+    shown = json.loads("{" + re.findall(r"```json\n(\"main\".*?)```", page, re.DOTALL)[0] + "}")["main"]
+    table = json.loads((ROOT / "configs" / "online.json").read_text())["gear"]["tables"]["main"]
+    assert shown == {name: value for name, value in table.items() if name != "schema"}
+    actor = re.findall(r"```python\n(import gymnasium.*?)```", page, re.DOTALL)[0]
+    ast.parse(actor)
+    assert len(actor.strip().splitlines()) <= 15
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
