@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.inference import measure
 from support.ingesting import STORE_STEPS, W1, W2, Process, section
 from support.report import Disturbance, document, print_table, write_json
 
@@ -51,7 +52,14 @@ def vector(quick: bool) -> Rows:
         found = Process("steps", 8, 3 if quick else 40, core=1).result()
     rate = found["steps_per_s"]
     rows.append(
-        {"what": "steps", **found, "judged": rate, "bound": LEAST_STEPS, "holds": rate >= LEAST_STEPS}
+        {
+            "what": "steps",
+            "system": "gear",
+            **found,
+            "judged": rate,
+            "bound": LEAST_STEPS,
+            "holds": rate >= LEAST_STEPS,
+        }
     )
     others = Process("peers", 8, core=1).result()
     rows += [
@@ -115,7 +123,22 @@ def _median_us(replay: Replay, count: int) -> float:
     return 1e6 * float(np.median(times))
 
 
-PARTS = {"add": whole, "steps": vector, "pair": pair, "reader": reader}
+def inference(quick: bool) -> Rows:
+    """Closed loops of simulators and a policy of one multiplication, in two processes."""
+    rows: Rows = []
+    for num_envs in (64, 1):
+        found = measure(num_envs, 100 if quick else 4000)
+        row = {"what": "inference", **found}
+        if num_envs == 64:
+            judged, bound = found["actions_per_s"], LEAST_ACTIONS
+            rows.append({**row, "judged": judged, "bound": bound, "holds": judged >= bound})
+        else:
+            judged, bound = found["wait_us_median"], MOST_ROUND_TRIP_US
+            rows.append({**row, "judged": judged, "bound": bound, "holds": judged <= bound})
+    return rows
+
+
+PARTS = {"inference": inference, "add": whole, "steps": vector, "pair": pair, "reader": reader}
 
 
 def main() -> None:

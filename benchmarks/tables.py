@@ -207,6 +207,31 @@ def exchange(rows: Rows) -> str:
     return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
 
 
+def ingest(rows: Rows) -> str:
+    """Return how fast trajectories, steps and actions come, and what that costs who samples."""
+    of = {what: [row for row in rows if row["what"] == what] for what in {row["what"] for row in rows}}
+    judged = [("judged", "judged", ",.3g"), ("bound", "bound", ",g"), ("holds", "holds", "")]
+    added = [("bytes", "bytes", ",d"), ("added/s", "adds_per_s", ",.0f"), ("MB/s", "mb_per_s", ",.0f")]
+    added += [("memcpy/s", "memcpys_per_s", ",.0f"), *judged]
+    stepped = [("system", "system", ""), ("steps/s", "steps_per_s", ",.0f"), *judged]
+    paired = [
+        ("writers / one", "times_one", ".2f"),
+        ("memcpy loops / one", "memcpy_times_one", ".2f"),
+        *judged,
+    ]
+    read = [("us alone", "quiet_us", ".0f"), ("us beside a writer", "busy_us", ".0f"), *judged]
+    asked = [("simulators", "simulators", "d"), ("actions/s", "actions_per_s", ",.0f")]
+    asked += [("round us", "round_us", ".0f"), ("wait us", "wait_us_median", ".0f"), *judged]
+    parts = {
+        "Whole trajectories (judged: added/s over memcpy/s):": _table(of["add"], added),
+        "Steps of 8 environments at once:": _table(of["steps"], stepped),
+        "Two writers at once (judged: the two ratios):": _table(of["two writers"], paired),
+        "sample() of 256 windows of 20 steps (judged: beside a writer / alone):": _table(of["reader"], read),
+        "Simulators that ask a policy in another process for actions:": _table(of["inference"], asked),
+    }
+    return "\n\n".join(f"{title}\n\n{table}" for title, table in parts.items())
+
+
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "one thread": ("gather", one_thread),
     "fixed cost": ("fixed_cost", fixed_cost),
@@ -217,6 +242,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "select": ("select", selection),
     "scale": ("scale", scale),
     "exchange": ("exchange", exchange),
+    "ingest": ("ingest", ingest),
 }
 
 

@@ -98,6 +98,19 @@ def test_select_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
     assert "us a draw" in load("tables").selection(rows)
 
 
+def test_ingest_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
+    rows = rows_of(run_python, tmp_path / "ingest.json", "ingest")
+    kinds = ["inference", "inference", "add", "add", "steps", "steps", "two writers", "reader"]
+    assert [row["what"] for row in rows if row.get("system") != "cpprb"] == [
+        kinds[0],
+        *kinds[1:4],
+        *kinds[5:],
+    ]
+    for row in rows[2:4]:
+        assert row["mb_per_s"] == pytest.approx(row["adds_per_s"] * row["bytes"] / 1e6)
+    assert "Two writers at once" in load("tables").ingest(rows)
+
+
 @pytest.mark.parametrize("sampler", ["prioritized", "uniform"])
 def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: str) -> None:
     transitions, limits = load("support.transitions"), load("support.select_limit")
