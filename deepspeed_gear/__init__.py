@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from deepspeed_gear.replay import Replay
     from deepspeed_gear.schema import Column, Schema
     from deepspeed_gear.store.dataset import Dataset, DatasetWriter
+    from deepspeed_gear.writer.board import PolicyBoard
+    from deepspeed_gear.writer.collect import collect
     from deepspeed_gear.writer.remote.client import RemoteWriter
     from deepspeed_gear.writer.writer import TrajectoryWriter
 
@@ -24,12 +26,14 @@ _HOMES = {
     "DatasetWriter": "store.dataset",
     "GearError": "errors",
     "Place": "parallel.topology",
+    "PolicyBoard": "writer.board",
     "RemoteWriter": "writer.remote.client",
     "Replay": "replay",
     "Schema": "schema",
     "Topology": "parallel.topology",
     "TrajectoryWriter": "writer.writer",
     "attach": "engine",
+    "collect": "writer.collect",
     "disable": "engine",
     "enable": "engine",
     "initialize": "engine",
@@ -41,12 +45,14 @@ __all__ = [
     "DatasetWriter",
     "GearError",
     "Place",
+    "PolicyBoard",
     "RemoteWriter",
     "Replay",
     "Schema",
     "Topology",
     "TrajectoryWriter",
     "attach",
+    "collect",
     "disable",
     "enable",
     "initialize",

@@ -103,4 +103,6 @@ def _open(path: Path, strict: bool) -> tuple[Layout, dict[str, np.ndarray]] | No
         if strict:
             raise
         return None  # of another version
+    if "table" not in layout.meaning:  # a policy board
+        return None
     return layout, layout.views(memory)

@@ -195,8 +195,11 @@ def writer_places(path: Path) -> range:
     Raises:
         StoreError: It takes no writers, or is no store.
     """
-    with path.open("rb") as file:
-        head = file.read(1 << 20)
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 20)
+    except OSError as error:
+        raise StoreError(str(path), "must be an existing store", error.strerror) from error
     sizes = description_of(head, str(path)).get("sizes")
     if sizes is None or not sizes["num_writers"]:
         rule, remedy = "must admit writers", "set gear.tables.<name>.writers"

@@ -58,6 +58,7 @@ class TrajectoryWriter:
         table: str | None = None,
         name: str | None = None,
         wait_s: float = 60.0,
+        check: Callable[[], None] | None = None,
     ) -> TrajectoryWriter:
         """Attach to the store that the ranks of this node have made, or will have made.
 
@@ -66,20 +67,32 @@ class TrajectoryWriter:
             table: Which table; None: the only one that takes writers.
             name: Of the store's file in /dev/shm, in place of both.
             wait_s: How long to wait for the store, in seconds.
+            check: Called while it waits for ranks; raises to end the wait.
         Raises:
             ConfigError, StoreError: As `writer.attach.attach`.
         """
         found = attach(config, table, name, wait_s)
 
-        def check(columns: dict[str, np.ndarray]) -> None:
+        def check_weight(columns: dict[str, np.ndarray]) -> None:
             if found.weight is not None:
                 check_weights(f"column {found.weight}", np.atleast_1d(columns[found.weight]))
 
-        checks = () if found.weight is None else (check,)
+        checks = () if found.weight is None else (check_weight,)
         readers = Readers(found.table)
-        return cls(
-            found.table, Inserter(found.table, readers, found.timeout_s, found.max_length, checks), owns=True
-        )
+        inserter = Inserter(found.table, readers, found.timeout_s, found.max_length, checks)
+        writer = cls(found.table, inserter, owns=True)
+        if check is not None:
+            writer._stop_when(check)
+        return writer
+
+    def _stop_when(self, check: Callable[[], None]) -> None:
+        goes_on = self._inserter.room.check
+
+        def both() -> None:
+            check()
+            goes_on()
+
+        self._inserter.room.check = both
 
     @property
     def schema(self) -> Schema:
@@ -202,10 +215,15 @@ class TrajectoryWriter:
         if not self._open:
             raise StoreError(name, "must be open", None, "the writer was closed")
         self._looked = time.monotonic()
+        if not self.run_goes_on:
+            raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
+
+    @property
+    def run_goes_on(self) -> bool:
+        """Whether a rank is still attached to the store."""
         ranks = range(self._table.spec.num_peers)
         attached = [peer for peer in ranks if self._table.peers[peer, PEER_PID] != 0]
-        if not any(self._table.memory.is_alive(peer) for peer in attached):
-            raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
+        return any(self._table.memory.is_alive(peer) for peer in attached)
 
     def close(self) -> None:
         """Detach, also its simulators; what was added stays. Safe to call twice."""

@@ -1,0 +1,291 @@
+"""What an actor process of `collect` does: it acts in its environments and adds what it sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from deepspeed_gear.config.schedules import imported
+from deepspeed_gear.errors import ConfigError, DataError, StoreError
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.memory import SHM
+from deepspeed_gear.writer.board import PolicyBoard
+from deepspeed_gear.writer.writer import TrajectoryWriter
+
+Act = Callable[[Any], Any]  # observations of all environments -> actions, or columns by name
+_LAST = 100  # episodes whose mean return is reported
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an actor is told.
+
+    Args:
+        index, count: Which of how many.
+        env: As `collect`.
+        num_envs: Environments.
+        env_options: Of their constructor.
+        policy: As `collect`.
+        attach: Arguments of `TrajectoryWriter.attach`.
+        board: Name of the policy board.
+        seed: Of the first environment of the first actor.
+    """
+
+    index: int
+    count: int
+    env: Any
+    num_envs: int
+    env_options: Mapping[str, Any]
+    policy: Any
+    attach: Mapping[str, Any]
+    board: str | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Actor:
+    """An actor, as its policy sees it.
+
+    Args:
+        index, count: Which of how many.
+        seed: Its own.
+        envs: Its gymnasium vector environment.
+        board: Where the learners' newest policy is; None without one.
+    """
+
+    index: int
+    count: int
+    seed: int
+    envs: Any
+    board: PolicyBoard | None
+
+
+class Stopped(BaseException):
+    """The actor is to end."""
+
+
+class Columns:
+    """Names of a table's columns for what gymnasium gives.
+
+    Args:
+        schema: Of the table; the roles of its columns say what is what.
+    Raises:
+        DataError: It has no observation or no action.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        of_role = {
+            role: [column.name for column in schema if column.role == role]
+            for role in ("observation", "action", "reward", "terminated", "truncated")
+        }
+        for role in ("observation", "action"):
+            if not of_role[role]:
+                raise DataError("schema", f"must have a column of role {role!r}", schema.names)
+        self.observations, self.action = of_role["observation"], of_role["action"][0]
+        self._others = [(role, of_role[role][0]) for role in ("reward", "truncated") if of_role[role]]
+        self._terminated = (of_role["terminated"] or ["terminated"])[0]
+
+    def state(self, observation: Any) -> dict[str, Any]:
+        """Return the columns of an observation: a single one, or those of a dictionary by name."""
+        if isinstance(observation, Mapping):
+            return {name: observation[name] for name in self.observations}
+        return {self.observations[0]: observation}
+
+    def ends(self, reward: Any, terminated: Any, truncated: Any) -> dict[str, Any]:
+        """Return the columns of what came of a step."""
+        given = {"reward": reward, "truncated": truncated}
+        columns = {name: given[role] for role, name in self._others}
+        return {"truncated": truncated, **columns, self._terminated: terminated}
+
+
+class Returns:
+    """Returns of the episodes of many environments."""
+
+    def __init__(self, num_envs: int) -> None:
+        self._open = np.zeros(num_envs)
+        self.count = 0
+        self.last: deque[float] = deque(maxlen=_LAST)
+
+    def take(self, reward: Any, ended: np.ndarray) -> None:
+        """Take a step of every environment."""
+        self._open += reward
+        for env in np.nonzero(ended)[0]:
+            self.last.append(float(self._open[env]))
+            self._open[env] = 0.0
+            self.count += 1
+
+
+def gymnasium_module() -> Any:
+    """Import gymnasium.
+
+    Raises:
+        ConfigError: It is not installed, or too old.
+    """
+    remedy = "pip install 'deepspeed_gear[examples]'"
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ConfigError("gymnasium", "must be installed to collect", None, remedy) from error
+    if int(gymnasium.__version__.split(".")[0]) < 1:
+        raise ConfigError("gymnasium", "must be 1.0 or newer", gymnasium.__version__, remedy)
+    return gymnasium
+
+
+def _function(given: Any, name: str) -> Any:
+    """Return what "module:function" names, or what is a function already."""
+    return imported(given, name) if isinstance(given, str) else given
+
+
+def make_envs(job: Job) -> Any:
+    """Make the vector environment of an actor."""
+    gymnasium = gymnasium_module()
+    if isinstance(job.env, str) and ":" not in job.env:
+        return gymnasium.make_vec(job.env, num_envs=job.num_envs, **job.env_options)
+    return _function(job.env, "env")(job.num_envs, **job.env_options)
+
+
+def autoreset_of(envs: Any) -> str:
+    """Return what a vector environment does behind the last step of an episode, as `writer.vector` names it.
+
+    Raises:
+        DataError: Its metadata do not say.
+    """
+    mode = envs.metadata.get("autoreset_mode")
+    if mode is None:
+        remedy = "set envs.metadata['autoreset_mode'] to gymnasium.vector.AutoresetMode"
+        raise DataError("autoreset_mode", "must be in the metadata of the environment", None, remedy)
+    return str(getattr(mode, "name", mode)).lower()
+
+
+def act_in(job: Job, stop: threading.Event) -> dict[str, Any]:
+    """Act until `stop` is set or the run has ended; return what was done."""
+
+    def check() -> None:
+        if stop.is_set():
+            raise Stopped
+
+    begin = time.monotonic()
+    envs = make_envs(job)
+    seed = job.seed + job.index * job.num_envs  # gymnasium gives the next ones to the other environments
+    returns, writer, board, num_steps = Returns(job.num_envs), None, None, 0
+    try:
+        board = None if job.board is None else PolicyBoard.attach(job.board)
+        act: Act = _function(job.policy, "policy")(Actor(job.index, job.count, seed, envs, board))
+        writer = TrajectoryWriter.attach(**job.attach, check=check)
+        for num_steps in _steps(writer, envs, act, returns, seed):  # noqa: B007
+            check()
+    except Stopped:
+        pass
+    except StoreError:
+        if _run_goes_on(job, writer):
+            raise
+    finally:
+        envs.close()
+        for attached in (writer, board):  # the last process to detach removes what they are attached to
+            if attached is not None:
+                attached.close()
+    return {
+        "steps": num_steps,
+        "episodes": returns.count,
+        "mean_return": float(np.mean(returns.last)) if returns.last else None,
+        "seconds": round(time.monotonic() - begin, 3),
+        "waited_s": 0.0 if writer is None else round(writer.waited_s, 3),
+    }
+
+
+def _run_goes_on(job: Job, writer: TrajectoryWriter | None) -> bool:
+    """Return whether there is still somebody to act for."""
+    if writer is not None:
+        return writer.run_goes_on
+    name = job.attach.get("name")
+    return name is None or (SHM / name).exists()
+
+
+def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: Returns, seed: int) -> Any:
+    """Take steps for ever; yield how many were taken, of all environments."""
+    names, mode = Columns(writer.schema), autoreset_of(envs)
+    vector = writer.vector(envs.num_envs, mode)  # type: ignore[arg-type]
+    observation, _ = envs.reset(seed=seed)
+    vector.reset(**names.state(observation))
+    while True:
+        done = act(observation)
+        done = dict(done) if isinstance(done, Mapping) else {names.action: done}
+        observation, reward, terminated, truncated, info = envs.step(done[names.action])
+        ended = terminated | truncated
+        final = _final_of(names, info, ended) if mode == "same_step" and ended.any() else None
+        returns.take(reward, ended)
+        came = names.ends(reward, terminated, truncated)
+        vector.step(final=final, **done, **names.state(observation), **came)
+        if mode == "disabled" and ended.any():
+            observation, _ = envs.reset(options={"reset_mask": ended})
+            vector.reset(ended, **names.state(observation))
+        yield vector.num_steps
+
+
+def _final_of(names: Columns, info: Mapping[str, Any], ended: np.ndarray) -> dict[str, Any]:
+    """Return the last observations of episodes as "same_step" environments give them."""
+    final = info["final_obs"]
+    if isinstance(final, Mapping):
+        return names.state(final)
+    if len(names.observations) == 1:
+        return {names.observations[0]: final}
+    first = final[int(np.nonzero(ended)[0][0])]
+    return {
+        name: [np.zeros_like(first[name]) if f is None else f[name] for f in final]
+        for name in names.observations
+    }
+
+
+# ---- the process -------------------------------------------------------------------------------------
+
+
+def _listen(source: BinaryIO, stop: threading.Event) -> None:
+    """Set `stop` when the parent says so, or is gone."""
+    source.read(1)
+    stop.set()
+
+
+def main() -> None:
+    """Read a job from stdin, do it, and write what came of it to stdout as a line of JSON."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a policy prints is no report
+    source, stop, ended = sys.stdin.buffer, threading.Event(), threading.Event()
+
+    def end(*_: Any) -> None:
+        ended.set()
+        stop.set()
+
+    signal.signal(signal.SIGTERM, end)  # detaches first
+    try:
+        sys.path[:] = pickle.load(source)
+        job: Job = pickle.load(source)
+        threading.Thread(target=_listen, args=(source, stop), daemon=True).start()
+        import torch
+
+        torch.set_num_threads(1)  # actors share cores with learners
+        result = act_in(job, stop)
+        if ended.is_set():
+            result = {"error": "SIGTERM has ended it"}
+    except BaseException:
+        result = {"error": traceback.format_exc()}
+    report.write(json.dumps(result) + "\n")
+    report.close()
+    sys.stderr.flush()
+    os._exit(1 if "error" in result else 0)  # the listening thread still reads
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""PolicyBoard: how the actors of a node get the newest policy of its learners."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+import zlib
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.store.layout import Layout, Region, read_header, write_header
+from deepspeed_gear.store.memory import SharedMemory
+
+PREFIX = "gear"
+MAX_READERS = 1024
+_SLOTS = 3  # a reader has as long as the publisher needs for two more versions
+_PUBLISHER = 0  # its place; readers have the next ones
+_NEWEST = 0  # word of the board
+_VERSION, _CHECKSUM = 0, 1  # words of a slot
+_POLL_S = 50e-6
+_PATIENCE_S = 10.0
+
+
+class PolicyBoard:
+    """Parameters in a node's shared memory: one process publishes them, any number of others load them.
+
+    Nobody waits for anybody. A version is written beside the newest one and checked by its number and its
+    checksum when it is read, so it is never torn: neither by a publisher that is faster than a reader, nor by
+    one that dies, nor by a processor that reorders stores. Then the version before it stays the newest.
+
+    Thread safety: one thread per process. Process safety: one publisher, `MAX_READERS` readers.
+
+    Use `create` or `attach`.
+    """
+
+    def __init__(self, memory: SharedMemory, layout: Layout) -> None:
+        self._memory, self._views = memory, layout.views(memory.buffer)
+        self._shapes: list[tuple[str, list[int]]] = [(n, s) for n, s in layout.meaning["board"]]
+        self._words, self._slots = self._views["words"], self._views["slots"]
+        self._copy = np.empty_like(self._views["values"][0])
+        self.loaded = 0  # version that this process has loaded last
+        self._finalizer = weakref.finalize(self, memory.close)
+
+    @classmethod
+    def create(cls, module: nn.Module, prefix: str = PREFIX) -> PolicyBoard:
+        """Make a board for a module's floating-point parameters and buffers, and publish them as version 1.
+
+        Args:
+            module: Whole, not partitioned over ranks.
+            prefix: Of the file in /dev/shm: `gear.shared_memory.prefix` of the run, which `gear clean` looks
+                for.
+        Raises:
+            StoreFullError: There is no room.
+            DataError: A parameter is partitioned.
+        """
+        shapes = [(name, list(tensor.shape)) for name, tensor in _state_of(module)]
+        length = sum(tensor.numel() for _, tensor in _state_of(module))
+        regions = [
+            Region("words", "int64", (8,)),
+            Region("slots", "int64", (_SLOTS, 8)),
+            Region("values", "float32", (_SLOTS, length)),
+        ]
+        layout, nonce = Layout.of(regions, {"board": shapes}), os.urandom(8).hex()
+        memory = SharedMemory.create(layout.total_bytes, _PUBLISHER, huge_pages=False)
+        try:
+            write_header(memory.buffer, layout, nonce)
+            board = cls(memory, layout)
+            board.publish(module)
+            memory.link(f"{prefix}-board.{nonce}")
+        except BaseException:
+            memory.close()
+            raise
+        return board
+
+    @classmethod
+    def attach(cls, name: str) -> PolicyBoard:
+        """Attach to a board to read.
+
+        Args:
+            name: Its `name` in the process that has made it.
+        Raises:
+            StoreError: There is no such board, or too many read it.
+        """
+        memory = SharedMemory.attach_one_of(name, range(1, 1 + MAX_READERS))
+        try:
+            layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
+            if "board" not in layout.meaning:
+                raise StoreError(str(memory.path), "must be a policy board")
+            return cls(memory, layout)
+        except BaseException:
+            memory.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        """Of its file in /dev/shm."""
+        return self._memory.path.name
+
+    @property
+    def version(self) -> int:
+        """The newest one that is whole; the first is 1."""
+        return int(self._words[_NEWEST])
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the process that publishes is still attached."""
+        return self._memory.is_alive(_PUBLISHER)
+
+    # ---- publishing ------------------------------------------------------------------------------
+
+    def publish(self, module: nn.Module, version: int | None = None) -> int:
+        """Make a module's parameters the newest version.
+
+        Args:
+            module: As the one that the board was made for.
+            version: Its number; None: one more than the last.
+        Returns:
+            The number.
+        Raises:
+            DataError: The module is another one, or the number does not grow.
+            StoreError: This process did not make the board.
+        Cost: the parameters are copied and read once.
+        """
+        if self._memory.peer != _PUBLISHER:
+            raise StoreError(f"board {self.name}", "must be published by the process that made it")
+        number = self.version + 1 if version is None else version
+        if number <= self.version:
+            raise DataError("version", f"must be more than {self.version}", number)
+        state = self._check(module)
+        slot = (int(self._words[_NEWEST + 1]) + 1) % _SLOTS
+        self._slots[slot, _VERSION] = 0  # who is reading it sees that it has changed
+        values = self._views["values"][slot]
+        _copy(self._parts(values), state)
+        self._slots[slot, _CHECKSUM] = zlib.crc32(values)
+        self._slots[slot, _VERSION] = number
+        self._words[_NEWEST + 1] = slot
+        self._words[_NEWEST] = number  # the commit point
+        return number
+
+    # ---- loading ---------------------------------------------------------------------------------
+
+    def load_into(self, module: nn.Module) -> int:
+        """Copy the newest version into a module, if this process has not loaded it already.
+
+        It also works when the publisher has ended: `is_published` says so.
+
+        Args:
+            module: As the one that the board was made for, of any floating dtype and device.
+        Returns:
+            The version that the module has now.
+        Raises:
+            DataError: The module is another one.
+            StoreError: The board is damaged: no version is whole.
+        """
+        if self.version == self.loaded:
+            return self.loaded
+        state = self._check(module)
+        until = time.monotonic() + _PATIENCE_S
+        while (version := self._read()) is None:
+            if time.monotonic() > until:
+                rule = f"must hold a whole version within {_PATIENCE_S:g} s"
+                raise StoreError(f"board {self.name}", rule, self.version)
+            time.sleep(_POLL_S)
+        _copy(state, self._parts(self._copy))
+        self.loaded = version
+        return version
+
+    def _read(self) -> int | None:
+        """Copy the newest version; None if it was overwritten meanwhile."""
+        version = self.version
+        found = np.nonzero(self._slots[:, _VERSION] == version)[0]
+        if not len(found):
+            return None
+        slot = int(found[0])
+        checksum = int(self._slots[slot, _CHECKSUM])
+        np.copyto(self._copy, self._views["values"][slot])
+        is_whole = self._slots[slot, _VERSION] == version and zlib.crc32(self._copy) == checksum
+        return version if is_whole else None
+
+    def _parts(self, values: np.ndarray) -> list[Tensor]:
+        """Return the tensors whose elements lie one behind the other in `values`."""
+        sizes = [int(np.prod(shape)) for _, shape in self._shapes]
+        parts = torch.split(torch.from_numpy(values), sizes)
+        return [part.view(shape) for part, (_, shape) in zip(parts, self._shapes, strict=True)]
+
+    def _check(self, module: nn.Module) -> list[Tensor]:
+        state = _state_of(module)
+        found = [(name, list(tensor.shape)) for name, tensor in state]
+        if found != self._shapes:
+            odd = next((f for f in found if f not in self._shapes), None) or "fewer parameters"
+            raise DataError("module", "must have the parameters that the board was made for", odd)
+        return [tensor for _, tensor in state]
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Detach; the last to detach removes the board. Safe to call twice and at exit."""
+        self._finalizer()
+
+    def __enter__(self) -> PolicyBoard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the floating-point parameters and buffers of a module by name."""
+    for name, parameter in module.named_parameters():
+        status: Any = getattr(parameter, "ds_status", None)
+        if status is not None and parameter.numel() == 0:
+            remedy = "publish inside deepspeed.zero.GatheredParameters"
+            raise DataError(f"parameter {name}", "must be whole", None, remedy)
+    return [(name, tensor) for name, tensor in module.state_dict().items() if tensor.is_floating_point()]
+
+
+@torch.no_grad()
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

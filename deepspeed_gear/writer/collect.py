@@ -1,0 +1,223 @@
+"""Actors: processes that act in gymnasium's vector environments and add what they see."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from deepspeed_gear.errors import ConfigError, PeerError
+from deepspeed_gear.writer.actor import Job, gymnasium_module
+from deepspeed_gear.writer.board import PolicyBoard
+
+if TYPE_CHECKING:
+    from deepspeed_gear.replay.replay import Replay
+
+_GRACE_S = 10.0  # for an actor to end its step
+_COMMAND = [sys.executable, "-c", "from deepspeed_gear.writer.actor import main; main()"]
+_OF_RANKS = (
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT"
+)
+
+
+class Actors:
+    """Running actor processes; leave the `with` block, or call `stop`, to end them.
+
+    They also end when this process does, and when the run whose store they write to has ended.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._finalizer = weakref.finalize(self, _kill, self._processes)
+        self.results: list[dict[str, Any]] = []  # of each actor, once it was stopped
+        path = pickle.dumps([entry or os.getcwd() for entry in sys.path])
+        work = [path + _pickled(job) for job in jobs]
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS.split()}
+        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        for told in work:
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, env=environment)
+            self._processes.append(process)
+            _tell(process, told)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids."""
+        return [process.pid for process in self._processes]
+
+    def check(self) -> None:
+        """Refuse to go on where an actor has failed; cheap enough for every step.
+
+        Raises:
+            PeerError: With what the actor said. The others are ended.
+        """
+        for index, process in enumerate(self._processes):
+            if process.poll() is not None and (failure := self._failure(index)):
+                self._end()
+                raise failure
+
+    def stop(self) -> list[dict[str, Any]]:
+        """End all actors behind the step that they are in.
+
+        Returns:
+            Of each: `steps`, `episodes`, `mean_return` of the last 100, `seconds`, and `waited_s` for
+            learners.
+        Raises:
+            PeerError: One had failed.
+        """
+        for process in self._processes:
+            _tell(process, b"\n", last=True)
+        until = time.monotonic() + _GRACE_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        failures = [self._failure(index) for index in range(len(self._processes))]
+        self._end()
+        for failure in filter(None, failures):
+            raise failure
+        return self.results
+
+    def _failure(self, index: int) -> PeerError | None:
+        """Return why an actor that has ended has failed; None if it has not."""
+        if any(result["actor"] == index for result in self.results):
+            return None
+        process = self._processes[index]
+        status = process.wait()
+        assert process.stdout is not None
+        said = _report_in(process.stdout)
+        if status == 0 and "error" not in said:
+            self.results.append({"actor": index, **said})
+            return None
+        text = said.get(
+            "error", f"exit status {status}; its last words, if any, are in this program's stderr"
+        )
+        return PeerError(f"actor {index}", f"must go on until it is stopped, but:\n{text}")
+
+    def _end(self) -> None:
+        self._finalizer()
+
+    def __enter__(self) -> Actors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.stop()
+        else:
+            self._end()  # the block's own error is the one to see
+
+
+def collect(
+    env: Any,
+    policy: Any,
+    *,
+    actors: int = 1,
+    envs: int = 1,
+    replay: Replay | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    table: str | None = None,
+    board: PolicyBoard | None = None,
+    seed: int = 0,
+    env_options: Mapping[str, Any] | None = None,
+) -> Actors:
+    """Start actors on this node.
+
+    Each is a new process (no fork), attaches to the table as a writer, makes its vector environment and calls
+    the policy with an `Actor`, once. What this returns is called with the observations of all environments
+    and returns their actions, or a mapping with more columns of the table.
+
+    Args:
+        env: Of gymnasium's registry, or a function that takes the number of environments and returns a vector
+            environment, itself or as "module:function".
+        policy: A function, or "module:function"; importable by actors, so not of a script's main module.
+        actors: Processes; the table's `writers` must admit as many.
+        envs: Environments of each.
+        replay: Whose table it is, in a rank; else `config`.
+        config: As `TrajectoryWriter.attach`.
+        table: Which table; None: the sampled one, or the only one that takes writers.
+        board: Where the policy finds the learners' newest version.
+        seed: Environment j of actor i has the seed `seed + i * envs + j`, where each has its own.
+        env_options: Further arguments of the environment.
+    Raises:
+        ConfigError: gymnasium is missing, the table does not take so many writers, or the policy cannot be
+            sent to actors.
+    """
+    gymnasium_module()
+    if (replay is None) == (config is None):
+        raise ConfigError("replay and config", "must be given one of them", None)
+    attach: dict[str, Any] = {"config": config, "table": table}
+    if replay is not None:
+        attach = {"name": _store_of(replay, table, actors)}
+    options, name = dict(env_options or {}), None if board is None else board.name
+    return Actors([Job(i, actors, env, envs, options, policy, attach, name, seed) for i in range(actors)])
+
+
+def _store_of(replay: Replay, table: str | None, actors: int) -> str:
+    """Return the name of the store of a table in /dev/shm."""
+    found = replay._table(table)
+    if found.spec.num_writers < actors:
+        option = f"gear.tables.{found.spec.name}.writers"
+        raise ConfigError(option, f"must admit {actors} actors", found.spec.num_writers)
+    return found.memory.path.name
+
+
+def _pickled(job: Job) -> bytes:
+    for name, given in (("policy", job.policy), ("env", job.env)):
+        if getattr(given, "__module__", None) == "__main__":
+            remedy = f'put it into a module of its own, or give "module:{getattr(given, "__name__", "name")}"'
+            raise ConfigError(name, "must be importable by actors", "a function of the main script", remedy)
+    try:
+        return pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        remedy = 'give a function of a module, or "module:function"'
+        raise ConfigError("policy, env and options", "must be picklable", str(error), remedy) from error
+
+
+def _tell(process: subprocess.Popen[bytes], words: bytes, last: bool = False) -> None:
+    """Write to an actor, which may be gone."""
+    assert process.stdin is not None
+    try:
+        if not process.stdin.closed:
+            process.stdin.write(words)
+            process.stdin.flush()
+            if last:
+                process.stdin.close()
+    except OSError:  # it has ended: `_failure` finds why
+        pass
+
+
+def _report_in(source: IO[bytes]) -> dict[str, Any]:
+    """Return what an actor that has ended has reported."""
+    try:
+        lines = source.read().splitlines()
+        return dict(json.loads(lines[-1])) if lines else {}
+    except ValueError:
+        return {}
+
+
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End what still runs, and leave nothing open."""
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # a buffered word to an actor that is gone
+                    pipe.close()
+    processes.clear()

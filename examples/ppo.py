@@ -1,0 +1,173 @@
+"""PPO on CartPole: the roll-out buffer is a table, and its sampler goes over every step once per epoch.
+
+    python examples/ppo.py --seed 0
+
+starts two ranks by itself. Each acts in environments of its own and adds its roll-outs to the one table; a
+global batch has steps of all. The last line is the result as JSON.
+
+Sources: Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equations 7 and 9; Schulman et al.,
+"High-Dimensional Continuous Control Using Generalized Advantage Estimation", ICLR 2016, equation 16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from launched import is_rank, launch
+from play import mean_return
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from tqdm import tqdm
+
+import deepspeed_gear
+from deepspeed_gear import Batch
+
+RANKS, STEPS = 2, 1024  # of a roll-out: all environments of all ranks together
+ENVS = 8  # of each rank
+GAMMA, TRACE = 0.98, 0.9  # TRACE: lambda of generalized advantage estimation
+CLIP, VALUE_PART, EPOCHS = 0.2, 0.5, 10
+GOAL, SEED, TEST_SEED = 475.0, 1000, 2000
+
+
+class ActorCritic(nn.Module):
+    """Logits of the actions, and the value of an observation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.critic = nn.Sequential(
+            nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+        )
+        self.policy = nn.Linear(64, 2)
+        nn.init.orthogonal_(self.policy.weight, 0.01)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return self.policy(self.body(observation)), self.critic(observation).squeeze(-1)
+
+
+class Player:
+    """Acts in environments and returns roll-outs of a fixed number of steps."""
+
+    def __init__(self, model: ActorCritic, num_steps: int, seed: int) -> None:
+        self.model, self.num_steps = model, num_steps
+        make = lambda: gymnasium.make("CartPole-v1")  # noqa: E731
+        self.envs = SyncVectorEnv([make] * ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
+        self.observation, _ = self.envs.reset(seed=seed)
+        self.random = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def play(self) -> list[dict[str, np.ndarray]]:
+        """Act with the model as it is; return one trajectory per environment, with its advantages."""
+        rows: dict[str, list[Any]] = {name: [] for name in ("observation", "action", "log_probability")}
+        values, rewards, ended = [], [], []
+        for _ in range(self.num_steps):
+            logits, value = self.model(torch.from_numpy(self.observation))
+            action = torch.multinomial(logits.softmax(1), 1, generator=self.random)
+            probability = logits.log_softmax(1).gather(1, action).squeeze(1)
+            self._keep(rows, self.observation, action.squeeze(1).numpy(), probability.numpy())
+            following, reward, terminated, truncated, info = self.envs.step(rows["action"][-1])
+            reward = reward.astype(np.float32)
+            for env in np.nonzero(truncated & ~terminated)[0]:  # the time limit is no failure
+                reward[env] += GAMMA * float(self.model(torch.from_numpy(info["final_obs"][env]))[1])
+            values.append(value.numpy())
+            rewards.append(reward)
+            ended.append(terminated | truncated)
+            self.observation = following
+        values.append(self.model(torch.from_numpy(self.observation))[1].numpy())
+        advantages = advantages_of(np.stack(rewards), np.stack(values), np.stack(ended))
+        columns = {name: np.stack(kept, 1) for name, kept in rows.items()}
+        columns["value"] = (advantages + np.stack(values[:-1])).T
+        columns["advantage"] = (advantages / (advantages.std() + 1e-6)).T
+        return [{name: column[env] for name, column in columns.items()} for env in range(ENVS)]
+
+    def _keep(self, rows: dict[str, list[Any]], *kept: np.ndarray) -> None:
+        for name, row in zip(rows, kept, strict=True):
+            rows[name].append(row)
+
+
+def advantages_of(rewards: np.ndarray, values: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Return the generalized advantage estimates. [T, N] of [T, N], [T+1, N] and [T, N]."""
+    advantages, later = np.zeros_like(rewards), np.zeros_like(rewards[0])
+    for t in range(len(rewards) - 1, -1, -1):
+        goes_on = ~ended[t]
+        error = rewards[t] + GAMMA * goes_on * values[t + 1] - values[t]
+        advantages[t] = later = error + GAMMA * TRACE * goes_on * later
+    return advantages
+
+
+def loss_of(model: Any, batch: Batch) -> Tensor:
+    """Return the clipped loss of the policy, and that of the values."""
+    logits, value = model(batch["observation"])
+    ratio = (Categorical(logits=logits).log_prob(batch["action"]) - batch["log_probability"]).exp()
+    advantage = batch["advantage"]
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+    return VALUE_PART * F.mse_loss(value, batch["value"]) - gain.mean()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default="configs/ppo.json", help="a ds_config with a gear section")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--updates", type=int, default=150, help="roll-outs at most")
+    parser.add_argument("--local_rank", type=int, default=-1, help="given by the launcher")
+    args = parser.parse_args()
+    config = json.loads(Path(args.config).read_text())
+    config["gear"]["seed"] = args.seed
+    torch.manual_seed(args.seed)
+    model = ActorCritic()
+    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    rank, ranks, replay = dist.get_rank(), dist.get_world_size(), engine.gear
+    player = Player(model, STEPS // (ENVS * ranks), args.seed + 1000 * rank)
+    policy = lambda observation: model(observation)[0]  # noqa: E731
+    batches = EPOCHS * STEPS // engine.train_batch_size()
+
+    curve = [(0.0, mean_return(policy, SEED))]
+    begin = time.perf_counter()
+    for update in tqdm(range(1, args.updates + 1), disable=rank > 0, unit="update", mininterval=5.0):
+        for rollout in player.play():
+            replay.add(rollout)
+        dist.barrier()  # the epochs go over the roll-outs of all ranks
+        for _ in range(batches):
+            engine.backward(loss_of(engine, engine.gear_sample()))
+            engine.step()
+        dist.barrier()
+        if rank == 0:
+            replay.clear()
+        dist.barrier()
+        if update % 10 == 0 or update == args.updates:
+            curve.append((time.perf_counter() - begin, mean_return(policy, SEED)))
+            if min(mean for _, mean in curve[-2:]) >= GOAL:
+                break
+    after = mean_return(policy, TEST_SEED)
+    result = {
+        "return_before": round(curve[0][1], 1),
+        "return_after": round(after, 1),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "seed": args.seed,
+        "ranks": ranks,
+        "updates": update,
+        "env_steps": update * STEPS,
+    }
+    if rank == 0:
+        print(json.dumps(result), flush=True)
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if not is_rank():
+        sys.exit(launch(__file__, RANKS))
+    main()

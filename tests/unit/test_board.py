@@ -1,0 +1,168 @@
+"""A policy board gives whole versions to any number of readers, whatever its publisher does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from gear_support import SHM, exit_status, in_child, kill, prefix, shared_files, wait_until
+from torch import nn
+
+from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.store.living import living_stores
+from deepspeed_gear.store.memory import remove_garbage, stores
+from deepspeed_gear.writer import board as board_module
+from deepspeed_gear.writer.board import PolicyBoard
+
+PREFIX = prefix()
+
+
+def policy(value: float = 0.0, width: int = 8) -> nn.Module:
+    made = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    for tensor in made.state_dict().values():
+        tensor.fill_(value)
+    return made
+
+
+def value_of(module: nn.Module) -> float:
+    """Return the one value that all of a module's parameters and buffers have."""
+    values = {float(v) for t in module.state_dict().values() if t.is_floating_point() for v in t.flatten()}
+    assert len(values) == 1, f"torn: {len(values)} values"
+    return values.pop()
+
+
+@pytest.fixture
+def board() -> Iterator[PolicyBoard]:
+    with PolicyBoard.create(policy(1.0), PREFIX) as made:
+        yield made
+    assert shared_files(PREFIX) == []
+
+
+def test_versions(board: PolicyBoard) -> None:
+    with PolicyBoard.attach(board.name) as reader:
+        module = policy()
+        assert (reader.load_into(module), value_of(module)) == (1, 1.0)
+        assert board.publish(policy(2.0)) == 2
+        assert board.publish(policy(7.0), version=70) == 70
+        assert (reader.version, reader.load_into(module), value_of(module)) == (70, 70, 7.0)
+        nn.init.zeros_(next(module.parameters()))
+        assert reader.load_into(module) == 70  # nothing newer: nothing is copied
+        assert not next(module.parameters()).any()
+
+
+def test_another_dtype(board: PolicyBoard) -> None:
+    board.publish(policy(1.5).bfloat16())
+    with PolicyBoard.attach(board.name) as reader:
+        module = policy().double()
+        reader.load_into(module)
+        assert value_of(module) == 1.5
+
+
+def test_refusals(board: PolicyBoard) -> None:
+    with pytest.raises(DataError, match=r"module must have the parameters .* got \('0.weight', \[9, 4\]\)"):
+        board.publish(policy(width=9))
+    with pytest.raises(DataError, match="version must be more than 1, got 1"):
+        board.publish(policy(), version=1)
+    with PolicyBoard.attach(board.name) as reader:
+        with pytest.raises(StoreError, match="must be published by the process that made it"):
+            reader.publish(policy())
+        with pytest.raises(DataError, match="module must have the parameters"):
+            reader.load_into(policy(width=7))
+    with pytest.raises(StoreError, match="must be an existing store"):
+        PolicyBoard.attach(f"{PREFIX}-board.none")
+
+
+def test_a_partitioned_parameter_is_refused() -> None:
+    module = policy()
+    weight = next(module.parameters())
+    weight.data, weight.ds_status = torch.empty(0), "not available"  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"parameter 0.weight must be whole; .*GatheredParameters"):
+        PolicyBoard.create(module, PREFIX)
+    assert shared_files(PREFIX) == []
+
+
+def test_a_board_is_no_store(board: PolicyBoard) -> None:
+    child = in_child(lambda: (PolicyBoard.attach(board.name), time.sleep(60)))
+    try:
+        wait_until(lambda: any(board.name in os.readlink(f) for f in files_of(child)), "attaching")
+        assert living_stores(child) == []
+    finally:
+        kill(child)
+
+
+def files_of(process: int) -> list[str]:
+    folder = f"/proc/{process}/fd"
+    return [f"{folder}/{name}" for name in os.listdir(folder) if os.path.lexists(f"{folder}/{name}")]
+
+
+def test_never_torn_under_a_hammering_publisher() -> None:
+    """Every value that a reader gets is that of the version that it was told."""
+
+    def publish() -> None:
+        with PolicyBoard.create(policy(1.0, 512), PREFIX) as board:
+            modules = [policy(float(value), 512) for value in range(8)]
+            while True:
+                board.publish(modules[(board.version + 1) % 8])
+
+    child = in_child(publish)
+    try:
+        wait_until(lambda: stores(PREFIX), "publishing")
+        with PolicyBoard.attach(stores(PREFIX)[0].name) as reader:
+            module, seen = policy(width=512), set()
+            least, most = time.monotonic() + 1.0, time.monotonic() + 40.0
+            while time.monotonic() < least or len(seen) < 20:
+                version = reader.load_into(module)
+                assert value_of(module) == version % 8
+                seen.add(version)
+                assert time.monotonic() < most, "the publisher stands still"
+            assert reader.is_published
+            kill(child)
+            child = 0
+            assert not reader.is_published
+            reader.load_into(module)  # the last whole version stays
+            assert value_of(module) == reader.version % 8
+    finally:
+        if child:
+            kill(child)
+        remove_garbage(PREFIX)
+    assert shared_files(PREFIX) == []
+
+
+def test_a_publisher_that_dies_between_two_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed in the middle of each of the steps of a publication."""
+    for stage in range(2):
+
+        def die(*_: object, stage: int = stage) -> int:
+            os.kill(os.getpid(), 9)
+            return stage
+
+        def publish(stage: int = stage, die: object = die) -> None:
+            board = PolicyBoard.create(policy(1.0), PREFIX)
+            board.publish(policy(2.0))
+            if stage == 0:
+                monkeypatch.setattr(board_module, "_copy", die)
+            else:
+                monkeypatch.setattr(board_module.zlib, "crc32", die)
+            wait_until(lambda: (SHM / f"{PREFIX}-go").exists(), "the reader")
+            board.publish(policy(3.0))
+
+        child = in_child(publish)
+        wait_until(lambda: stores(PREFIX), "the board")
+        with PolicyBoard.attach(stores(PREFIX)[0].name) as reader:
+            (SHM / f"{PREFIX}-go").touch()
+            assert exit_status(child) == -9
+            module = policy()
+            assert (reader.load_into(module), value_of(module)) == (2, 2.0)
+        (SHM / f"{PREFIX}-go").unlink()
+        assert shared_files(PREFIX) == []
+
+
+def test_a_damaged_board_is_an_error(board: PolicyBoard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "_PATIENCE_S", 0.05)
+    with PolicyBoard.attach(board.name) as reader:
+        board._views["values"][:, 3] += 1
+        with pytest.raises(StoreError, match=r"must hold a whole version within 0.05 s, got 1"):
+            reader.load_into(policy())

@@ -1,0 +1,211 @@
+"""Actors of `collect`: what they add, how they stop, and what is left when they fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from gear_support import ROOT, environment, prefix, shared_files, wait_until
+from torch import nn
+
+from deepspeed_gear import Replay
+from deepspeed_gear.errors import ConfigError, PeerError
+from deepspeed_gear.writer.board import PolicyBoard
+from deepspeed_gear.writer.collect import collect
+
+gymnasium = pytest.importorskip("gymnasium", reason="actors act in its environments")
+import collect_policies as policies  # noqa: E402
+
+COLUMNS = {
+    "observation": {"dtype": "float32", "shape": [2], "role": "observation", "rows": "T+1"},
+    "action": {"dtype": "int64", "role": "action"},
+    "reward": {"dtype": "float32", "role": "reward"},
+    "terminated": {"dtype": "bool", "role": "terminated"},
+    "truncated": {"dtype": "bool", "role": "truncated"},
+}
+MORE = {"seen": {"dtype": "float32"}, "actor": {"dtype": "int64", "rows": "1"}}
+
+
+def config_of(columns: dict[str, Any] = COLUMNS, writers: int = 2, **table: Any) -> dict[str, Any]:
+    options = {"capacity_steps": 3000, "max_length": 50, "remove": "fifo", **table}
+    return {
+        "tables": {"main": {**options, "writers": writers, "schema": {"columns": columns}}},
+        "batch_size": 8,
+        "shared_memory": {"prefix": prefix()},
+    }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    yield
+    assert shared_files(prefix()) == []
+
+
+@pytest.mark.parametrize(("mode", "count"), [("next_step", 2), ("same_step", 1), ("disabled", 1)])
+def test_every_autoreset_mode_gives_the_same_trajectories(mode: str, count: int) -> None:
+    with Replay(config_of({**COLUMNS, **MORE})) as replay:
+        options = {"env_options": {"mode": mode}, "replay": replay}
+        with collect(policies.counting, policies.slowly, actors=count, envs=2, **options) as actors:
+            wait_until(lambda: len(episodes_of(replay)) == count, "the first episode of each")
+            before = len(replay)
+            wait_until(lambda: len(replay) >= before + 40, "collecting")
+            actors.check()
+        assert [result["actor"] for result in actors.results] == list(range(count))
+        assert sum(result["episodes"] for result in actors.results) == len(replay)
+        assert all(result["steps"] > 4 and 1 <= result["mean_return"] <= 6 for result in actors.results)
+        for trajectory in replay.read(range(len(replay))):
+            episode, steps = int(trajectory["observation"][0, 0]), len(trajectory["reward"])
+            assert steps == episode % 3 + 1
+            assert trajectory["observation"].tolist() == [[episode, at] for at in range(steps + 1)]
+            assert trajectory["reward"].tolist() == [at + 1 for at in range(steps)]
+            assert trajectory["seen"].tolist() == list(range(steps))
+            assert trajectory["terminated"].tolist() == [False] * (steps - 1) + [episode % 2 == 1]
+            assert trajectory["truncated"].tolist() == [False] * (steps - 1) + [True]
+        for episodes in episodes_of(replay).values():
+            assert sorted(episodes) == episodes  # of two environments side by side
+            assert set(episodes) == set(range(max(episodes) + 1))
+
+
+def episodes_of(replay: Replay) -> dict[int, list[int]]:
+    """Return the numbers of each actor's episodes, as they came."""
+    found: dict[int, list[int]] = {}
+    for trajectory in replay.read(range(len(replay))):
+        found.setdefault(int(trajectory["actor"]), []).append(int(trajectory["observation"][0, 0]))
+    return found
+
+
+def test_actors_follow_the_board() -> None:
+    module = nn.Linear(1, 1)
+    nn.init.zeros_(module.bias)
+    with Replay(config_of()) as replay, PolicyBoard.create(module, prefix()) as board:
+        env = "collect_policies:counting"
+        with collect(env, "collect_policies:by_board", replay=replay, board=board) as actors:
+            wait_until(lambda: len(replay) > 5, "collecting")
+            nn.init.ones_(module.bias)
+            board.publish(module)
+            before = len(replay)
+            wait_until(lambda: len(replay) > before + 5, "collecting on")
+            actors.check()
+        actions = [t["action"].tolist() for t in replay.read(range(len(replay)))]
+        flat = [action for trajectory in actions for action in trajectory]
+        assert flat == sorted(flat)  # from the old policy to the new one, once
+        assert set(flat) == {0, 1}
+
+
+def test_a_registered_environment_by_config_and_its_seed() -> None:
+    config = config_of({**COLUMNS, "observation": {**COLUMNS["observation"], "shape": [4]}})
+    with Replay(config) as replay:
+        with collect("CartPole-v1", policies.at_once, envs=3, config=config, seed=5):
+            wait_until(lambda: len(replay) > 6, "collecting")
+        first = {tuple(t["observation"][0].tolist()) for t in replay.read(range(len(replay)))}
+    wanted, _ = gymnasium.make_vec("CartPole-v1", num_envs=3).reset(seed=5)
+    assert {tuple(row) for row in wanted.tolist()} <= first
+
+
+@pytest.mark.parametrize(
+    ("policy", "checks", "text"),
+    [
+        (
+            policies.failing,
+            True,
+            r"actor 1 must go on until it is stopped, but:\nTraceback(?s:.)*policy of actor 1 is",
+        ),
+        (policies.dying, False, r"actor \d must go on .*\nexit status -9"),
+        (
+            "collect_policies:nobody",
+            False,
+            "policy must name what can be imported, got 'collect_policies:nobody'",
+        ),
+    ],
+)
+def test_an_actor_that_dies_is_an_error(policy: Any, checks: bool, text: str) -> None:
+    with Replay(config_of()) as replay:
+        actors = collect(policies.counting, policy, actors=2, envs=1, replay=replay)
+        pids, failed = actors.pids, actors._processes[1]
+        with pytest.raises(PeerError, match=text), actors:
+            wait_until(actors.check if checks else lambda: failed.poll() is not None, "the failure", 30)
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_an_actor_that_waits_for_learners_stops() -> None:
+    """It has come as far ahead as its table's rate admits, and would wait for ten minutes."""
+    config = config_of(rate={"min_size": 5, "samples_per_insert": 1.0, "error_buffer": 60})
+    with Replay(config) as replay:
+        begin = time.monotonic()
+        with collect(policies.counting, policies.at_once, replay=replay) as actors:
+            wait_until(lambda: len(replay) >= 60, "collecting")
+            time.sleep(0.3)
+            assert len(replay) <= 66
+        assert actors.results[0]["waited_s"] > 0.1
+        assert time.monotonic() - begin < 20
+
+
+PARENT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from deepspeed_gear import Replay
+from deepspeed_gear.writer.collect import collect
+from test_collect import config_of
+import collect_policies
+
+replay = Replay(config_of())
+actors = collect(collect_policies.counting, collect_policies.at_once,
+                 actors=2, replay=replay)
+while len(replay) < 5:
+    time.sleep(0.01)
+print(*actors.pids, flush=True)
+time.sleep(60)
+"""
+
+
+def test_actors_end_with_the_process_that_started_them() -> None:
+    program = PARENT.format(tests=str(ROOT / "tests" / "unit"))
+    command = [sys.executable, "-c", program]
+    env = environment(GEAR_TEST_PREFIX=prefix())
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), "the end of the actors", 20)
+    wait_until(lambda: shared_files(prefix()) == [], "the end of the store", 5)
+
+
+def test_an_actor_that_is_terminated_detaches_and_is_an_error() -> None:
+    with Replay(config_of()) as replay:
+        actors = collect(policies.counting, policies.at_once, replay=replay)
+        wait_until(lambda: len(replay) >= 1, "collecting")
+        os.kill(actors.pids[0], signal.SIGTERM)
+        with pytest.raises(PeerError, match=r"actor 0 must go on .*\nSIGTERM has ended it"):
+            wait_until(actors.check, "its end", 20)
+
+
+def test_actors_end_with_the_run() -> None:
+    replay = Replay(config_of())
+    actors = collect(policies.counting, policies.at_once, actors=2, replay=replay)
+    wait_until(lambda: len(replay) >= 1, "collecting")
+    replay.close()  # the second actor may not have attached yet
+    wait_until(lambda: all(process.poll() is not None for process in actors._processes), "their end", 20)
+    actors.check()
+    assert len(actors.stop()) == 2
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Replay(config_of(writers=1)) as replay:
+        with pytest.raises(ConfigError, match=r"gear.tables.main.writers must admit 2 actors, got 1"):
+            collect("CartPole-v1", policies.at_once, actors=2, replay=replay)
+        with pytest.raises(ConfigError, match="replay and config must be given one of them"):
+            collect("CartPole-v1", policies.at_once)
+        with pytest.raises(ConfigError, match="policy, env and options must be picklable"):
+            collect("CartPole-v1", lambda actor: None, replay=replay)
+        monkeypatch.setattr(policies.at_once, "__module__", "__main__")
+        with pytest.raises(ConfigError, match=r"policy must be importable by actors.*module:at_once"):
+            collect("CartPole-v1", policies.at_once, replay=replay)
+        monkeypatch.setitem(sys.modules, "gymnasium", None)
+        with pytest.raises(ConfigError, match=r"gymnasium must be installed .*deepspeed_gear\[examples\]"):
+            collect("CartPole-v1", "collect_policies:at_once", replay=replay)
