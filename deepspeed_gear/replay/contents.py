@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -16,6 +16,7 @@ from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late import fill
+from deepspeed_gear.writer.vector import Autoreset, VectorWriter
 from deepspeed_gear.writer.writer import TrajectoryWriter
 
 
@@ -75,11 +76,26 @@ class Contents:
         self._check_open()
         fill(self._table(table), number, columns, self.config.timeout_s)
 
-    def writer(self, table: str | None = None) -> TrajectoryWriter:
-        """Return a writer for simulators in this process: step by step, many environments at once.
+    @overload
+    def writer(self, envs: None = None, table: str | None = None) -> TrajectoryWriter: ...
+
+    @overload
+    def writer(
+        self, envs: int, table: str | None = None, autoreset: Autoreset = "next_step"
+    ) -> VectorWriter: ...
+
+    def writer(
+        self, envs: int | None = None, table: str | None = None, autoreset: Autoreset = "next_step"
+    ) -> TrajectoryWriter | VectorWriter:
+        """Return a writer for simulators in this process.
+
+        Where a rank writes, `sample` never waits for items: it raises NotReadyError, and `can_sample` says
+        whether it would.
 
         Args:
+            envs: What takes the steps of so many environments at once; None: what takes trajectories.
             table: Which table; None for the sampled one.
+            autoreset: As `TrajectoryWriter.vector`.
         Raises:
             StoreError: The table holds a data set.
         """
@@ -87,7 +103,8 @@ class Contents:
         target = self._table(table)
         for stream in self._streams.get(target.spec.name, {}).values():
             stream.collects_here = True
-        return TrajectoryWriter(target, self._inserter(table))
+        writer = TrajectoryWriter(target, self._inserter(table))
+        return writer if envs is None else writer.vector(envs, autoreset)
 
     def inference_loader(
         self,

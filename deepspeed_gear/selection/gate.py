@@ -53,13 +53,12 @@ class Gate:
 
     def _left(self, count: int) -> int:
         """Return how many samples the table is good for, or `count` if for as many."""
+        each_once = self._spec.kind in ("oldest", "newest", "top")
+        if not self.most and not each_once:
+            return count if self._masses.total > 0 or self._masses.will_have_mass() else 0
         committed = np.nonzero(self._table.slots[:, STATE] == COMMITTED)[0]
         drawable = committed[self._masses.of(committed) > 0]
-        if self._spec.kind in ("oldest", "newest", "top"):  # each once
-            return len(drawable)
-        if not len(drawable) or not self.most:
-            return count if len(drawable) else 0
-        return int((self.most - self._times[drawable]).sum())
+        return len(drawable) if each_once else int((self.most - self._times[drawable]).sum())
 
     # ---- how often -------------------------------------------------------------------------------
 

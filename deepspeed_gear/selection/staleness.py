@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import POLICY
+from deepspeed_gear.store.extents import CHANGED, POLICY
 from deepspeed_gear.store.life import VERSION
 from deepspeed_gear.store.table import (
     BORN,
@@ -35,6 +35,8 @@ class Staleness:
         self._versions: np.ndarray = table.views["life"][:, VERSION]
         self._stale: np.ndarray = table.views["stale"]
         self._readers = Readers(table)
+        self._control: memoryview = table.control.data
+        self._dropped = (-1, -1, -1)  # for which batch, policy and content it was last done
 
     @property
     def is_limited(self) -> bool:
@@ -53,6 +55,13 @@ class Staleness:
 
     def drop(self, key: int) -> None:
         """Let those go that are too old for a global batch, and count them by length."""
+        now = key, self._control[POLICY], self._control[CHANGED]
+        if now == self._dropped:
+            return
+        self._drop(key)
+        self._dropped = key, self._control[POLICY], self._control[CHANGED]
+
+    def _drop(self, key: int) -> None:
         records = self._table.slots
         committed = np.nonzero(records[:, STATE] == COMMITTED)[0]
         old = np.zeros(len(committed), bool)

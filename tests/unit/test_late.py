@@ -174,7 +174,7 @@ def test_what_came_too_long_ago_goes() -> None:
 def test_a_new_version_waits_for_open_trajectories() -> None:
     version = {"column": "version", "max_lag": 1, "on_stale": "wait"}
     with replay(("which",), version=version) as found:
-        vector = found.writer().vector(2)
+        vector = found.writer(envs=2)
         states = {"observation": np.zeros((2, 2), np.float32)}
 
         def step(version: int, *ended: bool) -> None:
