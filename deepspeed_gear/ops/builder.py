@@ -35,7 +35,6 @@ from . import jit, toolchain
 
 # No -ffast-math and no contraction: every backend gives the same bits. No -std: torch's headers decide it.
 _CXX_FLAGS = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wno-reorder"]
-_BINDINGS = "library.cpp", "library_draws.cpp", "library_rows.cpp", "module.cpp"
 _CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 
 
@@ -202,7 +201,9 @@ class GearBuilder(_NativeOp, CPUOpBuilder):
 
     def sources(self) -> list[str]:
         """List the bindings and everything in `csrc/cpu`."""
-        bindings = [self.csrc / "bindings" / name for name in _BINDINGS]
+        folder = self.csrc / "bindings"
+        more = sorted(set(folder.glob("library_*.cpp")) - {folder / "library_cuda.cpp"})
+        bindings = [folder / "library.cpp", *more, folder / "module.cpp"]
         return _existing([*bindings, *sorted((self.csrc / "cpu").glob("*.cpp"))])
 
     def cxx_args(self) -> list[str]:
