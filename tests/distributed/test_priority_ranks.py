@@ -114,7 +114,7 @@ def test_the_runs_show_something(ran: Path) -> None:
     """Priorities concentrate and change, the lag is seen, and so are items that come and go."""
     plain, ahead = batches(ran, "plain", 1), batches(ran, "ahead", 1)
     assert (plain["probability"][0] == plain["probability"][0, 0]).all()
-    assert plain["probability"][20].max() > 10 * plain["probability"][20].min()
+    assert plain["probability"][20].max() > 5 * plain["probability"][20].min()
     assert plain["weight"].max() == 1
     assert plain["weight"].min() < 0.3
     duplicates = [
