@@ -373,7 +373,9 @@ class PriorityMasses(Masses):
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
         self.take_changes()
-        items, _ = self._items_of(slots, self._bases[slots])
+        known = self._generations[slots] == self.table.slots[slots, GENERATION]
+        bases = np.where(known, self._bases[slots], 0)  # else they are of what the slot held before
+        items, _ = self._items_of(slots, bases)
         log, counts = self.reports.waiting(), self.counts.copy()
         if self.spec.num_shards == 1:  # else they are of any shard
             saved = np.isin(log[:, U_SLOT], slots)
@@ -382,7 +384,7 @@ class PriorityMasses(Masses):
             counts[STALE] += len(saved) - len(log)
         return {
             "priorities": self.values[items],
-            "bases": self._bases[slots],
+            "bases": bases,
             "queued": self.queued[slots],
             "counts": counts,
             "alpha": np.array([self.words[ALPHA]]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from deepspeed_gear.store.memory import living, remove_garbage
 
 pytest.importorskip("gymnasium", reason="the examples act in its environments")
 EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "configs"
+
+LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
 
 
 def own(config: str, folder: Path) -> str:
@@ -53,12 +56,14 @@ def test_online(tmp_path: Path) -> None:
     assert len(curve) == 3
 
 
+@LONG
 def test_ppo(tmp_path: Path) -> None:
     result = result_of("ppo.py", "--config", own("ppo.json", tmp_path), "--updates", "2")
     assert (result["ranks"], result["updates"], result["env_steps"]) == (2, 2, 2048)
     assert result["return_after"] > 0
 
 
+@LONG
 def test_td3() -> None:
     result = result_of("td3.py", "--steps", "450", "--random-steps", "410")
     for buffer in ("plain", "gear"):

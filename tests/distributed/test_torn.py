@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "torn.py"
+LONG_CASES = [("fifo", False)] if os.environ.get("GEAR_LONG_TESTS") else []
 SECONDS = 60.0 if os.environ.get("GEAR_LONG_TESTS") else 4.0
 
 
-@pytest.mark.parametrize(("remove", "kill"), [("fifo", False), ("fifo", True), ("uniform", True)])
+@pytest.mark.parametrize(("remove", "kill"), [("fifo", True), ("uniform", True), *LONG_CASES])
 def test_no_batch_is_torn(remove: str, kill: bool) -> None:
     mark = str(os.getpid())
     command = [sys.executable, str(PROGRAM), "--seconds", str(SECONDS), *(["--kill"] if kill else [])]

@@ -47,7 +47,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     gc.collect()
     assert shared_files(prefix()) == []
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # others may have ended meanwhile
 
 
 def offline(data: Path, /, **options: Any) -> Replay:
