@@ -203,7 +203,7 @@ def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
         streams[0].consume(0)  # else it waits for itself
         Inserter(table, Readers(table), 5.0).add(trajectory(5, 9))
 
-    for scene in every_death(make, act, 15 * STRIDE):
+    for scene in every_death(make, act, 60):
         check_whole(scene.table, scene.streams)
         stream = scene.streams[0]
         stream.masses.ask(1)
@@ -237,7 +237,7 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
         Inserter(table, Readers(table), 5.0).add(trajectory(5, 7))
 
     away = 0
-    for scene in every_death(make, act, 7 * STRIDE):
+    for scene in every_death(make, act, 28):
         table, stream = scene.table, scene.streams[0]
         with table.lock:  # who locks it after a death repairs it
             stored = table.slots[table.slots[:, STATE] == COMMITTED]
