@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.replay import content, versions
 from deepspeed_gear.replay.inference import InferenceLoader, open_loader
 from deepspeed_gear.replay.parts import Parts
@@ -30,9 +30,11 @@ class Contents:
     _inserters: dict[str, Inserter]
     _loaders: list[InferenceLoader]
     device: torch.device
+    _closed: bool
 
     def _check_open(self) -> None:
-        raise NotImplementedError
+        if self._closed:
+            raise StoreError("the Replay", "must be open", None, "it was closed")
 
     def add(self, trajectory: Mapping[str, Any], table: str | None = None) -> int:
         """Store a trajectory; batches from the next cut on may hold it.

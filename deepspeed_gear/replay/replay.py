@@ -351,10 +351,6 @@ class Replay(Contents):
             at = f"stage {self._place.pipe_rank} of {self._place.pipe_world}"
             raise StoreError("a batch", "must be asked for on the first or last stage", at)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreError("the Replay", "must be open", None, "it was closed")
-
     def close(self) -> None:
         """Stop the prefetch thread and detach; safe to call twice and at exit."""
         if not self._closed:

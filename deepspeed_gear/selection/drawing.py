@@ -40,13 +40,20 @@ class Drawing:
     selector: Selector
     position: np.ndarray
     has_item_masses: bool
+    last_drawn: np.ndarray | None
     _words: memoryview
     _coordinates: torch.Tensor
     _gate: Gate | None
 
     def pin(self, key: int, records: torch.Tensor) -> None:
-        """Keep what a cut has drawn from being freed until all processes have consumed it."""
-        raise NotImplementedError
+        """Keep what a cut has drawn from being freed until all processes have consumed it. Wants the lock.
+
+        Args:
+            key: Of the cut.
+            records: Resolutions, with slots of this store. [n, 8], int64.
+        """
+        if self.last_drawn is not None:
+            self.last_drawn[records[:, R_SLOT].numpy()] = key
 
     def _draw(self, rows: torch.Tensor, count: int, first: int, total: int) -> None:
         coordinates = self._coordinates if count == self.spec.batch else self._coordinates[:count]

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
-from deepspeed_gear.ops.constants import R_MASS, R_SLOT
+from deepspeed_gear.ops.constants import R_MASS
 from deepspeed_gear.selection.cut import (
     AHEAD,
     COUNT,
@@ -334,16 +334,6 @@ class Stream(Drawing):
         rows = self._entries[entry][0]
         count = self._count_of(key)
         return (rows if count == self.spec.batch else rows[:count]), count
-
-    def pin(self, key: int, records: torch.Tensor) -> None:
-        """Keep what a cut has drawn from being freed until all processes have consumed it. Wants the lock.
-
-        Args:
-            key: Of the cut.
-            records: Resolutions, with slots of this store. [n, 8], int64.
-        """
-        if self.last_drawn is not None:
-            self.last_drawn[records[:, R_SLOT].numpy()] = key
 
     def _draw_ahead(self, key: int) -> None:
         """Draw for the next cut, where several ranks want it and nothing is known that comes before it."""
