@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepspeed_gear.errors import StoreError, StoreFullError
@@ -243,18 +243,24 @@ def _is_store(path: Path) -> bool:
 
 def living(prefix: str) -> list[Path]:
     """Return this user's store files of a prefix that a process is attached to."""
-    found = []
+    return [path for path, fd in _opened(prefix) if _is_held(fd)]
+
+
+def _is_held(fd: int) -> bool:
+    return _record_lock(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, 0, _WHOLE) != fcntl.F_UNLCK
+
+
+def _opened(prefix: str) -> Iterator[tuple[Path, int]]:
+    """Walk this user's store files of a prefix, each open for as long as it is looked at."""
     for path in stores(prefix):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
-            if _record_lock(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, 0, _WHOLE) != fcntl.F_UNLCK:
-                found.append(path)
+            yield path, fd
         finally:
             os.close(fd)
-    return found
 
 
 def remove_garbage(prefix: str) -> list[Path]:
@@ -263,15 +269,4 @@ def remove_garbage(prefix: str) -> list[Path]:
     Returns:
         The files that were removed.
     """
-    removed = []
-    for path in stores(prefix):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            if _unlink_if_garbage(fd, path):
-                removed.append(path)
-        finally:
-            os.close(fd)
-    return removed
+    return [path for path, fd in _opened(prefix) if _unlink_if_garbage(fd, path)]
