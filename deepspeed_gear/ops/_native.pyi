@@ -34,6 +34,16 @@ def draw_(coordinates: Tensor, seed: int, stream: int, first: int, total: int, /
 def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int, size: int, /) -> None: ...
 def tree_build_(sums: Tensor, num_items: int, /) -> None: ...
 def tree_update_(sums: Tensor, num_items: int, items: Tensor, masses: Tensor, /) -> None: ...
+def slot_masses_(
+    sums: Tensor,
+    slots: Tensor,
+    log: Tensor,
+    first: int,
+    last: int,
+    rule: Sequence[int],
+    unit: int,
+    /,
+) -> None: ...
 def resolve_(
     resolutions: Tensor,
     sums: Tensor,

@@ -28,6 +28,7 @@ class Ops:
     permute_: Op
     tree_build_: Op
     tree_update_: Op
+    slot_masses_: Op
     resolve_: Op
     resolve_rows_: Op
     mass_: Op

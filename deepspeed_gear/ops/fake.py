@@ -11,6 +11,7 @@ OP_NAMES = (
     "permute_",
     "tree_build_",
     "tree_update_",
+    "slot_masses_",
     "resolve_",
     "resolve_rows_",
     "mass_",
@@ -33,6 +34,7 @@ OP_NAMES = (
 )
 #: Ops of the host's store, which have no kernels.
 HOST_ONLY = (
+    "slot_masses_",
     "top_k_",
     "report_",
     "prioritize_",

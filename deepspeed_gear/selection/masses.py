@@ -59,8 +59,10 @@ class Masses:
         self.leaves: np.ndarray = views[spec.at + "sums"][: self.num_items]
         self._top: memoryview = views[spec.at + "sums"][-FAN_OUT:].data  # the last level: one node's children
         self._slots = torch.from_numpy(table.slots)
+        self._log = None if table.extents is None else torch.from_numpy(table.extents.log)
         unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
         self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.key)
+        self._plain_unit = None if spec.priorities is not None else spec.rule.plain_unit
 
     @staticmethod
     def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
@@ -178,6 +180,8 @@ class Masses:
 
     def apply_slots(self) -> None:
         """Put what has changed into the tree. A death in between is mended by `recover`."""
+        if self._take_at_once():
+            return
         self.take_changes()
         count = self.words[NUM_DIRTY]
         if count == 0:
@@ -188,6 +192,19 @@ class Masses:
         self.queued[dirty] = NOTHING
         self.words[NUM_DIRTY] = 0
         self.words[APPLYING] = 0
+
+    def _take_at_once(self) -> bool:
+        """Put what has changed into the tree by one op, where the slot table alone says the masses."""
+        seen, changed = self.words[SEEN], self._control[CHANGED]
+        unit, log = self._plain_unit, self._log
+        if unit is None or log is None or self.on_change is not None or self.words[NUM_DIRTY]:
+            return False
+        if changed - seen > len(log):
+            return False
+        if changed != seen:
+            self.ops.slot_masses_(self.sums, self._slots, log, seen, changed, self._how[0], unit)
+            self.words[SEEN] = changed
+        return True
 
     def recover(self) -> None:
         """Make masses and queue whole after a process died inside them."""

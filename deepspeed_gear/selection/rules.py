@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.ops.constants import MOST_MASS_BITS
+from deepspeed_gear.ops.constants import MOST_MASS_BITS, UNIT_LENGTH, UNIT_STEP, UNIT_TRAJECTORY
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.store.split import split_of
 
 Unit = Literal["trajectory", "step"]
-UNIT_CODES: dict[str, int] = {"trajectory": 0, "step": 1}
+UNIT_CODES: dict[str, int] = {"trajectory": UNIT_TRAJECTORY, "step": UNIT_STEP}
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,13 @@ class MassRule:
     def has_weights(self) -> bool:
         """Whether trajectories have masses of their own."""
         return self.weight is not None or self.custom is not None
+
+    @property
+    def plain_unit(self) -> int | None:
+        """Return the unit of `slot_masses_`, where masses follow from lengths alone."""
+        if self.has_weights or self.where or self.split or self.window is not None or self.late:
+            return None
+        return UNIT_LENGTH if self.unit == "trajectory" and self.by_length else UNIT_CODES[self.unit]
 
     def check(self, name: str, columns: Mapping[str, np.ndarray]) -> None:
         """Refuse a new trajectory whose weight is none.

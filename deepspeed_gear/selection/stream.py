@@ -97,12 +97,13 @@ class Stream(Drawing):
         self._peer, self._num_peers = table.memory.peer, len(self.consumed)
         on_line = table.spec.dataset is None
         self.last_drawn: np.ndarray | None = views.get(spec.at + "last_drawn")  # cut of each slot
-        self.masses.on_change = self._note_new
         self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
         self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
         trains = spec.name == TRAIN and on_line
         staleness = Staleness(table) if trains else None
         self._staleness = staleness if staleness is not None and staleness.is_limited else None
+        if self.draws is not None or self._staleness is not None:
+            self.masses.on_change = self._note_new
         gate = Gate(spec, table, self.masses, self.position) if trains else None
         self._gate = None if gate is None or gate.is_plain else gate
         self.gate_wait, self.gate_timeout_s = Waiting(), DEFAULT_TIMEOUT_S

@@ -58,6 +58,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         "permute_": (out, 5, 1, 2, 3, 100),
         "tree_build_": (torch.cat((sums[:64], slot.new_full((32,), 9))), NUM_SLOTS),
         "tree_update_": (sums, NUM_SLOTS, torch.tensor([1, 1, 39]), torch.tensor([7, 9, 0])),
+        "slot_masses_": (sums, slots, nodes, 0, 2, [0, 0, 1, 9, 0], 1),
         "resolve_": (resolutions * 0, sums, slots, out + 11, [0, 0, 1, 9, 0], 0, 5, 1, 100),
         "resolve_rows_": (resolutions * 0, sums.clone(), slots, row_slots, out + 11, 100),
         "mass_": (out, torch.rand(COUNT), 1 << 61),

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import RESOLUTION_WORDS, UNIT_STEP, UNIT_TRAJECTORY, tree_size
+from deepspeed_gear.ops.constants import (
+    RESOLUTION_WORDS,
+    SLOT_COMMITTED,
+    UNIT_LENGTH,
+    UNIT_STEP,
+    UNIT_TRAJECTORY,
+    tree_size,
+)
 
 SIZES = (0, 1, 7, 33)
 TOTALS = (1, 2, 3, 1000, (1 << 32) - 1, 1 << 32, (1 << 62) - 1, (1 << 63) - 1)
@@ -68,6 +75,39 @@ def test_tree(reference: Ops, native: Ops, num_items: int) -> None:
         built = both(reference, native, "tree_update_", built, num_items, items, masses)
         again = both(reference, native, "tree_build_", built, num_items)
         assert torch.equal(built, again)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("unit", [UNIT_TRAJECTORY, UNIT_STEP, UNIT_LENGTH])
+@pytest.mark.parametrize("num_slots", [1, 33, 1500])
+def test_slot_masses(reference: Ops, cpu: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> None:
+    torch.manual_seed(num_slots)
+    slots = torch.randint(0, 1 << 62, (num_slots, 8))
+    slots[:, 0], slots[:, 4] = torch.randint(0, 4, (num_slots,)), torch.randint(1, 40, (num_slots,))
+    log, sums = torch.randint(0, num_slots, (50,)), torch.zeros(tree_size(num_slots), dtype=torch.int64)
+    sums[:num_slots] = 7
+    cpu.tree_build_(sums, num_slots)
+    anchors = anchors_by_hand(rule, slots[:, 4].tolist())
+    for first, last in ((0, 0), (3, 40), (130, 180)):  # the last one: all round the ring
+        found = both(reference, cpu, "slot_masses_", sums, slots, log, first, last, rule, unit)
+        for slot in {int(log[i % 50]) for i in range(first, last)}:
+            steps, some = int(slots[slot, 4]), anchors[slot]
+            mass = {UNIT_TRAJECTORY: bool(some), UNIT_STEP: len(some), UNIT_LENGTH: steps * bool(some)}[unit]
+            assert found[slot] == (mass if slots[slot, 0] == SLOT_COMMITTED else 0)
+        assert torch.equal(both(reference, cpu, "tree_build_", found, num_slots), found)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_changes_outside_the_log_are_refused(request: pytest.FixtureRequest, name: str) -> None:
+    ops: Ops = request.getfixturevalue(name)
+    sums, slots = torch.zeros(tree_size(3), dtype=torch.int64), torch.ones(3, 8, dtype=torch.int64)
+    for log, first, last in ((torch.tensor([0, 1]), 0, 3), (torch.tensor([0, 1]), 2, 1)):
+        with pytest.raises((ValueError, RuntimeError), match=r"entries.* must be in a log of 2"):
+            ops.slot_masses_(sums, slots, log, first, last, (0, 0, 1, 9, 0), 0)
+    for bad in (-1, 3):
+        with pytest.raises((ValueError, RuntimeError), match=r"items.* must lie in \[0, 3\)"):
+            ops.slot_masses_(sums, slots, torch.tensor([0, bad]), 0, 2, (0, 0, 1, 9, 0), 0)
+    assert not sums.any()
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())

@@ -38,6 +38,7 @@ from .select import (
     permute_,
     philox,
     resolve_,
+    slot_masses_,
     tree_build_,
     tree_update_,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "take_draws_",
     "top_k_",
     "tree_build_",
+    "slot_masses_",
     "tree_update_",
     "unpack_reports_",
     "window_rows",

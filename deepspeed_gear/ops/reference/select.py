@@ -15,10 +15,13 @@ from ..constants import (
     FOR_COORDINATE,
     FOR_PERMUTATION,
     RESOLUTION_WORDS,
+    SLOT_COMMITTED,
     SLOT_FIRST_ROW,
     SLOT_GENERATION,
     SLOT_ID,
     SLOT_NUM_STEPS,
+    SLOT_STATE,
+    UNIT_LENGTH,
     UNIT_STEP,
     tree_levels,
 )
@@ -133,6 +136,28 @@ def tree_update_(sums: Tensor, num_items: int, items: Tensor, masses: Tensor) ->
     for offset, _ in tree_levels(num_items):
         sums.index_add_(0, offset + nodes, change)
         nodes = nodes // FAN_OUT
+
+
+def slot_masses_(
+    sums: Tensor, slots: Tensor, log: Tensor, first: int, last: int, rule: Sequence[int], unit: int
+) -> None:
+    """Set the masses of the slots that entries [first, last) of a ring name to what a rule gives them now.
+
+    A committed trajectory has one unit of mass for each anchor (unit step), or one unit or one for each step
+    (unit trajectory, by length) if it has an anchor at all.
+    """
+    if not 0 <= first <= last <= first + len(log):
+        raise ShapeError("entries", f"must be in a log of {len(log)}", (first, last))
+    if first == last:
+        return
+    changed = log[torch.arange(first, last) % len(log)]
+    check_items(changed, len(slots))
+    records = slots[changed]
+    num_steps = records[:, SLOT_NUM_STEPS]
+    anchors = num_anchors(rule, num_steps)
+    if unit != UNIT_STEP:
+        anchors = (anchors > 0) * (num_steps if unit == UNIT_LENGTH else 1)
+    tree_update_(sums, len(slots), changed, anchors * (records[:, SLOT_STATE] == SLOT_COMMITTED))
 
 
 def check_items(items: Tensor, num_items: int) -> None:

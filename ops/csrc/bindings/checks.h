@@ -211,6 +211,11 @@ inline void CheckIndices(const at::Tensor& coordinates, int64_t first, int64_t s
               ")");
 }
 
+inline void CheckRule(at::IntArrayRef rule) {
+  TORCH_CHECK(rule.size() == 5 && rule[2] > 0,
+              "gear: rule must be first, trim, stride, most, from_end");
+}
+
 inline void CheckResolve(const at::Tensor& resolutions, const at::Tensor& sums,
                          const at::Tensor& slots, const at::Tensor& coordinates,
                          at::IntArrayRef rule) {
@@ -220,8 +225,7 @@ inline void CheckResolve(const at::Tensor& resolutions, const at::Tensor& sums,
   CheckRecords(resolutions, "resolutions", kResolutionWords);
   TORCH_CHECK(resolutions.size(0) == coordinates.numel(),
               "gear: resolutions must have a row per coordinate");
-  TORCH_CHECK(rule.size() == 5 && rule[2] > 0,
-              "gear: rule must be first, trim, stride, most, from_end");
+  CheckRule(rule);
 }
 
 inline void CheckReward(const at::Tensor& reward, int64_t rows) {

@@ -58,6 +58,24 @@ void TreeUpdate(at::Tensor& sums, int64_t num_items, const at::Tensor& items,
                   masses.const_data_ptr<int64_t>(), items.numel());
 }
 
+void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log, int64_t first,
+                int64_t last, at::IntArrayRef rule, int64_t unit) {
+  CheckRecords(slots, "slots", kSlotWords);
+  CheckTree(sums, slots.size(0));
+  CheckRule(rule);
+  CheckTensor(log, "log", at::kLong);
+  const int64_t size = log.numel(), num_slots = slots.size(0);
+  TORCH_CHECK(0 <= first && first <= last && last - first <= size,
+              "gear: entries must be in a log of ", size, ", got [", first, ", ", last, ")");
+  const int64_t* ring = log.const_data_ptr<int64_t>();
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t slot = ring[i % size];
+    TORCH_CHECK(slot >= 0 && slot < num_slots, "gear: items must lie in [0, ", num_slots, ")");
+  }
+  cpu::SlotMasses(Unsigned(sums), Records<Slot>(slots), num_slots, ring, size, first, last,
+                  AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit);
+}
+
 // A coordinate below the total hits an item with a mass, so never the padding behind the last slot.
 static void CheckCoordinates(const at::Tensor& sums, int64_t num_items,
                              const at::Tensor& coordinates) {
@@ -306,6 +324,10 @@ TORCH_LIBRARY(gear, m) {
   m.def("tree_build_(Tensor(a!) sums, int num_items) -> ()");
   m.def("tree_update_(Tensor(a!) sums, int num_items, Tensor items, Tensor masses) -> ()");
   m.def(
+      "slot_masses_(Tensor(a!) sums, Tensor slots, Tensor log, int first, int last, int[] rule, "
+      "int "
+      "unit) -> ()");
+  m.def(
       "resolve_(Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor coordinates, int[] rule, "
       "int unit, "
       "int seed, int stream, int first) -> ()");
@@ -361,6 +383,7 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("permute_", gear::Permute);
   m.impl("tree_build_", gear::TreeBuild);
   m.impl("tree_update_", gear::TreeUpdate);
+  m.impl("slot_masses_", gear::SlotMasses);
   m.impl("resolve_", gear::Resolve);
   m.impl("resolve_rows_", gear::ResolveRows);
   m.impl("mass_", gear::MassOf);

@@ -68,6 +68,8 @@ PyMethodDef kMethods[] = {
     Method<gear::TreeBuild>("tree_build_", "tree_build_(sums, num_items) -> None"),
     Method<gear::TreeUpdate>("tree_update_",
                              "tree_update_(sums, num_items, items, masses) -> None"),
+    Method<gear::SlotMasses>("slot_masses_",
+                             "slot_masses_(sums, slots, log, first, last, rule, unit) -> None"),
     Method<gear::Resolve>(
         "resolve_",
         "resolve_(resolutions, sums, slots, coordinates, rule, unit, seed, stream, first) -> None"),

@@ -17,6 +17,9 @@ void TreeBuild(at::Tensor& sums, int64_t num_items);
 void TreeUpdate(at::Tensor& sums, int64_t num_items, const at::Tensor& items,
                 const at::Tensor& masses);
 
+void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log, int64_t first,
+                int64_t last, at::IntArrayRef rule, int64_t unit);
+
 void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
              const at::Tensor& coordinates, at::IntArrayRef rule, int64_t unit, int64_t seed,
              int64_t stream, int64_t first);

@@ -64,8 +64,17 @@ GEAR_HOST_DEVICE int64_t AnchorAt(const AnchorRule& rule, int64_t num_steps, int
 }
 
 // What an item of a tree over slots is: a trajectory whose anchor is a second draw, or one of its
-// anchors.
-enum Unit : int64_t { kTrajectory = 0, kStep = 1 };
+// anchors. Of masses only: a trajectory by its length.
+enum Unit : int64_t { kTrajectory = 0, kStep = 1, kByLength = 2 };
+
+// The mass of a committed trajectory: one for each anchor, or one (by length: one a step) if it has
+// an anchor at all.
+GEAR_HOST_DEVICE int64_t MassOfSlot(const AnchorRule& rule, int64_t unit, int64_t num_steps) {
+  const int64_t anchors = NumAnchors(rule, num_steps);
+  if (unit == kStep) return anchors;
+  if (anchors == 0) return 0;
+  return unit == kByLength ? num_steps : 1;
+}
 
 // The anchor of a hit. A step item has one unit of mass per anchor, so the remainder is its index.
 GEAR_HOST_DEVICE int64_t ChooseAnchor(const AnchorRule& rule, int64_t unit, int64_t num_steps,

@@ -24,6 +24,10 @@ void TreeBuild(uint64_t* sums, int64_t num_items);
 // an item.
 void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const int64_t* masses,
                 int64_t count);
+// Sets the masses of the slots that entries [first, last) of a ring name.
+void SlotMasses(uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* log,
+                int64_t log_size, int64_t first, int64_t last, const AnchorRule& rule,
+                int64_t unit);
 
 // What each coordinate hits: slot, anchor, mass, and the sample number first + i.
 void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates,

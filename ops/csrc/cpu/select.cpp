@@ -69,6 +69,18 @@ void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const i
     SetMass(sums, shape, items[i], static_cast<uint64_t>(masses[i]));
 }
 
+void SlotMasses(uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* log,
+                int64_t log_size, int64_t first, int64_t last, const AnchorRule& rule,
+                int64_t unit) {
+  const TreeShape shape = ShapeOfTree(num_slots);
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t item = log[i % log_size];
+    const Slot& slot = slots[item];
+    const int64_t mass = slot.state == kCommitted ? MassOfSlot(rule, unit, slot.num_steps) : 0;
+    SetMass(sums, shape, item, static_cast<uint64_t>(mass));
+  }
+}
+
 void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates,
              int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed, uint32_t stream,
              int64_t first, Resolution* resolutions) {
