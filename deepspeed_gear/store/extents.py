@@ -17,7 +17,8 @@ FREE, RESERVED, COMMITTED, RETIRED = range(4)
 STATE, GENERATION, ID, FIRST_ROW, NUM_STEPS, NUM_ROWS, OWNER, BORN = range(8)
 # control words; cpu/store.h
 CHANGED, NEXT_ID, NUM_COMMITTED, STEPS_COMMITTED, ROVER, FREE_SLOT, FREE_ROWS = range(7)
-INSERTED, STEPS_INSERTED, RECOVERIES, CUTTING, POLICY = range(7, 12)
+INSERTED, STEPS_INSERTED, RECOVERIES, CUTTING, POLICY, NUM_HELD, ROWS_HELD = range(7, 14)
+OPEN = 3  # word of a slot's life: its trajectory still grows
 BEFORE, AFTER, OLDER, NEWER = range(4)
 LINK_WORDS = 4
 NO_SLOT, NO_ROWS, SCATTERED, PINNED, AHEAD, LOCK_TIMEOUT, LOCK_BROKEN, MUST_RECOVER = range(-1, -9, -1)
@@ -81,17 +82,19 @@ class Extents:
         self._insert(behind, slot, BEFORE, AFTER)
         control[ROVER] = slot
         control[FREE_ROWS] -= num_rows
+        self.life[slot, OPEN] = 0
+        self._count_held(1, num_rows)
         return slot
 
     def commit(self, slot: int, num_steps: int, num_rows: int, born: int) -> int:
         """Publish a reserved slot; rows behind `num_rows` are given back. Returns the new id."""
         control, record = self.control, self.slots[slot]
-        control[FREE_ROWS] += record[NUM_ROWS] - num_rows
-        record[NUM_STEPS], record[NUM_ROWS], record[BORN] = num_steps, num_rows, born
+        self._trim(record, num_rows)
+        record[NUM_STEPS], record[BORN] = num_steps, born
         index, count = self.ids
         record[ID] = control[NEXT_ID] * count + index  # unique over the nodes
         control[NEXT_ID] += 1
-        self.life[slot] = 0
+        self.life[slot, :OPEN] = 0
         record[STATE] = COMMITTED  # the commit point
         self._insert(int(self.links[self.ends, OLDER]), slot, OLDER, NEWER)
         for word, more in ((NUM_COMMITTED, 1), (STEPS_COMMITTED, num_steps)):
@@ -101,6 +104,32 @@ class Extents:
         self.note(slot)
         return int(record[ID])
 
+    def grow(self, slot: int, num_steps: int) -> None:
+        """Publish more steps of a committed trajectory whose extent has room for them."""
+        control, more = self.control, num_steps - int(self.slots[slot, NUM_STEPS])
+        self.slots[slot, NUM_STEPS] = num_steps  # the commit point
+        control[STEPS_COMMITTED] += more
+        control[STEPS_INSERTED] += more
+        self.note(slot)
+
+    def end_growth(self, slot: int, num_rows: int) -> None:
+        """Say that a trajectory, perhaps retired already, grows no more; rows behind `num_rows` are free."""
+        record = self.slots[slot]
+        if record[STATE] == COMMITTED:
+            self._trim(record, num_rows)
+        self.life[slot, OPEN] = 0
+
+    def _trim(self, record: np.ndarray, num_rows: int) -> None:
+        fewer = int(record[NUM_ROWS]) - num_rows
+        record[NUM_ROWS] = num_rows
+        self.control[FREE_ROWS] += fewer
+        self._count_held(0, -fewer)
+
+    def _count_held(self, trajectories: int, rows: int) -> None:
+        """Count what is reserved or committed."""
+        self.control[NUM_HELD] += trajectories
+        self.control[ROWS_HELD] += rows
+
     def retire(self, slot: int) -> None:
         """End a committed trajectory."""
         self.slots[slot, STATE] = RETIRED
@@ -108,6 +137,7 @@ class Extents:
         self._insert(int(self.links[self.retired_ends, OLDER]), slot, OLDER, NEWER)
         self.control[NUM_COMMITTED] -= 1
         self.control[STEPS_COMMITTED] -= self.slots[slot, NUM_STEPS]
+        self._count_held(-1, -int(self.slots[slot, NUM_ROWS]))
         self.note(slot)
 
     def free(self, slot: int) -> None:
@@ -115,6 +145,8 @@ class Extents:
         control, links, record = self.control, self.links, self.slots[slot]
         if record[STATE] == RETIRED:
             self._take_out(slot, OLDER, NEWER)
+        if record[STATE] == RESERVED:
+            self._count_held(-1, -int(record[NUM_ROWS]))
         if control[ROVER] == slot:
             control[ROVER] = links[slot, BEFORE]
         self._take_out(slot, BEFORE, AFTER)
@@ -144,16 +176,18 @@ class Extents:
         committed = slots[:, STATE] == COMMITTED
         control[NUM_COMMITTED] = int(committed.sum())
         control[STEPS_COMMITTED] = int(slots[committed, NUM_STEPS].sum())
+        held = committed | (slots[:, STATE] == RESERVED)
+        control[NUM_HELD], control[ROWS_HELD] = int(held.sum()), int(slots[held, NUM_ROWS].sum())
 
     # ---- reading ---------------------------------------------------------------------------------
 
     def oldest(self) -> int:
-        """Return the oldest committed slot, -1 if there is none."""
-        return self._or_none(int(self.links[self.ends, NEWER]))
+        """Return the oldest committed slot whose trajectory grows no more, -1 if there is none."""
+        return self._first_grown(NEWER)
 
     def newest(self) -> int:
-        """Return the newest committed slot, -1 if there is none."""
-        return self._or_none(int(self.links[self.ends, OLDER]))
+        """Return the newest committed slot whose trajectory grows no more, -1 if there is none."""
+        return self._first_grown(OLDER)
 
     def retired(self) -> np.ndarray:
         """Return the retired slots in the order in which they were. [n], int64."""
@@ -180,7 +214,10 @@ class Extents:
 
     # ---- lists -----------------------------------------------------------------------------------
 
-    def _or_none(self, slot: int) -> int:
+    def _first_grown(self, on: int) -> int:
+        slot = int(self.links[self.ends, on])
+        while slot != self.ends and self.life[slot, OPEN]:
+            slot = int(self.links[slot, on])
         return -1 if slot == self.ends else slot
 
     def _end_of(self, slot: int) -> int:

@@ -11,7 +11,7 @@ from deepspeed_gear.store.extents import BY_CALLER, KEEP, NEWEST, OLDEST
 Removal = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
 REMOVAL_CODES = {"none": KEEP, "fifo": OLDEST, "lifo": NEWEST}
 UNLIMITED = (1 << 62) - 1
-TIMES_SAMPLED, PRESENT, VERSION, OPEN = range(4)  # words of a slot's life
+TIMES_SAMPLED, PRESENT, VERSION = range(3)  # words of a slot's life; OPEN is the last one
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import AFTER, CUTTING, FREE_ROWS, ROVER
-from deepspeed_gear.store.life import OPEN
+from deepspeed_gear.store.extents import AFTER, CUTTING, FREE_ROWS, OPEN, ROVER
 from deepspeed_gear.store.spec import RETURN_TO_GO
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, FREE, NUM_ROWS, STATE, Table
 

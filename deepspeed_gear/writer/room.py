@@ -20,12 +20,14 @@ from deepspeed_gear.store.extents import (
     NO_ROWS,
     NO_SLOT,
     NUM_COMMITTED,
+    NUM_HELD,
+    OPEN,
     PINNED,
+    ROWS_HELD,
     SCATTERED,
     STEPS_COMMITTED,
     STEPS_INSERTED,
 )
-from deepspeed_gear.store.life import OPEN
 from deepspeed_gear.store.table import COMMITTED, ID, NUM_ROWS, STATE, Table
 from deepspeed_gear.writer.moving import Mover
 
@@ -111,12 +113,16 @@ class Room:
 
     def _is_over(self, num_steps: int) -> bool:
         control, life = self.table.control, self.life
-        over = control[NUM_COMMITTED] + 1 > life.max_trajectories
-        return bool(over or control[STEPS_COMMITTED] + num_steps > life.max_steps)
+        held = control[NUM_HELD]
+        steps = control[ROWS_HELD] - held * self.table.rows_for(0)
+        return bool(held + 1 > life.max_trajectories or steps + num_steps > life.max_steps)
 
     def _unless_waiting(self, refusal: int) -> int:
-        """Return PINNED where room comes as soon as retired trajectories are read no more."""
-        return PINNED if len(self.table.retired()) and not self._samples else refusal
+        """Return PINNED where room comes as soon as trajectories are read no more, or are written."""
+        control = self.table.control
+        is_written = self.life.removal != "none" and control[NUM_HELD] > control[NUM_COMMITTED]
+        is_read = len(self.table.retired()) > 0 and not self._samples
+        return PINNED if is_written or is_read else refusal
 
     def _will_fit(self, num_rows: int, num_steps: int) -> bool:
         if self._is_over(num_steps) or not len(self.table.retired()):
@@ -134,7 +140,8 @@ class Room:
         slots = self.table.retired()
         if not len(slots):
             return
-        unread = slots[~self.readers.pinned(slots)]
+        is_open = self.table.views["life"][slots, OPEN] != 0  # their writers do not know yet
+        unread = slots[~(self.readers.pinned(slots) | is_open)]
         for slot in unread.tolist():
             self.readers.forget(slot)
         self.table.free(unread)

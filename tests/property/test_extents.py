@@ -27,12 +27,15 @@ from deepspeed_gear.store.extents import (
     NO_ROWS,
     NO_SLOT,
     NUM_COMMITTED,
+    NUM_HELD,
     NUM_ROWS,
     NUM_STEPS,
     OLDER,
+    OPEN,
     RECOVERIES,
     RESERVED,
     RETIRED,
+    ROWS_HELD,
     SCATTERED,
     STATE,
     STEPS_COMMITTED,
@@ -101,6 +104,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         self.held: dict[int, tuple[int, int, int]] = {}  # slot -> state, rows, steps
         self.old: list[int] = []
         self.gone: list[int] = []
+        self.open: set[int] = set()  # slots whose trajectories grow
         self.noted: list[int] = []
         self.inserted = self.steps_inserted = 0
 
@@ -147,6 +151,41 @@ class ExtentsMachine(RuleBasedStateMachine):
         self.noted.append(slot)
         self.inserted, self.steps_inserted = self.inserted + 1, self.steps_inserted + num_rows
 
+    @precondition(lambda self: self._of(RESERVED))
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        """Commit the beginning of a trajectory that keeps its rows to grow."""
+        slot = data.draw(st.sampled_from(self._of(RESERVED)))
+        for extents in self.both:
+            extents.life[slot, OPEN] = 1
+        rows = self.held[slot][1]
+        self._on_both("commit", slot, 1, rows, 0)
+        self.held[slot] = COMMITTED, rows, 1
+        self.old.append(slot)
+        self.noted.append(slot)
+        self.open.add(slot)
+        self.inserted, self.steps_inserted = self.inserted + 1, self.steps_inserted + 1
+
+    @precondition(lambda self: self.open & set(self.old))
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.open & set(self.old))))
+        state, rows, steps = self.held[slot]
+        longer = data.draw(st.integers(steps, rows))
+        self._on_both("grow", slot, longer)
+        self.held[slot] = state, rows, longer
+        self.steps_inserted += longer - steps
+        self.noted.append(slot)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end_growth(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.open)))
+        state, rows, steps = self.held[slot]
+        self._on_both("end_growth", slot, steps)
+        self.held[slot] = state, steps if state == COMMITTED else rows, steps
+        self.open.remove(slot)
+
     @precondition(lambda self: self.old)
     @rule(data=st.data())
     def retire(self, data: st.DataObject) -> None:
@@ -157,10 +196,13 @@ class ExtentsMachine(RuleBasedStateMachine):
         self.gone.append(slot)
         self.noted.append(slot)
 
-    @precondition(lambda self: self._of(RESERVED) or self.gone)
+    def _can_be_freed(self) -> list[int]:
+        return self._of(RESERVED) + [slot for slot in self.gone if slot not in self.open]
+
+    @precondition(lambda self: self._can_be_freed())
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(self._of(RESERVED) + self.gone))
+        slot = data.draw(st.sampled_from(self._can_be_freed()))
         self._on_both("free", slot)
         if self.held.pop(slot)[0] == RETIRED:
             self.gone.remove(slot)
@@ -177,7 +219,7 @@ class ExtentsMachine(RuleBasedStateMachine):
             return
         words = np.arange(CONTROL_WORDS) != RECOVERIES
         assert (self.plain.control[words] == self.native.control[words]).all()
-        for name in ("slots", "links", "log"):
+        for name in ("slots", "links", "log", "life"):
             assert (getattr(self.plain, name) == getattr(self.native, name)).all(), name
 
     @invariant()
@@ -202,8 +244,9 @@ class ExtentsMachine(RuleBasedStateMachine):
         assert sorted([*free_slots(extents), *self.held]) == list(range(self.num_slots))
         assert ring(extents, extents.ends, NEWER, OLDER) == self.old
         assert extents.retired().tolist() == ring(extents, extents.retired_ends, NEWER, OLDER) == self.gone
-        assert extents.oldest() == (self.old[0] if self.old else -1)
-        assert extents.newest() == (self.old[-1] if self.old else -1)
+        grown = [slot for slot in self.old if slot not in self.open]
+        assert extents.oldest() == (grown[0] if grown else -1)
+        assert extents.newest() == (grown[-1] if grown else -1)
 
     @invariant()
     def counted(self) -> None:
@@ -212,6 +255,8 @@ class ExtentsMachine(RuleBasedStateMachine):
         control = self.plain.control
         assert control[NUM_COMMITTED] == len(self.old)
         assert control[STEPS_COMMITTED] == sum(self.held[slot][2] for slot in self.old)
+        held = [rows for state, rows, _ in self.held.values() if state in (RESERVED, COMMITTED)]
+        assert control[[NUM_HELD, ROWS_HELD]].tolist() == [len(held), sum(held)]
         assert control[[INSERTED, STEPS_INSERTED]].tolist() == [self.inserted, self.steps_inserted]
         assert control[NEXT_ID] == self.inserted
         assert control[CHANGED] == len(self.noted)
@@ -227,7 +272,8 @@ class ExtentsMachine(RuleBasedStateMachine):
             return
         arrays = [getattr(self.plain, name).copy() for name in ("control", "slots", "links", "log", "life")]
         arrays[2][:] = 12345
-        arrays[0][[FREE_ROWS, FREE_SLOT, NUM_COMMITTED, STEPS_COMMITTED]] = 12345
+        derived = [FREE_ROWS, NUM_COMMITTED, STEPS_COMMITTED, NUM_HELD, ROWS_HELD]
+        arrays[0][[FREE_SLOT, *derived]] = 12345
         copy = Extents(*arrays, self.num_rows, IDS, PEER)
         copy.rebuild()
         assert sorted(free_slots(copy)) == sorted(free_slots(self.plain))
@@ -235,7 +281,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         assert ring(copy, ends, AFTER, BEFORE) == ring(self.plain, ends, AFTER, BEFORE)
         assert ring(copy, ends, NEWER, OLDER) == self.old
         assert sorted(copy.retired().tolist()) == sorted(self.gone)
-        words = [FREE_ROWS, NUM_COMMITTED, STEPS_COMMITTED, NEXT_ID, CHANGED, INSERTED, STEPS_INSERTED]
+        words = [*derived, NEXT_ID, CHANGED, INSERTED, STEPS_INSERTED]
         assert (copy.control[words] == self.plain.control[words]).all()
 
 

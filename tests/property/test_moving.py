@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import CUTTING, FREE_ROWS, RESERVED, SCATTERED
-from deepspeed_gear.store.life import OPEN, Life
+from deepspeed_gear.store.extents import CUTTING, FREE_ROWS, OPEN, RESERVED, SCATTERED
+from deepspeed_gear.store.life import Life
 from deepspeed_gear.store.spec import RETURN_TO_GO, spare_rows_for
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, NUM_STEPS, STATE
 from deepspeed_gear.writer.inserter import Inserter

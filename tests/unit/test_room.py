@@ -23,8 +23,8 @@ from gear_support import (
 from deepspeed_gear.errors import NotReadyError, StoreFullError
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import RECOVERIES
-from deepspeed_gear.store.life import OPEN, Life, Rate
+from deepspeed_gear.store.extents import OPEN, RECOVERIES
+from deepspeed_gear.store.life import Life, Rate
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, RETIRED, STATE
 from deepspeed_gear.writer.inserter import Inserter
 
@@ -350,3 +350,18 @@ def test_rows_of_the_gone_are_never_drawn(make: Make) -> None:
             extents = stored[:, [FIRST_ROW, NUM_STEPS]].tolist()
             rows = [first + step for first, steps in extents for step in range(steps)]
             assert items.tolist() == sorted(rows)
+
+
+def test_what_is_being_written_counts(make: Make) -> None:
+    """A writer waits for another one's commit rather than to pass the capacity, or to find no room."""
+    scene = make("fifo", max_steps=10)
+    table = scene.table
+    with table.lock:
+        slot = table.reserve(8)
+    with pytest.raises(NotReadyError, match="must be read no more within"):
+        add(scene, 5)
+    table.write(slot, trajectory(0, 8))
+    with table.lock:
+        table.commit(slot)
+    assert add(scene, 5) == 1
+    assert ids(scene) == [1]

@@ -13,6 +13,14 @@ int64_t& LinkOf(Store& store, int64_t slot, Link word) {
   return store.links[slot * kLinkWords + word];
 }
 
+int64_t& OpenOf(const Store& store, int64_t slot) { return store.life[slot * kLifeWords + kOpen]; }
+
+// Counts what a slot holds, or no longer does.
+void CountHeld(Store& store, int64_t trajectories, int64_t rows) {
+  store.control[kNumHeld] += trajectories;
+  store.control[kRowsHeld] += rows;
+}
+
 void InsertBehind(Store& store, int64_t where, int64_t slot, Link back, Link on) {
   const int64_t next = LinkOf(store, where, on);
   LinkOf(store, slot, back) = where;
@@ -99,8 +107,17 @@ void Write(Store& store, int64_t slot, const void* const* sources, int64_t num_s
 }
 
 bool IsOver(const Store& store, int64_t num_steps) {
-  return store.control[kNumCommitted] + 1 > store.most_trajectories ||
-         store.control[kStepsCommitted] + num_steps > store.most_steps;
+  const int64_t held = store.control[kNumHeld], final_rows = RowsOf(store, 0);
+  const int64_t steps = store.control[kRowsHeld] - held * final_rows;
+  return held + 1 > store.most_trajectories || steps + num_steps > store.most_steps;
+}
+
+// The trajectory that goes next; the sentinel if there is none. One that still grows stays.
+int64_t FindVictim(Store& store) {
+  const Link on = store.removal == kOldest ? kNewer : kOlder;
+  int64_t slot = LinkOf(store, store.num_slots, on);
+  while (slot != store.num_slots && OpenOf(store, slot) != 0) slot = LinkOf(store, slot, on);
+  return slot;
 }
 
 // Whether the rows fit as soon as nobody reads what is retired.
@@ -142,18 +159,21 @@ int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps) {
   InsertBehind(store, behind, slot, kBefore, kAfter);
   store.control[kRover] = slot;
   store.control[kFreeRows] -= num_rows;
+  OpenOf(store, slot) = 0;
+  CountHeld(store, 1, num_rows);
   return slot;
 }
 
 int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born) {
   Slot& record = store.slots[slot];
   store.control[kFreeRows] += record.num_rows - num_rows;
+  CountHeld(store, 0, num_rows - record.num_rows);
   record.num_steps = num_steps;
   record.num_rows = num_rows;
   record.born = born;
   record.id = store.control[kNextId] * store.id_count + store.id_index;
   ++store.control[kNextId];
-  std::fill_n(store.life + slot * kLifeWords, kLifeWords, 0);
+  std::fill_n(store.life + slot * kLifeWords, kOpen, 0);
   // The commit point: pairs with the acquire of whoever reads the state without the lock.
   __atomic_store_n(&record.state, kCommitted, __ATOMIC_RELEASE);
   InsertBehind(store, LinkOf(store, store.num_slots, kOlder), slot, kOlder, kNewer);
@@ -172,12 +192,14 @@ void Retire(Store& store, int64_t slot) {
   InsertBehind(store, LinkOf(store, store.num_slots + 1, kOlder), slot, kOlder, kNewer);
   --store.control[kNumCommitted];
   store.control[kStepsCommitted] -= record.num_steps;
+  CountHeld(store, -1, -record.num_rows);
   Note(store, slot);
 }
 
 void Free(Store& store, int64_t slot) {
   Slot& record = store.slots[slot];
   if (record.state == kRetired) TakeOut(store, slot, kOlder, kNewer);
+  if (record.state == kReserved) CountHeld(store, -1, -record.num_rows);
   if (store.control[kRover] == slot) store.control[kRover] = LinkOf(store, slot, kBefore);
   TakeOut(store, slot, kBefore, kAfter);
   LinkOf(store, slot, kAfter) = store.control[kFreeSlot];
@@ -187,6 +209,7 @@ void Free(Store& store, int64_t slot) {
 }
 
 bool IsPinned(const Store& store, int64_t slot) {
+  if (OpenOf(store, slot) != 0) return true;  // its writer does not know yet that it was retired
   for (const Pins& pins : store.pins) {
     const int64_t drawn = pins.last_drawn[slot];
     for (int64_t peer = 0; peer < pins.num_peers; ++peer) {
@@ -226,10 +249,11 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps) {
     if (found == kScattered && left >= store.least_free_rows) return found;
     const bool over = IsOver(store, num_steps);
     if (store.control[kCutting] != 0 || (!over && WillFit(store, num_rows))) return kPinned;
-    const Link end = store.removal == kOldest ? kNewer : kOlder;
-    const int64_t slot = LinkOf(store, store.num_slots, end);
+    const int64_t slot = FindVictim(store);
     if (slot == store.num_slots) {
-      return LinkOf(store, store.num_slots + 1, kNewer) == store.num_slots + 1 ? found : kPinned;
+      const bool comes = LinkOf(store, store.num_slots + 1, kNewer) != store.num_slots + 1 ||
+                         store.control[kNumHeld] > store.control[kNumCommitted];
+      return comes ? int64_t{kPinned} : found;
     }
     Retire(store, slot);
     if (!IsPinned(store, slot)) Free(store, slot);

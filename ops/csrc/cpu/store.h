@@ -28,13 +28,17 @@ enum Control : int64_t {
   kStepsInserted,
   kRecoveries,  // how often derived state was rebuilt behind a death
   kCutting,     // cuts over several nodes are under way: nothing may be retired
+  kPolicy,      // newest policy version
+  kNumHeld,     // trajectories, and their rows, that are reserved or committed
+  kRowsHeld,
 };
 
 // Words of a slot's links. Two lists, each with a sentinel: extents by address, and trajectories
 // by age, those that are committed and those that are retired.
 enum Link : int64_t { kBefore, kAfter, kOlder, kNewer, kLinkWords };
 
-inline constexpr int64_t kLifeWords = 4;  // of a slot: how often it was drawn and so on; 0 at first
+// Of a slot: how often it was drawn and so on, 0 at first. kOpen: its trajectory still grows.
+inline constexpr int64_t kLifeWords = 4, kOpen = 3;
 
 // What `Reserve` and `Add` return instead of a slot or an id.
 enum Refusal : int64_t {
