@@ -12,7 +12,7 @@ from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.replay.snapshot import MANIFEST, check_rows, read_table
 from deepspeed_gear.selection.anchors import AnchorRule
-from deepspeed_gear.selection.draws import rows_of
+from deepspeed_gear.selection.by_row import rows_of
 from deepspeed_gear.store.living import LivingStore
 from deepspeed_gear.store.table import COMMITTED, NUM_STEPS, STATE
 

@@ -106,6 +106,8 @@ class Loading:
                     snapshot.load_rows(table, found, chosen, next_id)
                 for stream in self._parts.streams.get(name, {}).values():
                     saved.restore(stream, np.arange(len(chosen)), self._content(name, stream))
+                if found.whole.slots is not None:
+                    table.unfinished.end_all()
 
     def _content(self, name: str, stream: Stream) -> Content:
         whole, stream_name = self._found[name].whole, stream.spec.name

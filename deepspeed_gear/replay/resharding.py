@@ -29,7 +29,7 @@ from deepspeed_gear.selection.cut import COUNT, KEY
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, STATE
 
 Content = dict[str, np.ndarray]  # of a stream, as `saved.export` names it
-PER_SLOT, PER_ITEM = ("leaves", "queued", "bases"), ("priorities", "draws")
+PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps"), ("priorities", "draws")
 CUTS = ("heads", "ring", "epochs")
 
 

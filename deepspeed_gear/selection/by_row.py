@@ -98,3 +98,17 @@ class StepPriorities:
         self.ops.tree_update_(self.sums, count, changed, torch.from_numpy(masses))
         if self.minima is not None:
             self.ops.minima_update_(self.minima, self.sums, count, changed)
+
+
+def rows_of(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rows of trajectories, one behind the other.
+
+    Args:
+        records: Of the slot table. [n, 8], int64.
+    Returns:
+        Row of the store, step, and index of the trajectory. [m] each, int64.
+    """
+    count = records[:, NUM_ROWS]
+    owner = np.repeat(np.arange(len(records)), count)
+    steps = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
+    return records[owner, FIRST_ROW] + steps, steps, owner

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_ID, R_SLOT
+from deepspeed_gear.selection.by_row import rows_of
 from deepspeed_gear.selection.cut import COUNT, CUT_WORDS, KEY, NOTHING, StreamSpec
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.spec import TableSpec
-from deepspeed_gear.store.table import FIRST_ROW, NUM_ROWS, NUM_STEPS, Table
+from deepspeed_gear.store.table import GENERATION, NUM_STEPS, Table
 
 _ONE = np.int32(1)  # of the counters' type: a plain 1 takes a hundred times as long
 
@@ -34,12 +35,17 @@ class Draws:
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         self.counts: np.ndarray = table.views[spec.at + "draws"]
         self._table, self._by_step = table, spec.rule.unit == "step"
+        self._generations = table.views.get(spec.at + "draws_of")  # whose draws are counted
 
     @staticmethod
     def regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
         """Return what the counters of a stream keep in the store: 4 bytes an item, if they are wanted."""
         items = table.num_rows if spec.rule.unit == "step" else table.num_slots
-        return [Region(spec.at + "draws", "int32", (items,))] if spec.count_draws else []
+        if not spec.count_draws:
+            return []
+        counts = Region(spec.at + "draws", "int32", (items,))
+        of = [Region(spec.at + "draws_of", "int64", (table.num_slots,))] if table.dataset is None else []
+        return [counts, *of]
 
     def count(self, records: np.ndarray) -> None:
         """Count what a cut has drawn.
@@ -54,8 +60,11 @@ class Draws:
         np.add.at(self.counts, items, _ONE)
 
     def forget(self, slots: np.ndarray) -> None:
-        """Begin anew for slots that hold other trajectories now."""
-        self.counts[self._items(slots)] = 0
+        """Begin anew for those of the slots that hold other trajectories now. [n], int64."""
+        assert self._generations is not None
+        generations = self._table.slots[slots, GENERATION]
+        self.counts[self._items(slots[self._generations[slots] != generations])] = 0
+        self._generations[slots] = generations
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
         """Return the counters of slots."""
@@ -64,6 +73,8 @@ class Draws:
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
         """Take up what `export` has returned; a checkpoint without counters begins anew."""
         self.counts[:] = 0
+        if self._generations is not None:
+            self._generations[:] = self._table.slots[:, GENERATION]
         if "draws" in content:
             self.counts[self._items(slots)] = content["draws"]
 
@@ -80,20 +91,6 @@ class Draws:
     def _items(self, slots: np.ndarray) -> np.ndarray:
         """Return all items of slots, one behind the other. [m], int64."""
         return rows_of(self._table.slots[slots])[0] if self._by_step else slots
-
-
-def rows_of(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rows of trajectories, one behind the other.
-
-    Args:
-        records: Of the slot table. [n, 8], int64.
-    Returns:
-        Row of the store, step, and index of the trajectory. [m] each, int64.
-    """
-    count = records[:, NUM_ROWS]
-    owner = np.repeat(np.arange(len(records)), count)
-    steps = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
-    return records[owner, FIRST_ROW] + steps, steps, owner
 
 
 class Recent(NamedTuple):

@@ -26,7 +26,7 @@ from deepspeed_gear.ops.constants import (
     U_SLOT,
     minima_size,
 )
-from deepspeed_gear.selection.by_row import StepPriorities
+from deepspeed_gear.selection.by_row import StepPriorities, rows_of
 from deepspeed_gear.selection.cut import NOTHING, StreamSpec
 from deepspeed_gear.selection.masses import SEEN, Masses
 from deepspeed_gear.selection.reports import Reports
@@ -35,10 +35,8 @@ from deepspeed_gear.store.extents import CHANGED
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import (
     COMMITTED,
-    FIRST_ROW,
     GENERATION,
     ID,
-    NUM_ROWS,
     NUM_STEPS,
     RETIRED,
     STATE,
@@ -70,6 +68,7 @@ class PriorityMasses(Masses):
         self._row_slots = views[at + "row_slots"] if self.by_step else np.empty(0, np.int32)
         self._bases: np.ndarray = views[at + "bases"]
         self._generations: np.ndarray = views[at + "generations"]  # of what has its first priority
+        self._steps: np.ndarray | None = views.get(at + "steps")  # of each slot, that have a priority
         self.reports = Reports(spec, table)
         self.shard_of: ShardOf | None = None  # where several nodes hold the table
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
@@ -97,6 +96,7 @@ class PriorityMasses(Masses):
         ]
         if spec.rule.unit == "step":
             regions.append(Region(spec.at + "row_slots", "int32", (num_rows,)))
+            regions.append(Region(spec.at + "steps", "int64", (num_slots,)))
         if rule.normalize == "table" and minima_size(items):
             regions.append(Region(spec.at + "minima", "int64", (minima_size(items),)))
         return [*super().regions(spec, num_slots, num_rows, num_peers), *regions]
@@ -234,13 +234,30 @@ class PriorityMasses(Masses):
             slots, masses = slots[there], masses[there]
         known = self._generations[slots] == self.table.slots[slots, GENERATION]
         differ = ~known | ((self._bases[slots] > 0) != (masses > 0))  # others keep their priorities
-        self._set_items(slots[differ], masses[differ])
+        items, admitted = self._items_of(slots[differ], masses[differ])
+        self._set_items(items, np.where(admitted, self._initial(), np.float32(0)))
+        if self._steps is not None:
+            longer = ~differ & (masses > 0) & (self._steps[slots] != self.table.slots[slots, NUM_STEPS])
+            self._set_grown(slots[longer])
+            self._steps[slots] = self.table.slots[slots, NUM_STEPS]
         self._bases[slots] = masses
         self._generations[slots] = self.table.slots[slots, GENERATION]
 
-    def _set_items(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        items, admitted = self._items_of(slots, masses)
-        priorities = np.where(admitted, self._initial(), np.float32(0))
+    def _set_grown(self, slots: np.ndarray) -> None:
+        """Give the steps of open trajectories that are new their first priority; the others keep theirs."""
+        if not len(slots):
+            return
+        assert self._steps is not None
+        items, steps, owner = rows_of(self.table.slots[slots])
+        admits = self.spec.rule.anchors.admits
+        now = admits(steps, self.table.slots[slots, NUM_STEPS][owner])
+        before = admits(steps, self._steps[slots][owner])
+        self._set_items(items[now & ~before], self._initial())
+        self._set_items(items[before & ~now], np.zeros((), np.float32))
+
+    def _set_items(self, items: np.ndarray, priorities: np.ndarray) -> None:
+        """Set the priorities of items. [n], int64; [n] or [], float32."""
+        priorities = np.broadcast_to(priorities, items.shape).copy()
         new = torch.empty(len(items), dtype=torch.int64)
         self.ops.mass_(new, torch.from_numpy(priorities), self.words[ALPHA])
         before = np.count_nonzero(self.leaves[items])
@@ -262,13 +279,10 @@ class PriorityMasses(Masses):
         if not self.by_step:
             return np.ascontiguousarray(slots), bases > 0
         records = self.table.slots[slots]
-        rows = records[:, NUM_ROWS]
-        first = np.repeat(records[:, FIRST_ROW], rows)
-        steps = np.arange(len(first)) - np.repeat(np.cumsum(rows) - rows, rows)
-        items = first + steps
-        self._row_slots[items] = np.repeat(slots, rows)
-        admitted = self.spec.rule.anchors.admits(steps, np.repeat(records[:, NUM_STEPS], rows))
-        return items, admitted & np.repeat(bases > 0, rows)
+        items, steps, owner = rows_of(records)
+        self._row_slots[items] = slots[owner]
+        admitted = self.spec.rule.anchors.admits(steps, records[owner, NUM_STEPS])
+        return items, admitted & (bases[owner] > 0)
 
     def _initial(self) -> np.ndarray:
         """Return the priority of new items. [], float32."""
@@ -385,6 +399,7 @@ class PriorityMasses(Masses):
         return {
             "priorities": self.values[items],
             "bases": bases,
+            **({} if self._steps is None else {"steps": self._steps[slots]}),
             "queued": self.queued[slots],
             "counts": counts,
             "alpha": np.array([self.words[ALPHA]]),
@@ -398,6 +413,8 @@ class PriorityMasses(Masses):
         self.values[items] = content["priorities"]
         self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
         self._generations[slots] = self.table.slots[slots, GENERATION]
+        if self._steps is not None:
+            self._steps[slots] = content.get("steps", self.table.slots[slots, NUM_STEPS])
         self.counts[:], self.words[ALPHA] = content["counts"], int(content["alpha"][0])
         log = content["log"].copy()
         if self.spec.num_shards == 1:

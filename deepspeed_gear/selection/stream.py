@@ -59,6 +59,7 @@ from deepspeed_gear.store.extents import CUTTING, RECOVERIES
 from deepspeed_gear.store.table import Table
 
 _POLL_S, _IDLE_S = 100e-6, 500e-6
+_LOOK_S = 1.0  # how often a cut looks for writers that have died
 NEVER_LATE = 1 << 62
 TRAIN = "train"
 _AFTER_KEY = struct.Struct(f"={CUT_WORDS - 1}q")
@@ -99,6 +100,7 @@ class Stream(Drawing):
         self.last_drawn: np.ndarray | None = views.get(spec.at + "last_drawn")  # cut of each slot
         self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
         self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
+        self._is_online, self._look_again = on_line, 0.0
         trains = spec.name == TRAIN and on_line
         staleness = Staleness(table) if trains else None
         self._staleness = staleness if staleness is not None and staleness.is_limited else None
@@ -168,7 +170,7 @@ class Stream(Drawing):
                     )
                 late, slow = self.peers.late(held), self.masses.late(key)
                 if key >= at and not self._control[CUTTING]:
-                    self._drop_stale(key)
+                    self._tend(key)
                 closed = self._gate is not None and not late and not self._gate.is_open(self._count_of(key))
                 ready = not late and not slow and not closed and not self.follows
                 if self._words[RECOVERED] != self._control[RECOVERIES]:
@@ -208,7 +210,11 @@ class Stream(Drawing):
         if self._staleness is not None:
             self._staleness.note_versions(slots)
 
-    def _drop_stale(self, key: int) -> None:
+    def _tend(self, key: int) -> None:
+        """Drop what is too old, and now and then end what writers have left that died."""
+        if self._is_online and time.monotonic() > self._look_again:
+            self.table.unfinished.end_abandoned()
+            self._look_again = time.monotonic() + _LOOK_S
         if self._staleness is not None:
             self.masses.take_changes()
             self._staleness.drop(key)
@@ -220,7 +226,7 @@ class Stream(Drawing):
         """Return whether a global batch has been cut, or could be cut now. Wants the lock."""
         if key < self._words[KEY]:
             return True
-        self._drop_stale(key)
+        self._tend(key)
         gate = self._gate
         if gate is not None:
             return gate.is_open(self._count_of(key))

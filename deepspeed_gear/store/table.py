@@ -46,6 +46,7 @@ from deepspeed_gear.store.memory import SharedMemory
 from deepspeed_gear.store.native import open_store
 from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec, table_layout
 from deepspeed_gear.store.trajectory import as_numbers
+from deepspeed_gear.store.unfinished import Unfinished
 
 __all__ = [
     "BORN",
@@ -91,6 +92,8 @@ class Table:
         self.lock = StoreLock(memory, ops.native, timeout_s, self._run_recoveries)
         self.handle: Any = None  # of the native store
         self.extents = self._open_extents() if spec.dataset is None else None
+        if self.extents is not None:
+            self.unfinished = Unfinished(self, self.extents)
 
     @classmethod
     def create(
@@ -325,18 +328,6 @@ class Table:
         """Return the slots that wait to be freed, in the order in which they were retired. Wants the lock."""
         return np.empty(0, np.int64) if self.extents is None else self.extents.retired()
 
-    def give_up(self, peer: int) -> None:
-        """Free what a process had reserved. Wants the lock."""
-        mine = (self.slots[:, STATE] == RESERVED) & (self.slots[:, OWNER] == peer)
-        self.free(np.nonzero(mine)[0])
-
-    def abandoned(self) -> np.ndarray:
-        """Return the slots that a process had reserved when it died. Wants the lock."""
-        reserved = np.nonzero(self.slots[:, STATE] == RESERVED)[0]
-        owners = self.slots[reserved, OWNER]
-        dead = [owner for owner in np.unique(owners).tolist() if not self.memory.is_alive(owner)]
-        return reserved[np.isin(owners, dead)]
-
     # ---- derived state ---------------------------------------------------------------------------
 
     def on_recover(self, recover: Callable[[], None]) -> None:
@@ -363,7 +354,7 @@ class Table:
     def _recover(self) -> None:
         if self.extents is None:
             return
-        self.slots[self.abandoned(), STATE] = FREE
+        self.unfinished.recover()
         used = self.slots[self.slots[:, STATE] == COMMITTED, ID]
         count = (self.spec.shard or Shard()).count
         behind = int(used.max(initial=-1)) // count + 1

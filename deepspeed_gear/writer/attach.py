@@ -64,7 +64,7 @@ def attach(
         ops = load_library(meaning["library"])
         attached = Table(spec, memory, layout, ops, float(meaning["timeout_s"]))
         with attached.lock:  # an earlier process in this place may have died without anybody noticing
-            attached.give_up(memory.peer)
+            attached.unfinished.give_up(memory.peer)
         attached.claim_peer(memory.peer)
         told = meaning["writing"]
         return Attached(attached, told["max_length"], told["weight"], float(told["timeout_s"]))

@@ -51,7 +51,7 @@ class Inserter:
         samples: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.table, self._readers, self._timeout_s = table, readers, timeout_s
+        self.table, self._readers, self.timeout_s = table, readers, timeout_s
         self.max_length, self._checks, self._committed = max_length, checks, committed
         self.room = Room(table, readers, timeout_s, samples, check)
         self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
@@ -93,8 +93,7 @@ class Inserter:
                 return added
         arrays, num_steps = check_trajectory(self._name, self.table.spec.schema, trajectory)
         self._check_length(num_steps)
-        for check in self._checks:
-            check(arrays)
+        self.check(arrays)
         columns = [np.ascontiguousarray(arrays[name]) for name in self._names]
         if self._late:
             return self._add_plainly(columns, num_steps, self.table.spec.schema.late_bits(trajectory))
@@ -111,10 +110,19 @@ class Inserter:
             return None
         if self.max_length is not None and num_steps > self.max_length:
             return None
-        found = self._native.store_add(self.table.handle, columns, num_steps, self._timeout_s)
+        found = self._native.store_add(self.table.handle, columns, num_steps, self.timeout_s)
         if found is None:
             return None
         return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)
+
+    def check(self, columns: dict[str, np.ndarray]) -> None:
+        """Refuse columns of one value per trajectory that the streams cannot do with.
+
+        Raises:
+            DataError: One is no weight.
+        """
+        for check in self._checks:
+            check(columns)
 
     def _check_length(self, num_steps: int) -> None:
         if self.max_length is not None and num_steps > self.max_length:
@@ -124,7 +132,7 @@ class Inserter:
     def _add(self, columns: list[np.ndarray], num_steps: int) -> int:
         if self._native is None:
             return self._add_plainly(columns, num_steps)
-        found = self._native.store_add(self.table.handle, columns, num_steps, self._timeout_s)
+        found = self._native.store_add(self.table.handle, columns, num_steps, self.timeout_s)
         if found is None:  # what is no buffer of the stored form, such as bfloat16 without steps
             return self._add_plainly(columns, num_steps)
         return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)
@@ -168,15 +176,25 @@ class Inserter:
         oldest = min(self._open.values(), default=-1)
         self.table.peers[self.table.memory.peer, OLDEST_OPEN] = oldest + 1
 
-    def reserve(self, num_steps: int) -> int:
-        """Take a slot for a trajectory of at most so many steps, waiting for room; as `add`."""
-        until = time.monotonic() + self._timeout_s
+    def reserve(self, num_steps: int, inserts: int | None = None) -> int:
+        """Take a slot for a trajectory of at most so many steps, waiting for room; as `add`.
+
+        Args:
+            num_steps: For which rows are reserved.
+            inserts: Steps that are inserted now; None: all.
+        """
+        until = time.monotonic() + self.timeout_s
         while True:
             with self.table.lock:
-                slot = self.room.reserve(num_steps)
+                slot = self.room.reserve(num_steps, inserts)
             if slot >= 0:
                 return slot
             self.room.wait(slot, num_steps, until)
+
+    def publish(self, slot: int, num_steps: int) -> int:
+        """Commit the first steps of a reserved slot, which keeps its rows to grow. Wants the lock."""
+        self.table.unfinished.open(slot, num_steps)
+        return self._commit(slot)
 
     def _commit(self, slot: int) -> int:
         number = self.table.commit(slot, 0 if self._position is None else int(self._position[KEY]))

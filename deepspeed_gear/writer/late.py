@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.store.extents import OPEN
 from deepspeed_gear.store.life import PRESENT
 from deepspeed_gear.store.table import NUM_STEPS, Table
 from deepspeed_gear.store.trajectory import as_stored
@@ -42,6 +43,8 @@ def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float
         if slot < 0:
             raise StoreError(f"{name}: id", "must be stored on this node", number, "it may have gone already")
         life = table.views["life"]
+        if life[slot, OPEN]:
+            raise DataError(f"{name}: id {number}", "must have ended to get late columns", None)
         if life[slot, PRESENT] & bits:
             written = [column for column in arrays if life[slot, PRESENT] & schema.late_bits([column])]
             raise DataError(f"{name}: column {written[0]}", "must be written once", f"id {number} has it")

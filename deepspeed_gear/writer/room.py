@@ -80,13 +80,16 @@ class Room:
 
     # ---- reserving -------------------------------------------------------------------------------
 
-    def reserve(self, num_steps: int) -> int:
+    def reserve(self, num_steps: int, inserts: int | None = None) -> int:
         """Take a slot for a trajectory, letting others go as the table's life says. Wants the lock.
 
+        Args:
+            num_steps: For which rows are taken.
+            inserts: Steps that are inserted now; None: all.
         Returns:
             The slot, or a refusal: AHEAD, PINNED, or what keeps it out of a table that lets nobody go.
         """
-        if not self.may_insert(num_steps):
+        if not self.may_insert(num_steps if inserts is None else inserts):
             return AHEAD
         extents = self.table.extents
         assert extents is not None
@@ -136,7 +139,8 @@ class Room:
 
     def free_retired(self) -> None:
         """Free what nobody reads any more, and what dead processes had reserved. Wants the lock."""
-        self.table.free(self.table.abandoned())
+        self.table.free(self.table.unfinished.abandoned())
+        self.table.unfinished.end_abandoned()
         slots = self.table.retired()
         if not len(slots):
             return

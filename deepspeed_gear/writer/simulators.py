@@ -14,6 +14,7 @@ import numpy as np
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.request_slots import FREE, IDLE, RESTING, RequestSlots, request_files
+from deepspeed_gear.writer.publishing import Publisher
 from deepspeed_gear.writer.vector import VectorWriter
 
 _POLL_S = 0.02
@@ -36,6 +37,7 @@ class Simulators(VectorWriter):
         add: Adds a trajectory.
         autoreset: As `VectorWriter`.
         max_length: As `VectorWriter`.
+        publisher: As `VectorWriter`.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class Simulators(VectorWriter):
         add: Callable[[Mapping[str, Any]], int],
         autoreset: str,
         max_length: int | None,
+        publisher: Publisher | None = None,
     ) -> None:
         staging = slots.staging(places)
-        super().__init__(schema, add, len(places), autoreset, max_length, slots.native, staging)
+        super().__init__(schema, add, len(places), autoreset, max_length, slots.native, staging, publisher)
         self._slots, self._places, self._all = slots, places, np.arange(len(places), dtype=np.int64)
         answered = [schema[name] for name in slots.places.answers]
         self._done_by = [column for column in self._done_by if column not in answered]
@@ -139,7 +142,12 @@ class Simulators(VectorWriter):
         self._slots.states[which] = IDLE
 
     def step(
-        self, final: Mapping[str, Any] | None = None, envs: np.ndarray | None = None, **columns: Any
+        self,
+        final: Mapping[str, Any] | None = None,
+        envs: np.ndarray | None = None,
+        *,
+        publish: bool = False,
+        **columns: Any,
     ) -> list[int]:
         """Take a step of environments that have acted; as `VectorWriter.step`, without the policy's columns.
 
@@ -154,7 +162,7 @@ class Simulators(VectorWriter):
         unwanted = [column.name for column in given if column.name in columns]
         if unwanted:
             raise DataError(f"column {unwanted[0]}", "must not be given", None, "the policy gives it")
-        added = super().step(final, envs, **columns)
+        added = super().step(final, envs, publish=publish, **columns)
         self._timesteps[slice(None) if envs is None else envs] += 1
         self._slots.states[places] = IDLE
         return added
@@ -199,8 +207,11 @@ class Simulators(VectorWriter):
         aside = self._aside.get(env)
         return rows if aside is None else np.concatenate([*(part[column.name] for part in aside), rows])
 
-    def _commit(self, env: int, num_steps: int) -> int:
-        number = super()._commit(env, num_steps)
+    def _steps_before(self, env: int) -> int:
+        return int(self._aside_steps[env])
+
+    def _commit(self, env: int, num_steps: int, is_cut: bool = False) -> int:
+        number = super()._commit(env, num_steps, is_cut)
         self._drop_aside(env)
         return number
 
@@ -215,7 +226,11 @@ class Simulators(VectorWriter):
             raise StoreError("the simulators", "must be open", None, "they were closed")
 
     def close(self) -> None:
-        """Give the places back; open trajectories are dropped. Safe to call twice, and done at exit."""
+        """Give the places back; of open trajectories stays what is published. Safe to call twice, and done at
+        exit.
+        """
+        for env in list(self._growing):
+            self._end_growing(env, truncated=True)
         self._finalizer()
 
     def __enter__(self) -> Simulators:

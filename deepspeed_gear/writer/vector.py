@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,7 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.staging import Staging
 from deepspeed_gear.store.trajectory import as_stored
+from deepspeed_gear.writer.publishing import Growing, Publisher, no_publisher
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
 _FIRST_LENGTH = 256
@@ -38,6 +40,7 @@ class VectorWriter:
         max_length: A longer episode is cut there, marked as truncated, and goes on as another trajectory.
         native: The native module, or None.
         staging: Where trajectories grow; None: in private memory.
+        publisher: Publishes steps of open trajectories; None: nothing can.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class VectorWriter:
         max_length: int | None,
         native: ModuleType | None = None,
         staging: Staging | None = None,
+        publisher: Publisher | None = None,
     ) -> None:
         if autoreset not in _MODES:
             raise DataError("autoreset", f"must be one of {', '.join(_MODES)}", autoreset)
@@ -69,6 +73,7 @@ class VectorWriter:
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._any_waits, self._room = True, 0
         self._tell: Callable[[object, np.ndarray], None] | None = None
+        self._publisher, self._growing = publisher, dict[int, Growing]()  # by environment
 
     def watch_versions(self, column: str, tell: Callable[[object, np.ndarray], None]) -> None:
         """Tell the policy versions of open trajectories whenever some begin or end.
@@ -113,7 +118,9 @@ class VectorWriter:
     # ---- steps -----------------------------------------------------------------------------------
 
     def reset(self, mask: np.ndarray | None = None, **columns: Any) -> None:
-        """Begin an episode of all environments, or of some; what was open of theirs is dropped.
+        """Begin an episode of all environments, or of some.
+
+        What was open of theirs is dropped; as far as it was published it stays, marked as truncated.
 
         Args:
             mask: Which ones. [N], bool.
@@ -123,6 +130,8 @@ class VectorWriter:
         """
         which = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask, bool)
         self._take_values(columns, slice(None))
+        for env in [env for env in self._growing if which[env]]:
+            self._end_growing(env, truncated=True)
         state, first = self._pick(self._state, columns, "reset"), self._staging.first
         self._state_rows.put(state, np.where(which, first, -1))
         self._next[which] = first[which] + 1
@@ -132,7 +141,12 @@ class VectorWriter:
         self._begin(np.flatnonzero(which))
 
     def step(
-        self, final: Mapping[str, Any] | None = None, envs: np.ndarray | None = None, **columns: Any
+        self,
+        final: Mapping[str, Any] | None = None,
+        envs: np.ndarray | None = None,
+        *,
+        publish: bool = False,
+        **columns: Any,
     ) -> list[int]:
         """Take a step of every environment, or of some.
 
@@ -140,6 +154,8 @@ class VectorWriter:
             final: With "same_step": how the environments are that have ended; column -> [n, *shape], or an
                 array of objects as gymnasium's `final_obs`; the others' rows are not looked at.
             envs: Numbers of those that the columns are of, all different; None: all N. [n], int64.
+            publish: Let batches hold all steps so far, from the next cut on. The cost is one more copy of
+                these rows and one lock; rows are reserved for the longest trajectory of each environment.
             **columns: What was done and what came of it, and how the environments are now. [n, *shape] each;
                 `terminated` and `truncated` also where the schema has no such columns.
         Returns:
@@ -176,6 +192,8 @@ class VectorWriter:
             self._begin_again(waits, which)
         added = self._end(np.flatnonzero(ended), envs, final, state) if ended.any() else []
         self._next[which] += 1
+        if publish:
+            self._publish()
         return added
 
     def _ended(self, columns: Mapping[str, Any], num_envs: int) -> np.ndarray:
@@ -238,8 +256,10 @@ class VectorWriter:
                 raise DataError(f"final {column.name}", "must be given where an episode ends", None, remedy)
             self._staging.of(column.name, env)[step] = final[column.name][row]
 
-    def _commit(self, env: int, num_steps: int) -> int:
-        """Add the first steps of an environment."""
+    def _commit(self, env: int, num_steps: int, is_cut: bool = False) -> int:
+        """Add the steps of an environment that lie in the first rows of its place."""
+        if env in self._growing:
+            return self._commit_rest(env, num_steps, is_cut)
         trajectory: dict[str, Any] = {}
         for column in self._schema:
             if column.late:
@@ -255,6 +275,45 @@ class VectorWriter:
     def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
         """Return a column's rows of an environment's open trajectory."""
         return self._staging.of(column.name, env)[: num_steps + (column.rows == "T+1")]
+
+    # ---- publishing ------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Publish what grows."""
+        if self._publisher is None:
+            raise no_publisher()
+        self._publisher.check()
+        used = self._used()
+        for env in np.flatnonzero(used).tolist():
+            if env not in self._growing:
+                self._growing[env] = Growing(partial(self._rows_of, env), partial(self._value_of, env))
+        growing = self._growing.items()
+        self._publisher.publish([(part, int(used[env]) + self._steps_before(env)) for env, part in growing])
+
+    def _commit_rest(self, env: int, num_steps: int, is_cut: bool) -> int:
+        publisher, growing = self._publisher, self._growing[env]
+        assert publisher is not None
+        publisher.publish([(growing, num_steps + self._steps_before(env))])
+        self._end_growing(env, is_cut)
+        self.num_trajectories += 1
+        assert growing.id is not None
+        return growing.id
+
+    def _end_growing(self, env: int, truncated: bool) -> None:
+        assert self._publisher is not None
+        self._publisher.end(self._growing.pop(env), truncated)
+
+    def _rows_of(self, env: int, column: Column, first: int, end: int) -> np.ndarray:
+        num_steps = end - int(column.rows == "T+1") - self._steps_before(env)
+        return self._steps_of(column, env, num_steps)[first:end]
+
+    def _steps_before(self, env: int) -> int:
+        """Return how many steps of an open trajectory lie elsewhere than in the rows of its place."""
+        del env
+        return 0
+
+    def _value_of(self, env: int, column: Column) -> np.ndarray:
+        return np.asarray(self._values[column.name][env])
 
     # ---- room ------------------------------------------------------------------------------------
 
@@ -278,7 +337,7 @@ class VectorWriter:
             steps = int(self._next[env] - self._staging.first[env] - 1)
             if self._truncated is not None:
                 self._staging.of(self._truncated.name, env)[steps - 1] = True
-            self._commit(env, steps)
+            self._commit(env, steps, is_cut=True)
             self._go_on(env, steps)
 
     def _go_on(self, env: int, steps: int) -> None:

@@ -20,6 +20,7 @@ from deepspeed_gear.writer.attach import attach
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late import fill
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
+from deepspeed_gear.writer.publishing import Publisher
 from deepspeed_gear.writer.simulators import Simulators, attach_places
 from deepspeed_gear.writer.vector import Autoreset, VectorWriter
 
@@ -48,7 +49,8 @@ class TrajectoryWriter:
         inserter.room.check = self.check_goes_on if owns else inserter.room.check
         self._finalizer = weakref.finalize(self, table.close) if owns else None
         self._simulators: weakref.WeakSet[Simulators] = weakref.WeakSet()
-        self.num_added = self.num_steps_added = 0
+        self._publisher = Publisher(inserter)
+        self.num_added = 0
 
     @classmethod
     def attach(
@@ -144,12 +146,14 @@ class TrajectoryWriter:
         fill(self._table, number, columns, self._table.lock.timeout_s)
 
     def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
-        """Begin a trajectory that is added at the end of a `with` block; an exception in it adds nothing.
+        """Begin a trajectory that is added at the end of a `with` block.
+
+        An exception in it adds nothing; what was published by then stays, marked as truncated.
 
         Args:
             **per_trajectory: Columns of one value per trajectory.
         """
-        opened = OpenTrajectory(self.table, self.schema, self.add, per_trajectory)
+        opened = OpenTrajectory(self.table, self.schema, self.add, per_trajectory, self._publisher)
         return self._watched(opened)
 
     def vector(self, num_envs: int, autoreset: Autoreset = "next_step") -> VectorWriter:
@@ -160,7 +164,9 @@ class TrajectoryWriter:
             autoreset: As gymnasium's AutoresetMode: what an environment does behind its last step.
         """
         native = self._table.ops.native
-        vector = VectorWriter(self.schema, self.add, num_envs, autoreset, self.max_length, native)
+        vector = VectorWriter(
+            self.schema, self.add, num_envs, autoreset, self.max_length, native, publisher=self._publisher
+        )
         return self._watched(vector)
 
     def simulators(
@@ -178,7 +184,7 @@ class TrajectoryWriter:
         slots, places = attach_places(self._table.memory.path.name, num_envs, wait_s)
         try:
             limit = self._inserter.max_length
-            simulators = Simulators(slots, places, self.schema, self.add, autoreset, limit)
+            simulators = Simulators(slots, places, self.schema, self.add, autoreset, limit, self._publisher)
         except BaseException:
             slots.release(places)
             slots.close()
@@ -226,7 +232,9 @@ class TrajectoryWriter:
         return any(self._table.memory.is_alive(peer) for peer in attached)
 
     def close(self) -> None:
-        """Detach, also its simulators; what was added stays. Safe to call twice."""
+        """Detach, also its simulators; what was added or published stays. Safe to call twice."""
+        if self._open:
+            self._publisher.close()
         self._open = False
         for simulators in self._simulators:
             simulators.close()

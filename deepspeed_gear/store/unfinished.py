@@ -1,0 +1,120 @@
+"""What writers have begun and not ended: rows that they have reserved, and trajectories that still grow.
+
+A trajectory that grows is committed with its first steps and keeps the rows that were reserved for it. Its
+writer writes behind the published steps, where nobody reads, and then says how many there are (`grow`).
+Nobody lets it go to make room. Where it is retired all the same (by hand, or by age), its rows are not free
+before its writer knows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deepspeed_gear.store.extents import (
+    COMMITTED,
+    FIRST_ROW,
+    FREE,
+    GENERATION,
+    NUM_ROWS,
+    NUM_STEPS,
+    OPEN,
+    OWNER,
+    RESERVED,
+    RETIRED,
+    STATE,
+    Extents,
+)
+
+if TYPE_CHECKING:
+    from deepspeed_gear.store.table import Table
+
+
+class Unfinished:
+    """The slots of a store that some writer has not done with. Every method wants the store's lock.
+
+    Args:
+        table: The store, with a capacity.
+        extents: Its lists.
+    """
+
+    def __init__(self, table: Table, extents: Extents) -> None:
+        self._table, self._extents, self._slots = table, extents, table.slots
+        self._open: np.ndarray = extents.life[:, OPEN]
+        ends = [table.spec.schema.role(role) for role in ("terminated", "truncated")]
+        self._terminated, self._truncated = (None if c is None else table.columns[c.name] for c in ends)
+
+    # ---- growing ---------------------------------------------------------------------------------
+
+    def open(self, slot: int, num_steps: int) -> None:
+        """Say that a reserved slot is to grow, and how many steps its commit publishes."""
+        self._slots[slot, NUM_STEPS] = num_steps
+        self._open[slot] = 1
+
+    def is_own(self, slot: int, generation: int) -> bool:
+        """Return whether a slot is still this process's to end, whatever became of its trajectory."""
+        record = self._slots[slot]
+        is_same = record[OWNER] == self._table.memory.peer and record[GENERATION] == generation
+        return bool(is_same and (self._open[slot] or record[STATE] == RESERVED))
+
+    def stands(self, slot: int, generation: int) -> bool:
+        """Return whether nobody has retired what this process has reserved or published."""
+        return self.is_own(slot, generation) and self._slots[slot, STATE] != RETIRED
+
+    def grow(self, slot: int, num_steps: int) -> None:
+        """Publish the first `num_steps` steps, whose rows are written."""
+        self._extents.grow(slot, num_steps)
+
+    def end(self, slot: int, truncated: bool) -> None:
+        """Say that a trajectory grows no more; rows behind it are free, or all if nothing is published.
+
+        Args:
+            slot: Of the trajectory.
+            truncated: Whether to mark its last step as truncated, unless it is terminated.
+        """
+        if self._slots[slot, STATE] == RESERVED:
+            self._open[slot] = 0
+            self._extents.free(slot)
+            return
+        last = int(self._slots[slot, FIRST_ROW] + self._slots[slot, NUM_STEPS]) - 1
+        if truncated and self._truncated is not None and self._slots[slot, STATE] == COMMITTED:
+            self._truncated[last] |= self._terminated is None or not self._terminated[last]
+        self._extents.end_growth(slot, self._table.rows_for(int(self._slots[slot, NUM_STEPS])))
+
+    # ---- whoever has died ------------------------------------------------------------------------
+
+    def abandoned(self) -> np.ndarray:
+        """Return the slots that a process had reserved when it died. [n], int64."""
+        return self._of_dead(self._slots[:, STATE] == RESERVED)
+
+    def end_abandoned(self) -> None:
+        """Let what dead processes have published stay, as truncated."""
+        for slot in self._of_dead(self._open != 0).tolist():
+            self.end(slot, truncated=True)
+
+    def give_up(self, peer: int) -> None:
+        """Free what a process had reserved, and end what it let grow."""
+        begun = (self._open != 0) | (self._slots[:, STATE] == RESERVED)
+        for slot in np.nonzero(begun & (self._slots[:, OWNER] == peer))[0].tolist():
+            self.end(slot, truncated=True)
+
+    def end_all(self) -> None:
+        """End whatever grows: it was loaded, and its writers are not here."""
+        for slot in np.nonzero(self._open)[0].tolist():
+            self.end(slot, truncated=True)
+
+    def _of_dead(self, which: np.ndarray) -> np.ndarray:
+        found = np.nonzero(which)[0]
+        owners = self._slots[found, OWNER]
+        dead = [owner for owner in np.unique(owners).tolist() if not self._table.memory.is_alive(owner)]
+        return found[np.isin(owners, dead)]
+
+    # ---- repair ----------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Free what the dead had reserved, and the rows behind trajectories that ended while they died."""
+        slots = self._slots
+        slots[self.abandoned(), STATE] = FREE
+        ended = (slots[:, STATE] == COMMITTED) & (self._open == 0)
+        slots[ended, NUM_ROWS] = slots[ended, NUM_STEPS] + self._table.rows_for(0)

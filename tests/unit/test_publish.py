@@ -1,0 +1,368 @@
+"""Steps of open trajectories that batches hold already. Deaths with the lock held: test_growth_machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import exit_status, in_child, wait_until
+
+from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
+from deepspeed_gear.errors import DataError, NotReadyError, StoreFullError
+from deepspeed_gear.store.extents import FREE_ROWS, NUM_COMMITTED, NUM_HELD, ROWS_HELD, STEPS_INSERTED
+
+SCHEMA = Schema(
+    [
+        Column("observation", "float32", (2,), "observation", "T+1"),
+        Column("which", "int64"),
+        Column("truncated", "bool", (), "truncated"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("task", "int64", rows="1"),
+    ]
+)
+LONGEST = 8
+
+
+def replay(sampler: Any = None, schema: Schema = SCHEMA, fields: Any = None, **table: Any) -> Replay:
+    options = {"capacity_steps": 40, "capacity_trajectories": 6, "max_length": LONGEST, "remove": "fifo"}
+    section = {
+        "tables": {"main": {**options, **table}},
+        "sampler": sampler or {"kind": "uniform", "unit": "step"},
+        "fields": fields or {"which": {}, "observation": {"offset": 0, "length": 2}},
+        "batch_size": 64,
+        "timeout_s": 5.0,
+    }
+    return Replay(section, schemas={"main": schema})
+
+
+def step(number: int) -> dict[str, Any]:
+    return {
+        "observation": np.full(2, number, np.float32),
+        "which": number,
+        "truncated": False,
+        "terminated": False,
+    }
+
+
+def append(opened: Any, numbers: Iterable[int], publish: bool = True) -> None:
+    for number in numbers:
+        opened.append(**step(number), publish=publish)
+
+
+def drawn(found: Replay) -> set[int]:
+    batch = found.sample()
+    observation = batch["observation"][..., 0]
+    assert (observation[:, 0] == batch["which"]).all()
+    assert (observation[:, 1] == batch["which"] + 1).all()  # the state that the step has led to
+    return set(batch["which"].tolist())
+
+
+def whole(number: int, steps: int) -> dict[str, Any]:
+    which = np.arange(steps) + 100 * number
+    observation = np.repeat(np.arange(steps + 1) + 100.0 * number, 2).reshape(-1, 2).astype(np.float32)
+    ends = np.zeros(steps, bool)
+    return {"observation": observation, "which": which, "truncated": ends, "terminated": ends, "task": number}
+
+
+SAMPLERS = [
+    {"kind": "uniform", "unit": "step"},
+    {"kind": "prioritized", "unit": "step"},
+    {"kind": "uniform", "unit": "trajectory"},
+    {"kind": "prioritized", "unit": "trajectory"},
+    {"kind": "uniform", "unit": "step", "anchors": "end"},
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_steps_are_drawn_as_soon_as_they_are_published(sampler: dict[str, Any]) -> None:
+    with replay(sampler) as found, found.writer().trajectory(task=3) as opened:
+        opened.append(**step(0), publish=True)
+        assert not found.can_sample()  # the state behind it is not known yet
+        for number in range(1, 6):
+            opened.append(**step(number), publish=number != 3)
+            known = {1: 1, 2: 2, 3: 2, 4: 4, 5: 5}[number]
+            expected = {known - 1} if sampler.get("anchors") == "end" else set(range(known))
+            assert drawn(found) == expected
+        assert found.read([opened.id])[0]["task"].item() == 3
+        opened.append(observation=np.full(2, 6, np.float32))
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+def test_priorities_of_known_steps_stay(unit: str) -> None:
+    sampler = {"kind": "prioritized", "unit": unit, "alpha": 1.0}
+    with replay(sampler) as found, found.writer().trajectory(task=0) as opened:
+        append(opened, range(4))
+        batch = found.sample()
+        found.update_priorities(batch, torch.where(batch["which"] == 1, 0.0, 5.0))
+        append(opened, [4])
+        for _ in range(4):
+            assert drawn(found) == ({0, 2, 3} if unit == "step" else {0, 1, 2, 3})
+        opened.append(observation=np.full(2, 5, np.float32))
+
+
+def test_a_whole_one_is_as_if_it_had_been_added() -> None:
+    with replay() as found, replay() as other:
+        writer = found.writer()
+        for number, steps in ((0, 5), (1, 8)):
+            rows = whole(number, steps)
+            other.add(rows)
+            with writer.trajectory(task=number) as opened:
+                for t in range(steps):
+                    opened.append(**{n: rows[n][t] for n in rows if n != "task"}, publish=t % 2 == 0)
+                opened.append(observation=rows["observation"][steps])
+        mine, theirs = found.tables["main"], other.tables["main"]
+        words = [FREE_ROWS, NUM_COMMITTED, NUM_HELD, ROWS_HELD, STEPS_INSERTED]
+        assert (mine.control[words] == theirs.control[words]).all()
+        assert (mine.slots == theirs.slots).all()
+        for column in SCHEMA.names:
+            assert all(
+                torch.equal(a[column], b[column])
+                for a, b in zip(found.read([0, 1]), other.read([0, 1]), strict=True)
+            )
+        assert drawn(found) == drawn(other)
+
+
+def broken(found: Replay, opened: Any) -> None:
+    with opened:
+        append(opened, range(4))
+        raise RuntimeError("the simulator is broken")
+
+
+def without_an_end(found: Replay, opened: Any) -> None:
+    with opened:
+        append(opened, range(4))
+
+
+@pytest.mark.parametrize("simulate", [broken, without_an_end])
+def test_what_is_cut_short_stays_as_truncated(simulate: Any) -> None:
+    with replay() as found:
+        opened = found.writer().trajectory(task=0)
+        with pytest.raises(
+            (RuntimeError, DataError), match=r"simulator is broken|must have the rows of 3 steps"
+        ):
+            simulate(found, opened)
+        assert found.read([opened.id])[0]["truncated"].tolist() == [False, False, True]
+        table = found.tables["main"]
+        assert table.control[FREE_ROWS] == table.spec.capacity_rows - 4
+
+
+# ---- many environments ---------------------------------------------------------------------------
+
+
+def vector_step(t: int, num_envs: int, ends: list[int], **more: Any) -> dict[str, Any]:
+    which = np.arange(num_envs) * 100 + t
+    observation = np.stack([which + 1, which + 1], 1).astype(np.float32)
+    is_last = np.isin(np.arange(num_envs), ends)
+    return {
+        "observation": observation,
+        "which": which,
+        "terminated": is_last,
+        "truncated": is_last & False,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_many_environments(autoreset: Any) -> None:
+    with replay(capacity_steps=60) as found:
+        vector = found.writer(envs=3, autoreset=autoreset)
+        start = np.repeat(np.arange(3) * 100.0, 2).reshape(3, 2).astype(np.float32)
+        vector.reset(observation=start, task=np.arange(3))
+        for t in range(4):
+            assert vector.step(**vector_step(t, 3, []), publish=True) == []
+            assert drawn(found) == {100 * env + n for env in range(3) for n in range(t + 1)}
+        last = vector_step(4, 3, [1])
+        final = {"observation": last["observation"]} if autoreset == "same_step" else None
+        added = vector.step(**last, final=final, publish=True)
+        assert len(added) == 1
+        stored = found.read(added)[0]
+        assert stored["which"].tolist() == [100, 101, 102, 103, 104]
+        assert stored["terminated"].tolist() == [False] * 4 + [True]
+        assert stored["task"].item() == 1
+        assert drawn(found) == {100 * env + n for env in range(3) for n in range(5)}
+        vector.reset(np.array([True, False, False]), observation=start)
+        assert found.read([0])[0]["truncated"].tolist() == [False] * 4 + [True]
+
+
+def test_an_environment_that_goes_on_too_long_is_cut() -> None:
+    with replay(capacity_steps=60) as found:
+        vector = found.writer(envs=1)
+        vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
+        for t in range(LONGEST + 3):
+            vector.step(**vector_step(t, 1, []), publish=True)
+        assert drawn(found) == set(range(LONGEST + 3))
+        first, second = found.read([0, 1])
+        assert first["which"].tolist() == list(range(LONGEST))
+        assert first["truncated"].tolist() == [False] * (LONGEST - 1) + [True]
+        assert second["which"].tolist() == list(range(LONGEST, LONGEST + 3))
+
+
+# ---- room ----------------------------------------------------------------------------------------
+
+
+def test_open_ones_do_not_go_to_make_room() -> None:
+    for remove in ("fifo", "lifo", "uniform"):
+        with replay(remove=remove, capacity_steps=3 * LONGEST) as found:
+            writer = found.writer()
+            with writer.trajectory(task=0) as opened:
+                append(opened, range(3))
+                for number in range(1, 9):
+                    writer.add(whole(number, 5))
+                    assert set(found.read([opened.id])[0]["which"].tolist()) == {0, 1}
+                opened.append(observation=np.full(2, 3, np.float32))
+            table = found.tables["main"]
+            assert table.control[ROWS_HELD] + table.control[FREE_ROWS] == table.spec.capacity_rows
+
+
+def test_too_many_open_ones_find_no_room() -> None:
+    with replay(capacity_steps=2 * LONGEST) as found:
+        vector = found.writer(envs=3)
+        vector.reset(observation=np.zeros((3, 2), np.float32), task=np.zeros(3, np.int64))
+        with pytest.raises(StoreFullError, match="must have 9 free rows in a run"):
+            vector.step(**vector_step(0, 3, []), publish=True)
+
+
+@pytest.mark.parametrize("how", ["remove", "clear"])
+def test_what_follows_a_removed_part_is_another_trajectory(how: str) -> None:
+    with replay() as found:
+        with found.writer().trajectory(task=7) as opened:
+            append(opened, range(4))
+            first = opened.id
+            found.remove([first]) if how == "remove" else found.clear()
+            assert not found.can_sample()
+            found.add(whole(1, 2))  # its rows are not free yet
+            opened.append(**step(4))
+            opened.append(**step(5), publish=True)
+            assert opened.id != first
+            assert drawn(found) == {3, 4, 100, 101}
+            opened.append(observation=np.full(2, 6, np.float32))
+        assert found.read([opened.id])[0]["which"].tolist() == [3, 4, 5]
+        assert found.read([opened.id])[0]["task"].item() == 7
+        table = found.tables["main"]
+        found.clear()
+        assert table.control[FREE_ROWS] == table.spec.capacity_rows
+
+
+def test_a_rate_counts_published_steps() -> None:
+    rate = {"samples_per_insert": 32, "min_size": 2, "error_buffer": 160}
+    with replay(rate=rate) as found:
+        table = found.tables["main"]
+        with found.writer().trajectory(task=0) as opened:
+            append(opened, range(8))
+            assert table.num_steps == 7
+            assert found.can_sample()
+            with pytest.raises(NotReadyError, match="must be sampled from first"):
+                opened.append(observation=np.full(2, 8, np.float32), publish=True)
+            assert table.num_steps == 7
+            found.sample()  # the step is appended already: the end publishes it
+        assert table.control[STEPS_INSERTED] == 8
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_without_a_longest_trajectory() -> None:
+    with replay(max_length=None) as found, found.writer().trajectory(task=0) as opened:
+        with pytest.raises(DataError, match="must have max_length for steps of open trajectories"):
+            append(opened, [0])
+        opened.append(observation=np.zeros(2, np.float32))
+
+
+def test_where_returns_to_go_are_kept() -> None:
+    schema = Schema([*SCHEMA, Column("reward", "float32", (), "reward")])
+    with replay(schema=schema, fields={"return_to_go": {}}) as found:
+        vector = found.writer(envs=1)
+        vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
+        with pytest.raises(DataError, match="must not keep returns-to-go"):
+            vector.step(**vector_step(0, 1, [], reward=np.zeros(1, np.float32)), publish=True)
+
+
+def test_without_a_value_of_the_trajectory() -> None:
+    with replay() as found:
+        opened = found.writer().trajectory()
+        append(opened, [0, 1], publish=False)
+        with pytest.raises(DataError, match="column task must be in every trajectory"):
+            append(opened, [2])
+        assert found.tables["main"].num_steps == 0
+
+
+def test_longer_than_the_longest() -> None:
+    with replay() as found:
+        opened = found.writer().trajectory(task=0)
+        with pytest.raises(DataError, match="must have at most max_length = 8 steps"):
+            append(opened, range(LONGEST + 2))
+        with pytest.raises(DataError, match="must have at most max_length"), opened:
+            pass
+        assert found.read([opened.id])[0]["truncated"].tolist() == [False] * (LONGEST - 1) + [True]
+
+
+def test_late_columns_come_behind_the_end() -> None:
+    late = Schema([*SCHEMA, Column("advantage", "float32", late=True)])
+    with replay(schema=late) as found:
+        with found.writer().trajectory(task=0) as opened:
+            append(opened, [0, 1])
+            with pytest.raises(DataError, match="must have ended to get late columns"):
+                found.fill(opened.id, advantage=np.zeros(1, np.float32))
+            opened.append(observation=np.zeros(2, np.float32))
+        found.fill(opened.id, advantage=np.ones(2, np.float32))
+        assert found.read([opened.id])[0]["advantage"].tolist() == [1, 1]
+
+
+# ---- death, checkpoints --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("notices", ["a cut", "a writer", "the next in its place"])
+def test_what_a_dead_writer_has_published_stays(notices: str) -> None:
+    with replay(writers=1, capacity_steps=20) as found:
+
+        def write() -> None:
+            writer = TrajectoryWriter.attach(found.config.model_dump(), table="main", name=name)
+            with writer.trajectory(task=5) as opened:
+                for number in range(5):
+                    opened.append(**step(number), publish=number != 4)
+                signal.pause()
+
+        table = found.tables["main"]
+        name = table.memory.path.name
+        child = in_child(write)
+        wait_until(lambda: table.num_steps == 3, "publishing")
+        os.kill(child, signal.SIGKILL)
+        exit_status(child)
+        if notices == "a cut":
+            found._streams["main"]["train"]._look_again = 0.0
+            assert drawn(found) == {0, 1, 2}
+        elif notices == "a writer":
+            for number in (1, 2):
+                found.add(whole(number, 7))
+        else:
+            TrajectoryWriter.attach(table="main", name=name).close()
+        assert found.read([0])[0]["truncated"].tolist() == [False, False, True]
+        assert found.read([0])[0]["which"].tolist() == [0, 1, 2]
+        found.clear()
+        assert table.control[FREE_ROWS] == table.spec.capacity_rows
+        assert table.control[[NUM_HELD, ROWS_HELD]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
+def test_a_checkpoint_has_what_was_published(kind: str, tmp_path: Path) -> None:
+    sampler = {"kind": kind, "unit": "step"}
+    with replay(sampler) as found, found.writer().trajectory(task=0) as opened:
+        append(opened, range(3))
+        append(opened, [3], publish=False)
+        append(opened, [4])
+        drawn(found)
+        append(opened, [5])  # waits for the next cut
+        state = found.save(tmp_path)
+        expected = found.sample()["which"].clone()
+        opened.append(observation=np.full(2, 6, np.float32))
+    with replay(sampler) as again:
+        again.load(tmp_path, state)
+        assert torch.equal(again.sample()["which"], expected)
+        assert again.read([0])[0]["truncated"].tolist() == [False] * 4 + [True]
+        assert again.tables["main"].control[FREE_ROWS] == again.tables["main"].spec.capacity_rows - 6
