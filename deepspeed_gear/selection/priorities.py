@@ -409,8 +409,10 @@ class PriorityMasses(Masses):
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
         self.reports.check_size(len(content["log"]))
         self.values[:], self.queued[:], self._bases[:] = 0, -1, 0
-        items, _ = self._items_of(slots, content["bases"])
-        self.values[items] = content["priorities"]
+        items, admitted = self._items_of(slots, content["bases"])
+        self.values[items] = np.where(
+            admitted, content["priorities"], 0
+        )  # others are of whom a slot held before
         self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
         self._generations[slots] = self.table.slots[slots, GENERATION]
         if self._steps is not None:

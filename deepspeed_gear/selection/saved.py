@@ -22,6 +22,7 @@ def export(stream: Stream, slots: np.ndarray, since: int) -> dict[str, np.ndarra
         slots: Those that are saved, ascending. [n], int64.
         since: Cuts from this global batch on have not been used.
     """
+    stream.catch_up()
     unused = np.nonzero(stream.heads[:, KEY] >= since)[0]
     if stream.origins is not None and stream.spec.kind == "pass":
         unused = unused[:0]  # a pass begins anew

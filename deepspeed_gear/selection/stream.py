@@ -141,6 +141,11 @@ class Stream(Drawing):
         if self.heads[newest, KEY] >= self.position[KEY] and self.heads[newest, KEY] != NOTHING:
             self._advance(newest)
 
+    def catch_up(self) -> None:
+        """Make the stream whole if a process without streams has found a dead one. Wants the lock."""
+        if self._words[RECOVERED] != self._control[RECOVERIES]:
+            self._recover()
+
     # ---- cuts ------------------------------------------------------------------------------------
 
     def take(self, key: int) -> Cut:
@@ -157,6 +162,7 @@ class Stream(Drawing):
             time.sleep(_IDLE_S)
         while True:
             with self.table.lock:
+                self.catch_up()
                 held, at = self._heads[entry][KEY], self._words[KEY]
                 if held == key:
                     return self._seen(key, entry)
@@ -173,8 +179,6 @@ class Stream(Drawing):
                     self._tend(key)
                 closed = self._gate is not None and not late and not self._gate.is_open(self._count_of(key))
                 ready = not late and not slow and not closed and not self.follows
-                if self._words[RECOVERED] != self._control[RECOVERIES]:
-                    self._recover()  # a process without streams has found a dead one
                 if ready and self._gate is not None:
                     self.gate_wait.end()
                 if ready and self.selector.in_store:
@@ -226,6 +230,7 @@ class Stream(Drawing):
         """Return whether a global batch has been cut, or could be cut now. Wants the lock."""
         if key < self._words[KEY]:
             return True
+        self.catch_up()
         self._tend(key)
         gate = self._gate
         if gate is not None:

@@ -26,6 +26,7 @@ from deepspeed_gear.store.extents import (
     FREE_ROWS,
     GENERATION,
     ID,
+    LOADS,
     NEXT_ID,
     NO_SLOT,
     NUM_COMMITTED,
@@ -341,6 +342,7 @@ class Table:
             next_id: The counter that ids are made from: of this shard, as `control[NEXT_ID]` holds it.
         """
         self.control[NEXT_ID] = next_id
+        self.control[LOADS] += 1
         if self.extents is not None:
             self.extents.rebuild()
         used = self.slots[self.slots[:, STATE] != FREE]

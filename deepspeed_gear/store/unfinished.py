@@ -8,7 +8,7 @@ before its writer knows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from deepspeed_gear.store.extents import (
     FIRST_ROW,
     FREE,
     GENERATION,
+    LOADS,
     NUM_ROWS,
     NUM_STEPS,
     OPEN,
@@ -29,6 +30,14 @@ from deepspeed_gear.store.extents import (
 
 if TYPE_CHECKING:
     from deepspeed_gear.store.table import Table
+
+
+class Handle(NamedTuple):
+    """A slot that a process has reserved, as it was then: checkpoints may be loaded meanwhile."""
+
+    slot: int
+    generation: int
+    loads: int
 
 
 class Unfinished:
@@ -52,15 +61,19 @@ class Unfinished:
         self._slots[slot, NUM_STEPS] = num_steps
         self._open[slot] = 1
 
-    def is_own(self, slot: int, generation: int) -> bool:
-        """Return whether a slot is still this process's to end, whatever became of its trajectory."""
-        record = self._slots[slot]
-        is_same = record[OWNER] == self._table.memory.peer and record[GENERATION] == generation
-        return bool(is_same and (self._open[slot] or record[STATE] == RESERVED))
+    def handle_of(self, slot: int) -> Handle:
+        """Return what names that which this process has reserved for as long as it is its own."""
+        return Handle(slot, int(self._slots[slot, GENERATION]), int(self._table.control[LOADS]))
 
-    def stands(self, slot: int, generation: int) -> bool:
+    def is_own(self, handle: Handle) -> bool:
+        """Return whether a slot is still this process's to end, whatever became of its trajectory."""
+        record = self._slots[handle.slot]
+        is_same = handle == self.handle_of(handle.slot) and record[OWNER] == self._table.memory.peer
+        return bool(is_same and (self._open[handle.slot] or record[STATE] == RESERVED))
+
+    def stands(self, handle: Handle) -> bool:
         """Return whether nobody has retired what this process has reserved or published."""
-        return self.is_own(slot, generation) and self._slots[slot, STATE] != RETIRED
+        return self.is_own(handle) and bool(self._slots[handle.slot, STATE] != RETIRED)
 
     def grow(self, slot: int, num_steps: int) -> None:
         """Publish the first `num_steps` steps, whose rows are written."""

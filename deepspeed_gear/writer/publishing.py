@@ -10,15 +10,15 @@ import numpy as np
 
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.extents import AHEAD, FIRST_ROW, GENERATION
+from deepspeed_gear.store.extents import AHEAD, FIRST_ROW
 from deepspeed_gear.store.trajectory import no_values
+from deepspeed_gear.store.unfinished import Handle
 from deepspeed_gear.writer.inserter import Inserter
 
 RowsOf = Callable[[Column, int, int], np.ndarray]
-NO_SLOT_YET = -1
 
 
-@dataclass
+@dataclass(eq=False)
 class Growing:
     """A trajectory that grows in this process, and the part of it that is published.
 
@@ -28,7 +28,7 @@ class Growing:
         first: The step with which what is stored begins: those before it are another trajectory's, which the
             table has let go.
         published: Steps of it that batches may hold.
-        slot, generation: Where it lies.
+        handle: Where it lies; None: nothing is published.
         id: Its id, once something is published.
     """
 
@@ -36,17 +36,16 @@ class Growing:
     once: Callable[[Column], np.ndarray]
     first: int = 0
     published: int = 0
-    slot: int = NO_SLOT_YET
-    generation: int = 0
+    handle: Handle | None = None
     id: int | None = None
 
     @property
     def is_published(self) -> bool:
-        return self.slot != NO_SLOT_YET
+        return self.handle is not None
 
     def begin_anew(self) -> None:
         """Take note that what was published is gone; what follows is a trajectory of its own."""
-        self.first, self.published, self.slot = self.first + self.published, 0, NO_SLOT_YET
+        self.first, self.published, self.handle = self.first + self.published, 0, None
 
 
 def no_publisher() -> DataError:
@@ -71,7 +70,7 @@ class Publisher:
     def __init__(self, inserter: Inserter) -> None:
         self._inserter, self._table = inserter, inserter.table
         self._name = f"table {inserter.table.spec.name}"
-        self._growing: dict[int, Growing] = {}  # by slot
+        self._growing: set[Growing] = set()
 
     def check(self) -> None:
         """Refuse where nothing can be published.
@@ -95,15 +94,16 @@ class Publisher:
             StoreFullError, NotReadyError: As `Inserter.add`; of those that are not published yet nothing is.
         """
         longer = [(growing, end) for growing, end in parts if end - growing.first > growing.published]
+        known = [(growing, end) for growing, end in longer if growing.is_published]
+        with self._table.lock:
+            self._forget_gone(known)  # nobody may write where another trajectory lies
+        known = [(growing, end) for growing, end in known if growing.is_published]
+        for growing, end in known:
+            self._write(growing, end)
+        self._grow(known)
         for growing, end in longer:
             if not growing.is_published:
                 self._begin(growing, end)
-            else:
-                self._write(growing, end)
-        lost = self._grow([part for part in longer if part[0].published < part[1] - part[0].first])
-        for growing, end in lost:
-            growing.begin_anew()
-            self._begin(growing, end)
 
     def _begin(self, growing: Growing, end: int) -> None:
         """Publish the first steps of a trajectory."""
@@ -112,9 +112,9 @@ class Publisher:
         self._check_length(num_steps)
         once = [c for c in self._table.spec.schema if c.rows == "1" and not c.late]
         self._inserter.check({column.name: growing.once(column) for column in once})
-        slot = growing.slot = self._inserter.reserve(limit, inserts=num_steps)
-        growing.generation = int(self._table.slots[slot, GENERATION])
-        self._growing[slot] = growing
+        slot = self._inserter.reserve(limit, inserts=num_steps)
+        growing.handle = self._table.unfinished.handle_of(slot)
+        self._growing.add(growing)
         try:
             self._write(growing, end)
             with self._table.lock:
@@ -124,30 +124,31 @@ class Publisher:
             raise
         growing.published = num_steps
 
-    def _grow(self, parts: Sequence[Part]) -> list[Part]:
-        """Publish what is written; return what is gone, whose slots are given back."""
+    def _grow(self, parts: Sequence[Part]) -> None:
+        """Publish what is written of what still stands."""
         more = sum(end - growing.first - growing.published for growing, end in parts)
         until = time.monotonic() + self._inserter.timeout_s
         while parts:
             with self._table.lock:
                 if self._may_publish(more):
-                    return [part for part in parts if not self._grow_one(*part)]
+                    self._forget_gone(parts)
+                    for growing, end in parts:
+                        if growing.handle is not None:
+                            growing.published = end - growing.first
+                            self._table.unfinished.grow(growing.handle.slot, growing.published)
+                    return
             self._inserter.room.wait(AHEAD, more, until)
-        return []
 
     def _may_publish(self, num_steps: int) -> bool:
         rate = self._table.spec.life.rate
         return rate is None or rate.unit != "step" or self._inserter.room.may_insert(num_steps)
 
-    def _grow_one(self, growing: Growing, end: int) -> bool:
-        """Publish steps that are written; return whether the trajectory stands. Wants the lock."""
-        unfinished, num_steps = self._table.unfinished, end - growing.first
-        if not unfinished.stands(growing.slot, growing.generation):
-            self._let_go(growing, truncated=False)
-            return False
-        unfinished.grow(growing.slot, num_steps)
-        growing.published = num_steps
-        return True
+    def _forget_gone(self, parts: Sequence[Part]) -> None:
+        """Give back what the table has let go; what follows is another trajectory. Wants the lock."""
+        for growing, _ in parts:
+            if growing.handle is not None and not self._table.unfinished.stands(growing.handle):
+                self._let_go(growing, truncated=False)
+                growing.begin_anew()
 
     def _check_length(self, num_steps: int) -> None:
         limit = self._inserter.max_length
@@ -159,13 +160,14 @@ class Publisher:
         """Write the steps that are not published yet where nobody reads."""
         num_steps = end - growing.first
         self._check_length(num_steps)
-        table, known = self._table, growing.published
-        at = int(table.slots[growing.slot, FIRST_ROW])
+        assert growing.handle is not None
+        table, known, slot = self._table, growing.published, growing.handle.slot
+        at = int(table.slots[slot, FIRST_ROW])
         for column in table.spec.schema:
             stored = table.columns[column.name]
             if column.rows == "1":
                 if known == 0:
-                    stored[growing.slot] = no_values(column, 0) if column.late else growing.once(column)
+                    stored[slot] = no_values(column, 0) if column.late else growing.once(column)
                 continue
             more = int(column.rows == "T+1")
             first, last = known + (more if known else 0), num_steps + more
@@ -183,16 +185,15 @@ class Publisher:
         """
         with self._table.lock:
             self._let_go(growing, truncated)
-        growing.slot = NO_SLOT_YET
+        growing.handle = None
 
     def _let_go(self, growing: Growing, truncated: bool) -> None:
-        unfinished, slot = self._table.unfinished, growing.slot
-        if self._growing.pop(slot, None) is None:
-            return
-        if unfinished.is_own(slot, growing.generation):
-            unfinished.end(slot, truncated)
+        unfinished, handle = self._table.unfinished, growing.handle
+        self._growing.discard(growing)
+        if handle is not None and unfinished.is_own(handle):
+            unfinished.end(handle.slot, truncated)
 
     def close(self) -> None:
         """End all that grows: what is published stays, marked as truncated."""
-        for growing in list(self._growing.values()):
+        for growing in list(self._growing):
             self.end(growing, truncated=True)

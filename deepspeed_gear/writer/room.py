@@ -124,14 +124,20 @@ class Room:
         """Return PINNED where room comes as soon as trajectories are read no more, or are written."""
         control = self.table.control
         is_written = self.life.removal != "none" and control[NUM_HELD] > control[NUM_COMMITTED]
-        is_read = len(self.table.retired()) > 0 and not self._samples
+        is_read = len(self._being_read()) > 0 and not self._samples
         return PINNED if is_written or is_read else refusal
 
     def _will_fit(self, num_rows: int, num_steps: int) -> bool:
-        if self._is_over(num_steps) or not len(self.table.retired()):
+        waiting = self._being_read()
+        if self._is_over(num_steps) or not len(waiting):
             return False
-        waiting = int(self.table.slots[self.table.retired(), NUM_ROWS].sum())
-        return int(self.table.control[FREE_ROWS]) + waiting >= num_rows
+        rows = int(self.table.slots[waiting, NUM_ROWS].sum())
+        return int(self.table.control[FREE_ROWS]) + rows >= num_rows
+
+    def _being_read(self) -> np.ndarray:
+        """Return the retired slots that are free as soon as nobody reads them. [n], int64."""
+        slots = self.table.retired()
+        return np.asarray(slots[self.table.views["life"][slots, OPEN] == 0])
 
     def retire(self, slot: int) -> None:
         """End a trajectory. Wants the lock."""

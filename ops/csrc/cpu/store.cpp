@@ -120,14 +120,15 @@ int64_t FindVictim(Store& store) {
   return slot;
 }
 
-// Whether the rows fit as soon as nobody reads what is retired.
-bool WillFit(Store& store, int64_t num_rows) {
+// The rows that are free as soon as nobody reads what is retired. One whose writer does not know
+// that it was retired does not count: that may take long.
+int64_t RowsBeingRead(Store& store) {
   const int64_t sentinel = store.num_slots + 1;
-  int64_t rows = store.control[kFreeRows];
-  int64_t slot = LinkOf(store, sentinel, kNewer);
-  if (slot == sentinel) return false;
-  for (; slot != sentinel; slot = LinkOf(store, slot, kNewer)) rows += store.slots[slot].num_rows;
-  return rows >= num_rows;
+  int64_t rows = 0;
+  for (int64_t slot = LinkOf(store, sentinel, kNewer); slot != sentinel;
+       slot = LinkOf(store, slot, kNewer))
+    rows += OpenOf(store, slot) == 0 ? store.slots[slot].num_rows : 0;
+  return rows;
 }
 
 void FreeWhatNobodyReads(Store& store) {
@@ -247,12 +248,12 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps) {
     if (store.removal == kNobody || store.removal == kByCaller) return found;
     const int64_t left = store.control[kFreeRows] - num_rows;
     if (found == kScattered && left >= store.least_free_rows) return found;
-    const bool over = IsOver(store, num_steps);
-    if (store.control[kCutting] != 0 || (!over && WillFit(store, num_rows))) return kPinned;
+    const int64_t waiting = RowsBeingRead(store);
+    const bool fits = waiting > 0 && store.control[kFreeRows] + waiting >= num_rows;
+    if (store.control[kCutting] != 0 || (fits && !IsOver(store, num_steps))) return kPinned;
     const int64_t slot = FindVictim(store);
     if (slot == store.num_slots) {
-      const bool comes = LinkOf(store, store.num_slots + 1, kNewer) != store.num_slots + 1 ||
-                         store.control[kNumHeld] > store.control[kNumCommitted];
+      const bool comes = waiting > 0 || store.control[kNumHeld] > store.control[kNumCommitted];
       return comes ? int64_t{kPinned} : found;
     }
     Retire(store, slot);

@@ -31,6 +31,7 @@ enum Control : int64_t {
   kPolicy,      // newest policy version
   kNumHeld,     // trajectories, and their rows, that are reserved or committed
   kRowsHeld,
+  kLoads,  // how often everything was replaced by a checkpoint
 };
 
 // Words of a slot's links. Two lists, each with a sentinel: extents by address, and trajectories

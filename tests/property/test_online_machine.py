@@ -1,0 +1,389 @@
+"""What actors and ranks do to a table, in any order and with deaths in between, against plain Python.
+
+GEAR_LONG_TESTS=1 tries 400 orders instead of 30: some minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import exit_status, in_child
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
+from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.store.extents import FREE_ROWS, NUM_COMMITTED, NUM_HELD, ROWS_HELD
+from deepspeed_gear.writer import late
+
+SCHEMA = Schema(
+    [
+        Column("state", "int64", (), "observation", "T+1"),
+        Column("action", "int64"),
+        Column("truncated", "bool", (), "truncated"),
+        Column("number", "int64", rows="1"),
+        Column("after", "int64", late=True),
+    ]
+)
+CAPACITY, LONGEST, BATCH = 4, 9, 16
+LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
+PRIORITIES = np.array([0.5, 1.0, 4.0], np.float32)
+
+
+@dataclass
+class Stored:
+    """What a trajectory holds: its steps are numbered from `first` on."""
+
+    number: int
+    first: int
+    steps: int
+    is_open: bool = False
+    is_filled: bool = False
+    is_truncated: bool = False
+
+
+def steps_of(number: int, first: int, count: int) -> dict[str, Any]:
+    states = 1000 * number + first + np.arange(count + 1)
+    return {
+        "state": states,
+        "action": -states[:-1],
+        "truncated": np.zeros(count, bool),
+        "number": np.int64(number),
+    }
+
+
+def after_of(number: int, first: int, count: int) -> np.ndarray:
+    return 7 + 1000 * number + first + np.arange(count)
+
+
+def die() -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return signal.pause()
+
+
+class OnlineMachine(RuleBasedStateMachine):
+    """The oracle: `stored` holds what is there by id, `opened` the writer's open trajectories by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[int, Stored] = {}
+        self.opened: dict[int, Any] = {}
+        self.appended: dict[int, int] = {}  # steps of the open ones
+        self.first: dict[int, int] = {}  # the first of them that is not another trajectory's
+        self.known: dict[tuple[int, int], float] = {}  # priorities of items that a cut has seen
+        self.reports: list[tuple[int, list[tuple[int, int]], np.ndarray]] = []
+        self.unknown: set[int] = (
+            set()
+        )  # open ones whose published part is gone, which their writer does not know
+        self.batches: list[tuple[int, Batch]] = []
+        self.count = self.next_id = self.num_batches = 0
+        self.folder = Path(tempfile.mkdtemp())
+
+    @initialize(
+        backend=st.sampled_from(["cpu", "reference"]),
+        kind=st.sampled_from(["uniform", "prioritized"]),
+        unit=st.sampled_from(["step", "trajectory"]),
+        wants_late=st.booleans(),
+    )
+    def make(self, backend: str, kind: str, unit: str, wants_late: bool) -> None:
+        table = {
+            "capacity_steps": 200,
+            "capacity_trajectories": CAPACITY,
+            "remove": "fifo",
+            "max_length": LONGEST,
+            "writers": 1,
+        }
+        fields = ("state", "action", *(["after"] if wants_late else []))
+        first = {"initial": 1.0} if kind == "prioritized" else {}
+        section = {
+            "backend": backend,
+            "tables": {"main": table},
+            "sampler": {"kind": kind, "unit": unit, **first},
+            "fields": {name: {} for name in fields},
+            "batch_size": BATCH,
+            "timeout_s": 5.0,
+        }
+        self.kind, self.by_step, self.wants_late = kind, unit == "step", wants_late
+        self.replay = Replay(section, schemas={"main": SCHEMA})
+        self.table = self.replay.tables["main"]
+        self.writer = self.replay.writer()
+
+    # ---- the oracle ------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Let the oldest that does not grow go where there are too many."""
+        if len(self.stored) + len(self.unknown) == CAPACITY:
+            del self.stored[min(key for key, held in self.stored.items() if not held.is_open)]
+
+    def put(self, stored: Stored) -> int:
+        self.make_room()
+        self.stored[self.next_id] = stored
+        self.next_id += 1
+        return self.next_id - 1
+
+    def ready(self) -> dict[int, Stored]:
+        return {key: held for key, held in self.stored.items() if held.is_filled or not self.wants_late}
+
+    def open_id(self, number: int) -> int | None:
+        """Return the id of an open trajectory's published part, if it is there."""
+        return next((k for k, h in self.stored.items() if h.is_open and h.number == number), None)
+
+    # ---- whole ones ------------------------------------------------------------------------------
+
+    @rule(steps=st.integers(1, LONGEST), fills=st.booleans())
+    def add(self, steps: int, fills: bool) -> None:
+        number = self.count
+        self.count += 1
+        more = {"after": after_of(number, 0, steps)} if fills else {}
+        expected = self.put(Stored(number, 0, steps, is_filled=fills))
+        assert self.replay.add({**steps_of(number, 0, steps), **more}) == expected
+
+    @precondition(lambda self: self.stored)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.stored)))
+        assert self.replay.remove([key]) == 1
+        held = self.stored.pop(key)
+        if held.is_open:
+            self.first[held.number] = held.first + held.steps
+            self.unknown.add(held.number)
+
+    # ---- growing ones ----------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.opened) < 2)
+    @rule()
+    def open(self) -> None:
+        number = self.count
+        self.count += 1
+        self.opened[number] = self.writer.trajectory(number=number)
+        self.appended[number] = self.first[number] = 0
+        self.opened[number].append(state=1000 * number)  # so that a step is whole as soon as it is appended
+
+    @precondition(lambda self: self.opened)
+    @rule(data=st.data(), publish=st.booleans())
+    def append(self, data: st.DataObject, publish: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.opened)))
+        if self.appended[number] - self.first[number] == LONGEST:
+            return
+        t = self.appended[number]
+        self.appended[number] += 1
+        if publish:
+            self.publish(number)
+        state = 1000 * number + t
+        self.opened[number].append(state=state + 1, action=-state, truncated=False, publish=publish)
+
+    def publish(self, number: int) -> None:
+        key, first = self.open_id(number), self.first[number]
+        steps = self.appended[number] - first
+        self.unknown -= {number} if steps else set()
+        if key is not None:
+            self.stored[key].steps = steps
+        elif steps:
+            self.put(Stored(number, first, steps, is_open=True))
+
+    @precondition(lambda self: self.opened)
+    @rule(data=st.data(), breaks=st.booleans())
+    def end(self, data: st.DataObject, breaks: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.opened)))
+        opened = self.opened.pop(number)
+        was_published = opened._growing.is_published
+        if not breaks and (was_published or self.appended[number]):
+            self.publish(number)
+        self.unknown.discard(number)
+        key = self.open_id(number)
+        if key is not None:
+            self.stored[key].is_open, self.stored[key].is_truncated = False, breaks
+        if breaks:
+            with pytest.raises(KeyError), opened:
+                raise KeyError(number)
+        elif was_published or self.appended[number]:
+            with opened:
+                pass
+
+    # ---- late columns ----------------------------------------------------------------------------
+
+    @precondition(lambda self: self.next_id)
+    @rule(back=st.integers(0, 7))
+    def fill(self, back: int) -> None:
+        """Write the column of a trajectory, whether it is there, grows, is gone, or has it already."""
+        key = max(0, self.next_id - 1 - back)
+        held = self.stored.get(key, Stored(0, 0, 3))
+        values = after_of(held.number, held.first, held.steps)
+        if key in self.stored and not held.is_filled and not held.is_open:
+            self.replay.fill(key, after=values)
+            held.is_filled = True
+            return
+        error = DataError if key in self.stored else StoreError
+        with pytest.raises(error, match=r"must be (written once|stored)|must have ended"):
+            self.replay.fill(key, after=values + 1)
+
+    # ---- ranks -----------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 3))
+    def sample(self, count: int) -> None:
+        ready = self.ready()
+        assert self.replay.can_sample() == bool(ready)
+        for _ in range(count if ready else 0):
+            batch = self.replay.sample()
+            self.settle()
+            for key, anchor, state, action in zip(
+                batch.id.tolist(), batch.anchor.tolist(), batch["state"], batch["action"], strict=True
+            ):
+                held = ready[key]
+                assert 0 <= anchor < held.steps
+                assert int(state) == 1000 * held.number + held.first + anchor == -int(action)
+            if self.wants_late:
+                assert torch.equal(batch["after"], batch["state"] + 7)
+            self.batches = [*self.batches[-2:], (self.num_batches, batch.clone())]
+            self.num_batches += 1
+
+    def settle(self) -> None:
+        """Do what a cut does to priorities: new items get their first one, then reports come in."""
+        items = {
+            (key, step)
+            for key, held in self.ready().items()
+            for step in range(held.steps if self.by_step else 1)
+        }
+        self.known = {item: self.known.get(item, 1.0) for item in items}
+        for _, reported, values in sorted(self.reports, key=lambda report: report[0]):  # the last batch wins
+            self.known.update({i: float(v) for i, v in zip(reported, values, strict=True) if i in items})
+        self.reports = []
+        if self.kind == "prioritized" and items:
+            keys, steps = (list(part) for part in zip(*items, strict=True))
+            found = self.replay.priorities(keys, steps if self.by_step else None)
+            assert found.tolist() == [self.known[item] for item in zip(keys, steps, strict=True)]
+
+    @precondition(lambda self: self.batches and self.kind == "prioritized")
+    @rule(data=st.data(), seed=st.integers(0, 99))
+    def update(self, data: st.DataObject, seed: int) -> None:
+        """Report priorities of one of the last batches; what it drew may be gone by now, or by the cut."""
+        which, batch = drawn = data.draw(st.sampled_from(self.batches))
+        values = np.random.default_rng(seed).choice(PRIORITIES, BATCH)
+        self.replay.update_priorities(batch, torch.from_numpy(values))
+        anchors = batch.anchor.tolist() if self.by_step else [0] * BATCH
+        self.reports.append((which, list(zip(batch.id.tolist(), anchors, strict=True)), values))
+        self.batches.remove(drawn)
+
+    # ---- death -----------------------------------------------------------------------------------
+
+    def in_dying_writer(self, work: Callable[[TrajectoryWriter, Any], Any], number: int) -> None:
+        """Let a process write that is killed, and let a cut find what it has left."""
+        name = self.table.memory.path.name
+
+        def write() -> None:
+            writer = TrajectoryWriter.attach(name=name)
+            work(writer, writer.trajectory(number=number))
+            die()
+
+        assert exit_status(in_child(write)) == -signal.SIGKILL
+        self.replay._streams["main"]["train"]._look_again = 0.0
+        self.replay.can_sample()
+
+    @rule()
+    def die_with_rows_reserved(self) -> None:
+        self.make_room()
+        self.in_dying_writer(lambda writer, _: writer._inserter.reserve(5), 0)
+
+    @rule(steps=st.integers(1, 4), where=st.sampled_from(["between", "first", "last"]))
+    def die_while_it_grows(self, steps: int, where: str) -> None:
+        """Be killed with a published part, or with the lock held while the first or last is published."""
+        number = self.count
+        self.count += 1
+
+        def work(writer: TrajectoryWriter, opened: Any) -> None:
+            opened.append(state=1000 * number)
+            extents = writer._table.extents
+
+            def dying(publish: Callable[..., Any]) -> Callable[..., Any]:
+                def publish_and_die(*arguments: Any) -> None:
+                    extents.note = lambda slot: die()  # which the native commit does not call
+                    publish(*arguments)
+                    die()
+
+                return publish_and_die
+
+            for t in range(steps):
+                if (where, t) in (("first", 0), ("last", steps - 1)):
+                    writer._inserter.publish, extents.grow = (
+                        dying(writer._inserter.publish),
+                        dying(extents.grow),
+                    )
+                state = 1000 * number + t
+                opened.append(state=state + 1, action=-state, truncated=False, publish=True)
+
+        self.put(Stored(number, 0, 1 if where == "first" else steps, is_truncated=True))
+        self.in_dying_writer(work, number)
+
+    @precondition(lambda self: any(not h.is_filled and not h.is_open for h in self.stored.values()))
+    @rule(data=st.data())
+    def die_while_it_fills(self, data: st.DataObject) -> None:
+        """Be killed behind the rows of a late column, before they are said to be there."""
+        missing = [key for key, held in self.stored.items() if not held.is_filled and not held.is_open]
+        key = data.draw(st.sampled_from(missing))
+
+        def work(writer: TrajectoryWriter, _: Any) -> None:
+            write = late._write
+
+            def write_and_die(*arguments: Any) -> None:
+                write(*arguments)
+                die()
+
+            late._write = write_and_die
+            writer.fill(key, after=np.full(self.stored[key].steps, -1))
+
+        self.in_dying_writer(work, 0)
+
+    # ---- the whole -------------------------------------------------------------------------------
+
+    @rule()
+    def rewind(self) -> None:
+        """Save, and go on from there: what grew has ended."""
+        state = self.replay.save(self.folder)
+        self.replay.load(self.folder, state)
+        shutil.rmtree(self.folder)
+        self.batches, self.unknown = [], set()
+        for held in self.stored.values():
+            if held.is_open:
+                held.is_open, held.is_truncated = False, True
+                self.first[held.number] = held.first + held.steps
+
+    @rule()
+    def look(self) -> None:
+        """Everything is there as a whole, and no room is lost."""
+        for key, held in self.stored.items():
+            rows = self.replay.read([key])[0]
+            expected = steps_of(held.number, held.first, held.steps)
+            expected["truncated"][-1] = held.is_truncated
+            if held.is_filled:
+                expected["after"] = after_of(held.number, held.first, held.steps)
+            for name, values in expected.items():
+                assert (rows[name].numpy() == values).all(), (key, name)
+        with self.table.lock:
+            self.writer._inserter.room.free_retired()
+        control, closed = self.table.control, [h for h in self.stored.values() if not h.is_open]
+        assert control[NUM_COMMITTED] == control[NUM_HELD] == len(self.stored)
+        grow = len(self.stored) - len(closed)
+        assert control[ROWS_HELD] == sum(h.steps + 1 for h in closed) + grow * (LONGEST + 1)
+        retired = self.table.slots[self.table.retired(), 5].sum()
+        assert control[FREE_ROWS] + control[ROWS_HELD] + retired == self.table.spec.capacity_rows
+
+    def teardown(self) -> None:
+        if hasattr(self, "replay"):
+            self.replay.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+TestOnline = OnlineMachine.TestCase
+TestOnline.settings = settings(max_examples=400 if LONG else 30, stateful_step_count=40, deadline=None)
