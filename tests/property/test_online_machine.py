@@ -153,7 +153,9 @@ class OnlineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.stored)))
+        self.remove_one(data.draw(st.sampled_from(sorted(self.stored))))
+
+    def remove_one(self, key: int) -> None:
         assert self.replay.remove([key]) == 1
         held = self.stored.pop(key)
         if held.is_open:
@@ -163,18 +165,31 @@ class OnlineMachine(RuleBasedStateMachine):
     # ---- growing ones ----------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.opened) < 2)
-    @rule()
-    def open(self) -> None:
+    @rule(steps=st.integers(0, 2))
+    def open(self, steps: int) -> None:
         number = self.count
         self.count += 1
         self.opened[number] = self.writer.trajectory(number=number)
         self.appended[number] = self.first[number] = 0
         self.opened[number].append(state=1000 * number)  # so that a step is whole as soon as it is appended
+        for _ in range(steps):
+            self.append_to(number, True)
 
     @precondition(lambda self: self.opened)
-    @rule(data=st.data(), publish=st.booleans())
+    @rule(data=st.data(), publish=st.sampled_from([True, True, False]))
     def append(self, data: st.DataObject, publish: bool) -> None:
-        number = data.draw(st.sampled_from(sorted(self.opened)))
+        self.append_to(data.draw(st.sampled_from(sorted(self.opened))), publish)
+
+    @precondition(lambda self: any(held.is_open for held in self.stored.values()))
+    @rule(data=st.data())
+    def remove_and_append(self, data: st.DataObject) -> None:
+        """Take what is published of a trajectory; what follows is another one."""
+        key = data.draw(st.sampled_from([key for key, held in self.stored.items() if held.is_open]))
+        number = self.stored[key].number
+        self.remove_one(key)
+        self.append_to(number, True)
+
+    def append_to(self, number: int, publish: bool) -> None:
         if self.appended[number] - self.first[number] == LONGEST:
             return
         t = self.appended[number]
@@ -386,4 +401,4 @@ class OnlineMachine(RuleBasedStateMachine):
 
 
 TestOnline = OnlineMachine.TestCase
-TestOnline.settings = settings(max_examples=400 if LONG else 30, stateful_step_count=40, deadline=None)
+TestOnline.settings = settings(max_examples=400 if LONG else 40, stateful_step_count=40, deadline=None)
