@@ -18,6 +18,9 @@ STATE, GENERATION, ID, FIRST_ROW, NUM_STEPS, NUM_ROWS, OWNER, BORN = range(8)
 # control words; cpu/store.h
 CHANGED, NEXT_ID, NUM_COMMITTED, STEPS_COMMITTED, ROVER, FREE_SLOT, FREE_ROWS = range(7)
 INSERTED, STEPS_INSERTED, RECOVERIES, CUTTING, POLICY = range(7, 12)
+# of rates over several nodes: what is reserved and not committed; how many items this node's writers may ever
+# add, by what all nodes have agreed on last; the most that one has wanted to add since then, and could not
+PENDING, STEPS_PENDING, REACH, WANTED = range(16, 20)
 BEFORE, AFTER, OLDER, NEWER = range(4)
 LINK_WORDS = 4
 NO_SLOT, NO_ROWS, SCATTERED, PINNED, AHEAD, LOCK_TIMEOUT, LOCK_BROKEN, MUST_RECOVER = range(-1, -9, -1)
@@ -81,12 +84,14 @@ class Extents:
         self._insert(behind, slot, BEFORE, AFTER)
         control[ROVER] = slot
         control[FREE_ROWS] -= num_rows
+        control[[PENDING, STEPS_PENDING]] += (1, num_steps)
         return slot
 
     def commit(self, slot: int, num_steps: int, num_rows: int, born: int) -> int:
         """Publish a reserved slot; rows behind `num_rows` are given back. Returns the new id."""
         control, record = self.control, self.slots[slot]
         control[FREE_ROWS] += record[NUM_ROWS] - num_rows
+        control[[PENDING, STEPS_PENDING]] -= (1, int(record[NUM_STEPS]))
         record[NUM_STEPS], record[NUM_ROWS], record[BORN] = num_steps, num_rows, born
         index, count = self.ids
         record[ID] = control[NEXT_ID] * count + index  # unique over the nodes
@@ -115,6 +120,8 @@ class Extents:
         control, links, record = self.control, self.links, self.slots[slot]
         if record[STATE] == RETIRED:
             self._take_out(slot, OLDER, NEWER)
+        if record[STATE] == RESERVED:
+            control[[PENDING, STEPS_PENDING]] -= (1, int(record[NUM_STEPS]))
         if control[ROVER] == slot:
             control[ROVER] = links[slot, BEFORE]
         self._take_out(slot, BEFORE, AFTER)
@@ -144,6 +151,8 @@ class Extents:
         committed = slots[:, STATE] == COMMITTED
         control[NUM_COMMITTED] = int(committed.sum())
         control[STEPS_COMMITTED] = int(slots[committed, NUM_STEPS].sum())
+        reserved = slots[:, STATE] == RESERVED
+        control[[PENDING, STEPS_PENDING]] = int(reserved.sum()), int(slots[reserved, NUM_STEPS].sum())
 
     # ---- reading ---------------------------------------------------------------------------------
 

@@ -9,21 +9,22 @@ from contextlib import contextmanager
 import numpy as np
 
 from deepspeed_gear.errors import NotReadyError, StoreError
+from deepspeed_gear.selection.cut import SAMPLES
 from deepspeed_gear.selection.philox import below, philox
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.store.extents import (
     AHEAD,
     CUTTING,
     FREE_ROWS,
-    INSERTED,
     NEXT_ID,
     NO_ROWS,
     NO_SLOT,
     NUM_COMMITTED,
     PINNED,
+    REACH,
     SCATTERED,
     STEPS_COMMITTED,
-    STEPS_INSERTED,
+    WANTED,
 )
 from deepspeed_gear.store.life import OPEN
 from deepspeed_gear.store.table import COMMITTED, ID, NUM_ROWS, STATE, Table
@@ -60,6 +61,7 @@ class Room:
         self.mover = Mover(table, readers)
         self.waited_s = 0.0  # of this process
         self._position = table.views.get("stream/train/position")
+        self._is_shared = table.spec.shard is not None and table.spec.shard.count > 1
 
     # ---- rates -----------------------------------------------------------------------------------
 
@@ -68,13 +70,15 @@ class Room:
         rate, control = self.life.rate, self.table.control
         if rate is None:
             return True
-        by_step = rate.unit == "step"
-        size = control[STEPS_COMMITTED if by_step else NUM_COMMITTED]
-        inserted = control[STEPS_INSERTED if by_step else INSERTED]
-        shard = self.table.spec.shard
-        sampled = 0.0 if self._position is None else float(self._position[1])
-        sampled /= 1 if shard is None else shard.count
-        return rate.may_insert(int(size), int(inserted), int(sampled), num_steps if by_step else 1)
+        size, inserted, pending = rate.counted(control)
+        count = num_steps if rate.unit == "step" else 1
+        if self._is_shared and rate.holds_back:
+            if inserted + pending + count <= control[REACH]:
+                return True
+            control[WANTED] = max(int(control[WANTED]), count)
+            return False
+        sampled = 0 if self._position is None else int(self._position[SAMPLES])
+        return rate.may_insert(size, inserted, sampled, count)
 
     # ---- reserving -------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from deepspeed_gear.store.extents import (
     NUM_ROWS,
     NUM_STEPS,
     OLDER,
+    PENDING,
     RECOVERIES,
     RESERVED,
     RETIRED,
@@ -37,6 +38,7 @@ from deepspeed_gear.store.extents import (
     STATE,
     STEPS_COMMITTED,
     STEPS_INSERTED,
+    STEPS_PENDING,
     Extents,
     NativeExtents,
 )
@@ -214,6 +216,8 @@ class ExtentsMachine(RuleBasedStateMachine):
         assert control[STEPS_COMMITTED] == sum(self.held[slot][2] for slot in self.old)
         assert control[[INSERTED, STEPS_INSERTED]].tolist() == [self.inserted, self.steps_inserted]
         assert control[NEXT_ID] == self.inserted
+        reserved = [self.held[slot][2] for slot in self._of(RESERVED)]
+        assert control[[PENDING, STEPS_PENDING]].tolist() == [len(reserved), sum(reserved)]
         assert control[CHANGED] == len(self.noted)
         seen = max(0, len(self.noted) - len(self.plain.log))
         assert self.plain.changed_since(seen).tolist() == sorted(set(self.noted[seen:]))
@@ -227,7 +231,8 @@ class ExtentsMachine(RuleBasedStateMachine):
             return
         arrays = [getattr(self.plain, name).copy() for name in ("control", "slots", "links", "log", "life")]
         arrays[2][:] = 12345
-        arrays[0][[FREE_ROWS, FREE_SLOT, NUM_COMMITTED, STEPS_COMMITTED]] = 12345
+        derived = [FREE_ROWS, NUM_COMMITTED, STEPS_COMMITTED, PENDING, STEPS_PENDING]
+        arrays[0][[FREE_SLOT, *derived]] = 12345
         copy = Extents(*arrays, self.num_rows, IDS, PEER)
         copy.rebuild()
         assert sorted(free_slots(copy)) == sorted(free_slots(self.plain))
@@ -235,7 +240,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         assert ring(copy, ends, AFTER, BEFORE) == ring(self.plain, ends, AFTER, BEFORE)
         assert ring(copy, ends, NEWER, OLDER) == self.old
         assert sorted(copy.retired().tolist()) == sorted(self.gone)
-        words = [FREE_ROWS, NUM_COMMITTED, STEPS_COMMITTED, NEXT_ID, CHANGED, INSERTED, STEPS_INSERTED]
+        words = [*derived, NEXT_ID, CHANGED, INSERTED, STEPS_INSERTED]
         assert (copy.control[words] == self.plain.control[words]).all()
 
 

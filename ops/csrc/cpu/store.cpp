@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace gear::cpu {
@@ -142,12 +143,16 @@ int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps) {
   InsertBehind(store, behind, slot, kBefore, kAfter);
   store.control[kRover] = slot;
   store.control[kFreeRows] -= num_rows;
+  ++store.control[kPending];
+  store.control[kStepsPending] += num_steps;
   return slot;
 }
 
 int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born) {
   Slot& record = store.slots[slot];
   store.control[kFreeRows] += record.num_rows - num_rows;
+  --store.control[kPending];
+  store.control[kStepsPending] -= record.num_steps;
   record.num_steps = num_steps;
   record.num_rows = num_rows;
   record.born = born;
@@ -178,6 +183,10 @@ void Retire(Store& store, int64_t slot) {
 void Free(Store& store, int64_t slot) {
   Slot& record = store.slots[slot];
   if (record.state == kRetired) TakeOut(store, slot, kOlder, kNewer);
+  if (record.state == kReserved) {
+    --store.control[kPending];
+    store.control[kStepsPending] -= record.num_steps;
+  }
   if (store.control[kRover] == slot) store.control[kRover] = LinkOf(store, slot, kBefore);
   TakeOut(store, slot, kBefore, kAfter);
   LinkOf(store, slot, kAfter) = store.control[kFreeSlot];
@@ -200,14 +209,20 @@ bool IsPinned(const Store& store, int64_t slot) {
 bool MayInsert(const Store& store, int64_t num_steps) {
   const Rate& rate = store.rate;
   if (!rate.limited) return true;
-  const int64_t* control = store.control;
+  int64_t* control = store.control;
   const int64_t added = rate.per_step ? num_steps : 1;
+  const int64_t inserted = rate.per_step ? control[kStepsInserted] : control[kInserted];
+  if (store.id_count > 1 && std::isfinite(rate.most)) {
+    const int64_t pending = rate.per_step ? control[kStepsPending] : control[kPending];
+    if (inserted + pending + added <= control[kReach]) return true;
+    control[kWanted] = std::max(control[kWanted], added);
+    return false;
+  }
   const int64_t size = rate.per_step ? control[kStepsCommitted] : control[kNumCommitted];
   if (size + added <= rate.min_size) return true;
-  const int64_t inserted = rate.per_step ? control[kStepsInserted] : control[kInserted];
   const double ahead = static_cast<double>(inserted + added) * rate.samples_per_insert;
   const int64_t sampled = store.position == nullptr ? 0 : store.position[1];
-  return ahead - static_cast<double>(sampled) / static_cast<double>(store.id_count) <= rate.most;
+  return ahead - static_cast<double>(sampled) <= rate.most;
 }
 
 int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps) {

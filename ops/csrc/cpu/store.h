@@ -28,6 +28,13 @@ enum Control : int64_t {
   kStepsInserted,
   kRecoveries,  // how often derived state was rebuilt behind a death
   kCutting,     // cuts over several nodes are under way: nothing may be retired
+  // Of rates over several nodes: what is reserved and not committed, trajectories and steps; how
+  // many items this node's writers may ever add, by what all nodes have agreed on last; and the
+  // most that one of them has wanted to add since then, and could not.
+  kPending = 16,
+  kStepsPending,
+  kReach,
+  kWanted,
 };
 
 // Words of a slot's links. Two lists, each with a sentinel: extents by address, and trajectories
