@@ -266,9 +266,11 @@ def status_of(
 
 def share_out(exchange: Exchange, leads: bool, streams: Sequence[Stream]) -> None:
     """Agree how far the writers of each node may go where nodes keep a rate together. Collective."""
-    for stream in streams:
-        if stream.joint is not None:
-            meet(exchange, leads, stream, int(stream.position[KEY]))
+    together = [stream for stream in streams if stream.joint is not None]
+    for stream in together:
+        meet(exchange, leads, stream, int(stream.position[KEY]))
+    if together:
+        exchange.barrier()  # behind it ranks may write
 
 
 def meet(exchange: Exchange, leads: bool, stream: Stream, key: int, fixed: bool = False) -> bool:

@@ -41,7 +41,11 @@ class Questions:
         self._wait_for_slowest(number)
         if any(stream.joint is not None for stream in self._streams):
             self._asked[self._peer] = number + 1
-            return self._ask_nodes(key)
+            if self._parts.leads_shard:  # nobody of this node writes while nodes agree on what may be added
+                self._wait_for_slowest(number + len(self._answers))
+            answer = self._ask_nodes(key)
+            self._tell(number, answer)
+            return answer
         answer = self._answer(number, key)
         self._asked[self._peer] = number + 1
         if self._parts.plan.topology.num_nodes == 1:
@@ -61,6 +65,19 @@ class Questions:
                 may = any(answers) if stream.spec.num_shards > 1 else all(answers)
             found = found and may
         return found
+
+    def _tell(self, number: int, answer: bool) -> None:
+        """Go on when the leader of this node knows how far its writers may go: this rank may be one."""
+        entry, plan = self._answers[number % len(self._answers)], self._parts.plan
+        if self._parts.leads_shard:
+            with self._table.lock:
+                entry[:] = number + 1, answer
+        until = time.monotonic() + self._timeout_s
+        while plan.topology.node in plan.placement.order and entry[0] != number + 1:
+            self._parts.check()
+            if time.monotonic() > until:
+                raise PeerError("the first rank of this node", f"must answer within {self._timeout_s} s")
+            time.sleep(_POLL_S)
 
     def _answer(self, number: int, key: int) -> bool:
         with self._table.lock:

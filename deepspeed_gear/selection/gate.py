@@ -43,12 +43,12 @@ class Gate:
         """Return whether so many samples may be drawn."""
         rate = self.life.rate
         size, inserted = (0, 0) if rate is None else rate.counted(self._table.control)[:2]
-        return self.admits(size, inserted, count) and self.left(count) >= count
+        return self.admits(size, inserted, self.sampled, count) and self.left(count) >= count
 
-    def admits(self, size: int, inserted: int, count: int) -> bool:
-        """Return whether the rate admits so many samples of a table with so many items."""
+    def admits(self, size: int, inserted: int, sampled: int, count: int) -> bool:
+        """Return whether there is no rate or it admits so many samples; arguments as `Rate.may_sample`."""
         rate = self.life.rate
-        return rate is None or rate.may_sample(size, inserted, self.sampled, count)
+        return rate is None or rate.may_sample(size, inserted, sampled, count)
 
     @property
     def sampled(self) -> int:

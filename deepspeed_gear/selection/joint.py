@@ -15,8 +15,8 @@ from deepspeed_gear.store.shares import divide, kept
 from deepspeed_gear.store.table import Table
 
 # Words of what a node says.
-SIZE, INSERTED, ADMITTED, HAS_REACH, WANTS, LEFT, FEWEST, GIVES_UP, TURN, IS_FIXED = range(10)
-JOINT_WORDS = 10
+SIZE, INSERTED, ADMITTED, HAS_REACH, WANTS, LEFT, FEWEST, GIVES_UP, TURN, IS_FIXED, SAMPLED = range(11)
+JOINT_WORDS = 11
 LATE, COLLECTING = 1, 2  # why a node gives up: it has waited for long enough, or would wait for itself
 
 
@@ -52,7 +52,7 @@ class JointGate:
         """
         words, control = np.zeros(JOINT_WORDS, np.int64), self._table.control
         self._turn += 1
-        words[TURN], words[IS_FIXED] = self._turn, fixed
+        words[TURN], words[IS_FIXED], words[SAMPLED] = self._turn, fixed, self._gate.sampled
         words[LEFT] = self._gate.left(count)
         if self._gate.most:
             words[FEWEST] = self._gate.fewest()
@@ -84,7 +84,7 @@ class JointGate:
             count: Samples wanted.
         """
         size, inserted, left = said[:, [SIZE, INSERTED, LEFT]].sum(0).tolist()
-        return self._gate.admits(size, inserted, count) and left >= count
+        return self._gate.admits(size, inserted, int(said[0, SAMPLED]), count) and left >= count
 
     def hear(self, said: np.ndarray, count: int) -> bool:
         """Take this node's share of what may be added; return `is_open`. Arguments as there."""
@@ -98,7 +98,7 @@ class JointGate:
     def _share(self, said: np.ndarray) -> int:
         assert self._rate is not None
         size, inserted, admitted, reach = said[:, [SIZE, INSERTED, ADMITTED, HAS_REACH]].sum(0).tolist()
-        room = self._rate.room(size + admitted - inserted, admitted, self._gate.sampled)
+        room = self._rate.room(size + admitted - inserted, admitted, int(said[0, SAMPLED]))
         parts = divide(max(0, admitted + room - reach), said[:, WANTS].tolist(), int(said[0, TURN]))
         return parts[self.index]
 

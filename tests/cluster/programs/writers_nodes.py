@@ -1,17 +1,14 @@
-"""Sample from tables with rates that actors of the nodes fill at full speed, one phase after the other.
+"""Tables with rates that actors of the nodes fill at full speed. Part of rates_nodes.py.
 
-The last argument names a JSON file: `phases` by name (`section`, `actors` of each node, `batches`, `lose`:
-the batch behind which the actors of the last node are killed, or null), `out`. Each actor writes when each of
-its additions began and ended and how many steps it had; each rank when each of its samples was asked for and
-was there, and which trajectories it is of.
+A phase has a `section`, numbers of `actors` of each rank and of `batches`, and `lose`: the batch behind which
+the actors of rank 2 are killed, or null. Each actor writes when each of its additions began and ended and how
+many steps it had; each rank when each of its samples was asked for and was there, and of which trajectories
+it is.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import struct
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -48,25 +45,19 @@ def learn(section: dict[str, Any], batches: int, lose: int | None, actors: list[
             begin = time.monotonic()
             batch = replay.sample()
             seen.append((begin, time.monotonic(), batch.id.tolist()))
-            if number == lose and dist.get_rank() == dist.get_world_size() - 1:
-                for actor in actors:
-                    kill(actor)
+            for actor in actors if number == lose and dist.get_rank() == 2 else []:
+                kill(actor)
         dist.barrier()
     return seen
 
 
-wanted = json.loads(Path(sys.argv[-1]).read_text())
-rank, out = int(os.environ["RANK"]), Path(wanted["out"])
-actors: dict[str, list[int]] = {}
-for name, phase in wanted["phases"].items():
-    ids = [10 * rank + index for index in range(phase["actors"][rank])]
-    actors[name] = [
-        in_child(lambda n=name, p=phase, i=i: act(p["section"], out / f"{n}.actor{i}", i + 1)) for i in ids
-    ]
-dist.init_process_group("gloo")
-found = {
-    name: learn(phase["section"], phase["batches"], phase["lose"], actors[name])
-    for name, phase in wanted["phases"].items()
-}
-(out / f"rank{rank}.json").write_text(json.dumps(found))
-dist.destroy_process_group()
+def start(phases: dict[str, Any], rank: int, out: Path) -> dict[str, list[int]]:
+    """Start the actors of this rank for each phase, before there are threads. Returns their process ids."""
+    found = {}
+    for name, phase in phases.items():
+        ids = [10 * rank + index for index in range(phase["actors"][rank])]
+        found[name] = [
+            in_child(lambda n=name, p=phase, i=i: act(p["section"], out / f"{n}.actor{i}", i + 1))
+            for i in ids
+        ]
+    return found
