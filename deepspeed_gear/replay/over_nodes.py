@@ -293,6 +293,7 @@ def meet(exchange: Exchange, leads: bool, stream: Stream, key: int, fixed: bool 
             mine = joint.index, stream.prepare(key), joint.say(count, fixed)
     found = sorted((one for one in exchange.gather(mine) if one is not None), key=lambda one: one[0])
     said = np.stack([words for _, _, words in found])
+    alone = leads and not joint.is_fixed(said)
     with stream.table.lock:
-        is_open = joint.hear(said, count) if leads else joint.is_open(said, count)
+        is_open = joint.hear(said, count) if alone else joint.is_open(said, count)
     return is_open or any(was_cut for _, was_cut, _ in found)

@@ -46,7 +46,7 @@ class JointGate:
 
         Args:
             count: Samples wanted.
-            fixed: Leave the reach as it is: another thread may be in an exchange.
+            fixed: Change nothing: another thread of this process may be in a cut. Then nobody may `hear`.
         Returns:
             [JOINT_WORDS], int64.
         """
@@ -86,11 +86,15 @@ class JointGate:
         size, inserted, left = said[:, [SIZE, INSERTED, LEFT]].sum(0).tolist()
         return self._gate.admits(size, inserted, int(said[0, SAMPLED]), count) and left >= count
 
+    @staticmethod
+    def is_fixed(said: np.ndarray) -> bool:
+        """Return whether a node must not be changed by what was said; argument as `is_open`."""
+        return bool(said[:, IS_FIXED].any())
+
     def hear(self, said: np.ndarray, count: int) -> bool:
         """Take this node's share of what may be added; return `is_open`. Arguments as there."""
-        if self._divides and not said[:, IS_FIXED].any():
-            control = self._table.control
-            control[REACH] = said[self.index, HAS_REACH] + self._share(said)
+        if self._divides:
+            self._table.control[REACH] = said[self.index, HAS_REACH] + self._share(said)
         self._is_open = self.is_open(said, count)
         self.fewest = int(said[:, FEWEST].min())
         return self._is_open

@@ -30,7 +30,7 @@ from deepspeed_gear.store.life import OPEN
 from deepspeed_gear.store.table import COMMITTED, ID, NUM_ROWS, STATE, Table
 from deepspeed_gear.writer.moving import Mover
 
-_POLL_S = 200e-6
+_POLL_S, _AGREE_S = 200e-6, 0.25
 FOR_REMOVAL = 7  # purpose of the random words that choose who goes
 
 
@@ -184,8 +184,11 @@ class Room:
         if refusal in (NO_SLOT, NO_ROWS, SCATTERED):
             raise self.table.full(refusal, num_steps)
         self.check()
+        now = time.monotonic()
         waits_for_itself = self._samples and (refusal == AHEAD or self.readers.are_frozen)
-        if waits_for_itself or time.monotonic() > until:
+        if refusal == AHEAD and self._is_shared:  # nodes may just agree on what may be added
+            waits_for_itself &= now > until - self.timeout_s + _AGREE_S
+        if waits_for_itself or now > until:
             raise self.too_late(refusal, 0.0 if waits_for_itself else self.timeout_s)
         time.sleep(_POLL_S)
         self.waited_s += _POLL_S
