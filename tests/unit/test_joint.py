@@ -117,6 +117,20 @@ def test_a_trajectory_longer_than_a_part_gets_through_in_its_turn(make: Make) ->
     assert sum(added) == 1
 
 
+def test_what_is_being_written_counts(make: Make) -> None:
+    scenes = make(2, rate=Rate.queue("trajectory", 4))
+    slot = scenes[0].table.reserve(3)
+    added = 0
+    for _ in range(3):
+        assert not joint(scenes[0]).is_open(said := say(scenes), 1000)
+        for scene in scenes:
+            joint(scene).hear(said, 1000)
+        added += sum(fill(scene) for scene in scenes)
+    assert added == 3
+    scenes[0].table.commit(slot)
+    assert meet(scenes)
+
+
 def test_what_the_dead_have_reserved_holds_nobody_back(make: Make) -> None:
     scenes = make(2, rate=Rate.queue("trajectory", 4))
     table = scenes[0].table
