@@ -123,7 +123,7 @@ def test_what_is_being_written_counts(make: Make) -> None:
     added = 0
     for _ in range(3):
         said = say(scenes)
-        assert not any([joint(scene).hear(said, 1000) for scene in scenes])
+        assert not any(joint(scene).hear(said, 1000) for scene in scenes)
         added += sum(fill(scene) for scene in scenes)
     assert added == 3
     scenes[0].table.commit(slot)

@@ -61,11 +61,11 @@ def acting(rank: int, folder: Path) -> dict[str, Any]:
             if answer:
                 replay.sample()
                 found["batches"] += 1
+                if found["batches"] == BATCHES // 2:
+                    replay.load(folder / "saved", replay.save(folder / "saved"))
             else:
                 found["added"] += 30 if rank == 1 else 5 + rank
                 writer.add(trajectory(len(found["answers"]), 30 if rank == 1 else 5 + rank))
-            if found["batches"] == BATCHES // 2:
-                replay.load(folder / "saved", replay.save(folder / "saved"))
         return found
 
 
