@@ -251,6 +251,7 @@ class StoreScene:
         timeout_s: Of its lock and streams.
         life: How long trajectories stay, see `Life`.
         spare_rows: Rows besides `num_rows` through which extents are moved.
+        shard: Which part of the table it is; None: all of it.
     """
 
     def __init__(
@@ -264,6 +265,7 @@ class StoreScene:
         timeout_s: float = 20.0,
         life: Any = None,
         spare_rows: int = 0,
+        shard: Any = None,
     ) -> None:
         from deepspeed_gear.ops import load_backend
         from deepspeed_gear.selection.kinds import regions_of
@@ -283,6 +285,7 @@ class StoreScene:
             True,
             True,
             num_peers,
+            shard,
             life=life or Life(),
             spare_rows=spare_rows,
         )
@@ -345,7 +348,7 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
         weight=options.get("weight"),
         window=options.get("window"),
     )
-    extra = {name: options[name] for name in ("priorities", "drop") if name in options}
+    extra = {name: options[name] for name in ("priorities", "drop", "num_shards") if name in options}
     seed, depth = options.get("seed", 0), options.get("depth", 4)
     return StreamSpec(options.get("name", "train"), kind, rule, seed, 7, batch, depth, **extra)
 

@@ -65,6 +65,11 @@ class Prefetcher(Generic[T]):
             raise error
         return result  # type: ignore[return-value]
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
     def ready(self) -> T | None:
         """Return the next result if it is there already; None if it is not, or is an error."""
         with self._results.mutex:

@@ -21,7 +21,8 @@ class RateConfig(GearModel):
     """How far who adds and who samples may be ahead of each other: whoever is too far ahead waits.
 
     Items are what the sampler's `unit` says. With I items ever added and S samples ever drawn,
-    I * samples_per_insert - S stays within `error_buffer` of what it is at `min_size` items.
+    I * samples_per_insert - S stays within `error_buffer` of what it is at `min_size` items. The items of all
+    nodes count.
 
     Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
     """
@@ -37,7 +38,8 @@ class RateConfig(GearModel):
         default=None,
         description=(
             "How far the samples may be ahead or behind. At least half of a global batch and of what the "
-            "longest trajectory adds. null: `min_size` times `samples_per_insert`, or that if it is more."
+            "longest trajectory adds, and what this adds without one item. null: `min_size` times "
+            "`samples_per_insert`, or that if it is more."
         ),
     )
     queue: Count | None = Field(

@@ -48,21 +48,29 @@ class Meeting(Selector):
         return self._waiting
 
     def _hello(
-        self, error: Exception | None, stop: bool, more: Sequence[np.ndarray] | None = None
+        self,
+        error: Exception | None,
+        stop: bool,
+        more: Sequence[np.ndarray] | None = None,
+        gate: np.ndarray = NO_WORDS,
     ) -> list[np.ndarray]:
         """Say this node's record, with more words for each node behind it.
 
+        Args:
+            error: What keeps this node from the cut.
+            stop: Whether it makes no further one.
+            more: Words for each node.
+            gate: What it says of the gate, to all nodes.
         Returns:
             The words of each node behind its record; gone when the next exchange ends.
         """
-        words = self._record()
+        words = np.concatenate([self._record(), gate])
         words[KEY] = -1 if self._key is None else self._key
         words[STATUS], words[STOP] = (FINE if error is None else FAILED), stop
         behind = [NO_WORDS] * self._num_nodes if more is None else more
         said = self.link.begin([message_of(words, part.reshape(-1)) for part in behind])()
         heard = self._records = np.stack([part[:HELLO_WORDS] for part in said])
         self._note_waits(heard[:, WAITED_US])
-        self.num_cuts += 1
         if heard[:, STOP].any():
             self.link.left = True
             self._raise_stop(heard)

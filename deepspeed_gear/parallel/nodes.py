@@ -10,17 +10,19 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import HIGHEST_PRIORITY, REPORT_WORDS, RESOLUTION_WORDS
+from deepspeed_gear.ops.constants import HIGHEST_PRIORITY, R_SLOT, REPORT_WORDS, RESOLUTION_WORDS
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.carrier import Carrier
 from deepspeed_gear.parallel.delivery import Delivery, Goals, NodeCut
-from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.parallel.link import NO_WORDS, Link
 from deepspeed_gear.parallel.meeting import HIGHEST, ITEMS, LEAST, Meeting
 from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.parallel.window import edge_over_nodes
 from deepspeed_gear.selection.age import AgeMasses, items_of
+from deepspeed_gear.selection.gate import Gate
+from deepspeed_gear.selection.joint import JOINT_WORDS, JointGate
 from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.selector import Check
+from deepspeed_gear.selection.selector import Check, GateClosedError
 from deepspeed_gear.selection.shards import merge_top
 from deepspeed_gear.selection.stream import Stream
 
@@ -57,6 +59,7 @@ class NodeSelector(Meeting):
         self._is_first = True
         self._cut: NodeCut | None = None
         self._heard: list[np.ndarray] = []  # reports from each node, packed
+        self._drawn = np.empty((0, RESOLUTION_WORDS), np.int64)  # resolutions of the latest cut that lie here
 
     # ---- phases ----------------------------------------------------------------------------------
 
@@ -74,15 +77,43 @@ class NodeSelector(Meeting):
         self._cut, self._key = self._new_cut(key, entry, count), key
         reports: list[np.ndarray] | None = None
         error: Exception | None = None
+        joint, said = self.stream.joint, NO_WORDS
         try:
             if isinstance(self.masses, PriorityMasses):
                 reports = self._take_reports(key)
-            elif not self._has_window and self.spec.kind not in ("epoch", "pass"):
-                with self._table.lock:
+            with self._table.lock:
+                if self._applies_first:
                     self.masses.apply(key)
+                if joint is not None:  # of what was applied, so that it says what can be drawn
+                    said = joint.say(count)
         except Exception as caught:
             error = caught
-        self._heard = self._hello(error, self.stream.stopped, reports)
+        self._heard = self._hello(error, self.stream.stopped, reports, said)
+        if joint is not None:
+            self._pass_gate(joint, key, count)
+        self.num_cuts += 1
+
+    @property
+    def _applies_first(self) -> bool:
+        """Whether changes take effect before the nodes meet."""
+        later = isinstance(self.masses, PriorityMasses) or self._has_window
+        return not later and self.spec.kind not in ("epoch", "pass")
+
+    def _pass_gate(self, joint: JointGate, key: int, count: int) -> None:
+        """Go on if all nodes together may draw.
+
+        Raises:
+            GateClosedError: They may not.
+            NotReadyError: They may not, and a node waits no longer.
+        """
+        said = np.stack([words[:JOINT_WORDS] for words in self._heard])
+        self._heard = [words[JOINT_WORDS:] for words in self._heard]
+        with self._table.lock:
+            is_open = joint.hear(said, count)
+        if is_open:
+            return
+        error = joint.given_up(said, key, count)
+        raise GateClosedError if error is None else error
 
     def _new_cut(self, key: int, entry: int, count: int) -> NodeCut:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
@@ -160,10 +191,11 @@ class NodeSelector(Meeting):
     # ---- draws -----------------------------------------------------------------------------------
 
     def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
-        cut = self._cut
-        assert cut is not None
-        count = len(coordinates)
-        owner, mine, points = torch.empty(3, count, dtype=torch.int64).unbind()
+        self._keep(done, first, *self._found(coordinates, first))
+
+    def _found(self, coordinates: torch.Tensor, first: int) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+        """Return the node of each coordinate, which are this node's, and what those hit."""
+        owner, mine, points = torch.empty(3, len(coordinates), dtype=torch.int64).unbind()
         found, totals = np.zeros(1, np.int64), torch.from_numpy(self._totals)
         assign = self.masses.ops.assign_draws_
         assign(owner, mine, points, torch.from_numpy(found), coordinates, totals, self._index)
@@ -172,12 +204,69 @@ class NodeSelector(Meeting):
         if len(own):
             with self._table.lock:
                 self.masses.resolve_numbered(records, points, own + first)
+        return owner.numpy(), own, records
+
+    def _keep(self, done: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor) -> None:
+        """Take draws into the cut, of which `done` are in it."""
+        cut = self._cut
+        assert cut is not None
+        if len(own):
+            with self._table.lock:
                 self.stream.pin(cut.key, records)
         cut.first = first - done
         cut.own.append(own + done if done else own)
         cut.records.append(records)
-        begin, end = np.searchsorted(cut.asked, [done, done + count])
-        cut.owner[begin:end] = owner.numpy()[cut.asked[begin:end] - done]
+        begin, end = np.searchsorted(cut.asked, [done, done + len(owner)])
+        cut.owner[begin:end] = owner[cut.asked[begin:end] - done]
+
+    def resolve_until(
+        self,
+        rows: torch.Tensor,
+        done: int,
+        coordinates: torch.Tensor,
+        first: int,
+        gate: Gate,
+        counted: np.ndarray,
+    ) -> int:
+        joint, count = self.stream.joint, len(coordinates)
+        assert joint is not None
+        owner, own, records = self._found(coordinates, first)
+        slots = records[:, R_SLOT].numpy()
+        if joint.fewest > len(rows):
+            standing = count
+        else:
+            standing = self._stand(own, slots, count, gate.num_admitted(slots, counted))
+        kept = int(np.searchsorted(own, standing))
+        np.add.at(counted, slots[:kept], 1)
+        self._keep(done, first, owner[:standing], own[:kept], records[:kept])
+        return standing
+
+    def _stand(self, own: np.ndarray, slots: np.ndarray, count: int, before: int) -> int:
+        """Agree on how many draws stand, and take out what the last of them uses up, if others follow.
+
+        Args:
+            own: Which of the draws are this node's, ascending. [n], int64.
+            slots: What they hit. [n], int64.
+            count: Draws.
+            before: How many of `own` come before the first that uses a trajectory up.
+        """
+        uses_up, masses = before < len(own), self.masses
+        at = int(own[before]) if uses_up else count
+        mass = int(masses.leaves[slots[before]]) if uses_up else 0
+        heard = self.link.gather(np.array([at, mass, self._record()[LEAST]]))
+        self._records[:, LEAST] = heard[:, 2]
+        node = int(heard[:, 0].argmin())
+        standing = min(int(heard[node, 0]) + 1, count)
+        if standing < count:
+            self._totals[node] -= heard[node, 1]
+            self._records[node, ITEMS] -= 1
+            if node == self._index:
+                with self._table.lock:
+                    masses.take_out(int(slots[before]))
+        return standing
+
+    def drawn(self, rows: np.ndarray) -> np.ndarray:
+        return self._drawn
 
     def highest(self, count: int) -> torch.Tensor:
         masses = self.masses
@@ -227,6 +316,7 @@ class NodeSelector(Meeting):
         else:
             own = np.concatenate([np.empty(0, np.int64), *cut.own])
             records = torch.cat([torch.empty(0, RESOLUTION_WORDS, dtype=torch.int64), *cut.records])
+        self._drawn = records.numpy()
         if self.stream.draws is not None and len(own):
             with self._table.lock:
                 self.stream.draws.count(records.numpy())

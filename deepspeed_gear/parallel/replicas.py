@@ -42,6 +42,7 @@ class ReplicaSelector(Meeting):
         except Exception as caught:
             error = caught
         heard = self._hello(error, self.stream.stopped, [self._reports] * self._num_nodes)
+        self.num_cuts += 1
         self._heard = [words.reshape(-1, REPORT_WORDS) for words in heard]
 
     def apply(self, key: int) -> int:

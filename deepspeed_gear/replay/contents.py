@@ -104,7 +104,7 @@ class Contents:
         self._check_open()
         target = self._table(table)
         for stream in self._streams.get(target.spec.name, {}).values():
-            stream.collects_here = True
+            stream.collect()
         writer = TrajectoryWriter(target, self._inserter(table))
         return writer if envs is None else writer.vector(envs, autoreset)
 

@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed_gear.replay import position, snapshot
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.loading import Loading
+from deepspeed_gear.replay.over_nodes import share_out
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.selection.cut import PASS_SHIFT
@@ -106,6 +107,7 @@ def load(parts: Parts, folder: Path) -> None:
     if parts.plan.placement.spread:
         exchange.agree("loading the batches that were not used", loading.deliver)
         loading.tell()
+    share_out(exchange, parts.leads_shard, parts.train)
     parts.leave_inner_stage()
 
 
@@ -131,6 +133,7 @@ def go_on(parts: Parts, feed: Feed, state: Mapping[str, Any]) -> Passes:
             with table.lock:
                 stream.seek(*(at[table.spec.name].values() if name == TRAIN else start))
     exchange.barrier()
+    share_out(exchange, parts.leads_shard, parts.train)
     parts.leave_inner_stage()
     feed.go_on_at(at)
     return passes

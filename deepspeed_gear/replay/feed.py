@@ -116,6 +116,11 @@ class Feed:
         return made.batch
 
     @property
+    def prepares(self) -> bool:
+        """Whether a thread prepares batches now."""
+        return any(prefetcher.is_alive for prefetcher in self.prefetchers)
+
+    @property
     def next_key(self) -> int:
         """The global batch that the next micro batch is of."""
         return self._start + self._used // self._info.accumulation

@@ -10,7 +10,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.store.life import UNLIMITED, Life, Rate
 
 
-def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int, count: int = 1) -> Life:
+def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Life:
     """Return the life of the trajectories of a table with a capacity.
 
     Args:
@@ -18,17 +18,12 @@ def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int
         name: Of the table.
         capacity: Steps and trajectories that a store holds.
         batch: Samples of a global batch that come from the table.
-        count: Nodes that hold the table.
     Raises:
-        ConfigError: The rate leaves no room for a batch, or there are several nodes.
+        ConfigError: The rate leaves no room for a batch.
     """
     table, at = config.resolved_tables[name], f"gear.tables.{name}"
     queue = table.rate is not None and table.rate.queue is not None
     times = table.max_times_sampled or int(queue)
-    if count > 1 and (times or table.rate is not None):
-        option = "rate" if table.rate is not None else "max_times_sampled"
-        rule, remedy = "must not be given where several nodes hold the table", "leave it out, or use one node"
-        raise ConfigError(f"{at}.{option}", rule, None, remedy)
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
     rate = None if table.rate is None else _rate(config, table, table.rate, batch, at)
     life = Life(table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age)
@@ -49,7 +44,9 @@ def _rate(config: GearConfig, table: TableConfig, rate: RateConfig, batch: int, 
     if rate.samples_per_insert is None:
         return Rate.least_size(unit, rate.min_size)
     longest = (table.max_length or 1) if unit == "step" else 1
+    # As soon as a batch must wait, and as long as one item is missing at first, the longest must get through.
     least = (batch + rate.samples_per_insert * longest) / 2
+    least = max(least, rate.samples_per_insert * (longest - 1))
     buffer = rate.error_buffer
     if buffer is None:
         buffer = max(least, rate.samples_per_insert * rate.min_size)
@@ -58,6 +55,7 @@ def _rate(config: GearConfig, table: TableConfig, rate: RateConfig, batch: int, 
             f"{at}.rate.error_buffer",
             f"must be at least {least:g}",
             buffer,
-            f"half of a global batch ({batch}) and of what the longest addition brings, or both sides wait",
+            f"half of a global batch ({batch}) and of what the longest addition brings, and what it brings "
+            "without one item, or both sides wait",
         )
     return Rate.ratio(unit, rate.min_size, rate.samples_per_insert, buffer)

@@ -26,7 +26,7 @@ from deepspeed_gear.replay.placement import Placement
 from deepspeed_gear.replay.sizes import TRAIN, Turns
 from deepspeed_gear.replay.status import Status
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.cut import KEY, StreamSpec
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.dataset import Dataset
@@ -192,6 +192,7 @@ def connect(
                     links.selectors.append(selector)
             row, slot = row + spec.depth * wanted * most, slot + spec.depth * wanted
     _know_totals(exchange, topology, placement, streams)
+    share_out(exchange, leads, every)
     return links
 
 
@@ -261,3 +262,38 @@ def status_of(
         _open(link, watch)
     early = only_readers and config.prefetch > 0
     return Status(table, topology, only_readers, timeout_s, link, over_nodes, early, watch.check)
+
+
+def share_out(exchange: Exchange, leads: bool, streams: Sequence[Stream]) -> None:
+    """Agree how far the writers of each node may go where nodes keep a rate together. Collective."""
+    together = [stream for stream in streams if stream.joint is not None]
+    for stream in together:
+        meet(exchange, leads, stream, int(stream.position[KEY]))
+    if together:
+        exchange.barrier()  # behind it ranks may write
+
+
+def meet(exchange: Exchange, leads: bool, stream: Stream, key: int, fixed: bool = False) -> bool:
+    """Let all nodes that hold a table look at its gate, beside their cuts. Collective over all ranks.
+
+    Args:
+        exchange: Between all ranks.
+        leads: Whether this rank does for all of its node what is done to the node's shards.
+        stream: The training stream, with a gate of all nodes.
+        key: Of the global batch that is asked for.
+        fixed: Whether another thread of this rank may be in a cut.
+    Returns:
+        Whether the batch was cut already, or could be cut now; the same on every rank.
+    """
+    joint, count = stream.joint, stream.count_of(key)
+    assert joint is not None
+    mine = None
+    if leads:
+        with stream.table.lock:
+            mine = joint.index, stream.prepare(key), joint.say(count, fixed)
+    found = sorted((one for one in exchange.gather(mine) if one is not None), key=lambda one: one[0])
+    said = np.stack([words for _, _, words in found])
+    alone = leads and not joint.is_fixed(said)
+    with stream.table.lock:
+        is_open = joint.hear(said, count) if alone else joint.is_open(said, count)
+    return is_open or any(was_cut for _, was_cut, _ in found)

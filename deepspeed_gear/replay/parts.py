@@ -223,7 +223,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         stream.check = parts.check
         rate = config.resolved_tables[stream.table.spec.name].rate
         if rate is not None:
-            stream.gate_timeout_s = rate.timeout_s
+            stream.gate_wait.timeout_s = rate.timeout_s
     if status is not None:
         for stream in train:
             stream.check = status.check

@@ -7,6 +7,8 @@ import time
 import numpy as np
 
 from deepspeed_gear.errors import PeerError
+from deepspeed_gear.replay.feed import Feed
+from deepspeed_gear.replay.over_nodes import meet
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.selection.stream import Stream
 
@@ -19,10 +21,11 @@ class Questions:
     Args:
         parts: Of the Replay.
         timeout_s: Longest wait for a rank that is far behind.
+        feed: Whose thread may be in a cut.
     """
 
-    def __init__(self, parts: Parts, timeout_s: float) -> None:
-        self._parts, self._timeout_s = parts, timeout_s
+    def __init__(self, parts: Parts, timeout_s: float, feed: Feed) -> None:
+        self._parts, self._timeout_s, self._feed = parts, timeout_s, feed
         self._streams, self._table = parts.train, parts.train[0].table
         self._asked: np.ndarray = self._table.views["questions/asked"]
         self._answers: np.ndarray = self._table.views["questions/answers"]
@@ -36,6 +39,13 @@ class Questions:
         """
         number = int(self._asked[self._peer])
         self._wait_for_slowest(number)
+        if any(stream.joint is not None for stream in self._streams):
+            self._asked[self._peer] = number + 1
+            if self._parts.leads_shard:  # nobody of this node writes while nodes agree on what may be added
+                self._wait_for_slowest(number + len(self._answers))
+            answer = self._ask_nodes(key)
+            self._tell(number, answer)
+            return answer
         answer = self._answer(number, key)
         self._asked[self._peer] = number + 1
         if self._parts.plan.topology.num_nodes == 1:
@@ -43,6 +53,31 @@ class Questions:
         answers = self._parts.plan.exchange.gather(answer)
         spread = any(stream.spec.num_shards > 1 for stream in self._streams)
         return any(answers) if spread else all(answers)
+
+    def _ask_nodes(self, key: int) -> bool:
+        """Ask the streams one after the other, those that several nodes hold by what all of these say."""
+        exchange, leads, found = self._parts.plan.exchange, self._parts.leads_shard, True
+        for stream in self._streams:
+            if stream.joint is not None:
+                may = meet(exchange, leads, stream, key, self._feed.prepares)
+            else:
+                answers = exchange.gather(self._can_cut(stream, key))
+                may = any(answers) if stream.spec.num_shards > 1 else all(answers)
+            found = found and may
+        return found
+
+    def _tell(self, number: int, answer: bool) -> None:
+        """Go on when the leader of this node knows how far its writers may go: this rank may be one."""
+        entry, plan = self._answers[number % len(self._answers)], self._parts.plan
+        if self._parts.leads_shard:
+            with self._table.lock:
+                entry[:] = number + 1, answer
+        until = time.monotonic() + self._timeout_s
+        while plan.topology.node in plan.placement.order and entry[0] != number + 1:
+            self._parts.check()
+            if time.monotonic() > until:
+                raise PeerError("the first rank of this node", f"must answer within {self._timeout_s} s")
+            time.sleep(_POLL_S)
 
     def _answer(self, number: int, key: int) -> bool:
         with self._table.lock:

@@ -78,7 +78,6 @@ class Replay(Contents):
         self._loaders: list[InferenceLoader] = []
         self.metrics = Metrics()
         self._passes = Passes(parts)
-        self._questions = Questions(parts, self.config.timeout_s)
         self._feed = Feed(
             plan.config,
             self._train,
@@ -92,6 +91,7 @@ class Replay(Contents):
             "micro" if turns == "schedule" else turns,
             parts.check,
         )
+        self._questions = Questions(parts, self.config.timeout_s, self._feed)
         self._finalizer = weakref.finalize(
             self,
             release,

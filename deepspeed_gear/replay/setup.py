@@ -233,7 +233,7 @@ def table_specs(
         shard = (shards or {}).get(name)
         count = 1 if shard is None else shard.count
         capacity = capacity_of(name, table, schemas[name], count)
-        return life_of(config, name, capacity, (batches or {}).get(name, 0), count)
+        return life_of(config, name, capacity, (batches or {}).get(name, 0))
 
     return [
         table_spec(

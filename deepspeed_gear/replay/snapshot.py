@@ -28,7 +28,7 @@ from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.selection import saved
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.extents import INSERTED, STEPS_INSERTED
+from deepspeed_gear.store.extents import INSERTED, REACH, STEPS_INSERTED
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NEXT_ID, NUM_ROWS, RETIRED, STATE, Table
 
 FORMAT = 1
@@ -265,7 +265,9 @@ def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int)
     table.views["life"][:] = 0
     if found.whole.life is not None:
         table.views["life"][: len(chosen)] = found.whole.life[chosen]
-    table.control[[INSERTED, STEPS_INSERTED]] = found.whole.inserted
+    counts = table.spec.shard is None or table.spec.shard.index == 0  # for all nodes together
+    table.control[[INSERTED, STEPS_INSERTED]] = found.whole.inserted if counts else (0, 0)
+    table.control[REACH] = 0
     table.restored(next_id)
 
 

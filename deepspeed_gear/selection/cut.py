@@ -18,6 +18,8 @@ HEAD_WORDS = 16
 CUT_WORDS = 11  # those that a cut sets
 NOTICE_WORDS = 256
 DONE, AHEAD, RECOVERED = 11, 12, 13  # words of the position only
+# Over nodes: a process of this node writes too, and must not wait for itself; the gate is closed.
+COLLECTS, CLOSED = 14, 15
 PASS_SHIFT = 32  # a pass over an evaluation split: key = pass << 32 | batch
 
 

@@ -71,14 +71,9 @@ class Drawing:
         assert gate is not None
         while done < len(rows):
             coordinates = self._coordinates[: len(rows) - done]
-            total = self._checked(self.masses.total)
+            total = self._checked(self.selector.total)
             self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first + done, total)
-            self.selector.resolve(rows, done, coordinates, first + done)
-            found = rows[done:].numpy()
-            admitted = gate.num_admitted(found, counted)
-            if admitted < len(found):
-                self.masses.take_out(found[admitted - 1, R_SLOT])
-            done += admitted
+            done += self.selector.resolve_until(rows, done, coordinates, first + done, gate, counted)
 
     def _take_first(self, rows: torch.Tensor, first: int) -> None:
         """Take the items of highest priority, the oldest or the newest ones."""

@@ -11,8 +11,7 @@ from deepspeed_gear.ops.constants import R_SLOT
 from deepspeed_gear.selection.cut import SAMPLES, StreamSpec
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import INSERTED, NUM_COMMITTED, STEPS_COMMITTED, STEPS_INSERTED
-from deepspeed_gear.store.life import TIMES_SAMPLED
+from deepspeed_gear.store.life import TIMES_SAMPLED, UNLIMITED
 from deepspeed_gear.store.table import COMMITTED, STATE, Table
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -42,43 +41,52 @@ class Gate:
 
     def is_open(self, count: int) -> bool:
         """Return whether so many samples may be drawn."""
-        rate, control = self.life.rate, self._table.control
-        if rate is not None:
-            by_step = rate.unit == "step"
-            size = control[STEPS_COMMITTED if by_step else NUM_COMMITTED]
-            inserted = control[STEPS_INSERTED if by_step else INSERTED]
-            if not rate.may_sample(int(size), int(inserted), int(self._position[SAMPLES]), count):
-                return False
-        return self._left(count) >= count
+        rate = self.life.rate
+        size, inserted = (0, 0) if rate is None else rate.counted(self._table.control)[:2]
+        return self.admits(size, inserted, self.sampled, count) and self.left(count) >= count
 
-    def _left(self, count: int) -> int:
+    def admits(self, size: int, inserted: int, sampled: int, count: int) -> bool:
+        """Return whether there is no rate or it admits so many samples; arguments as `Rate.may_sample`."""
+        rate = self.life.rate
+        return rate is None or rate.may_sample(size, inserted, sampled, count)
+
+    @property
+    def sampled(self) -> int:
+        """Samples ever drawn."""
+        return int(self._position[SAMPLES])
+
+    def left(self, count: int) -> int:
         """Return how many samples the table is good for, or `count` if for as many."""
         each_once = self._spec.kind in ("oldest", "newest", "top")
         if not self.most and not each_once:
             return count if self._masses.total > 0 or self._masses.will_have_mass() else 0
-        committed = np.nonzero(self._table.slots[:, STATE] == COMMITTED)[0]
-        drawable = committed[self._masses.of(committed) > 0]
+        drawable = self._drawable()
         return len(drawable) if each_once else int((self.most - self._times[drawable]).sum())
+
+    def fewest(self) -> int:
+        """Return the draws after which the first trajectory may be used up. Cost: one pass."""
+        return int((self.most - self._times[self._drawable()]).min(initial=UNLIMITED))
+
+    def _drawable(self) -> np.ndarray:
+        committed = np.nonzero(self._table.slots[:, STATE] == COMMITTED)[0]
+        return np.asarray(committed[self._masses.of(committed) > 0])
 
     # ---- how often -------------------------------------------------------------------------------
 
-    def num_admitted(self, records: np.ndarray, counted: np.ndarray) -> int:
-        """Return how many of some draws come before, and with, the first that uses a trajectory up.
+    def num_admitted(self, slots: np.ndarray, counted: np.ndarray) -> int:
+        """Return how many of some draws come before the first that uses a trajectory up; all if none does.
 
         Args:
-            records: Resolutions of draws, in their order. [n, 8], int64.
-            counted: Draws of each slot in this cut so far; those that are admitted are added. [slots].
+            slots: What was drawn, in order. [n], int64.
+            counted: Draws of each slot in this cut so far. [slots], int64.
         """
-        slots = records[:, R_SLOT]
         order = np.argsort(slots, kind="stable")
         ordered = slots[order]
         first = np.searchsorted(ordered, ordered, side="left")
         nth = np.empty(len(slots), np.int64)
         nth[order] = np.arange(len(slots)) - first + 1
         used_up = np.nonzero(self._times[slots] + counted[slots] + nth >= self.most)[0]
-        admitted = int(used_up[0]) + 1 if len(used_up) else len(slots)
-        np.add.at(counted, slots[:admitted], 1)
-        return admitted
+        return int(used_up[0]) if len(used_up) else len(slots)
 
     def count(self, records: np.ndarray) -> None:
         """Count what a cut has drawn. [n, 8], int64."""
@@ -91,29 +99,33 @@ class Gate:
             self._table.retire(slot)
             self._readers.forget(slot)
 
-    def too_late(self, key: int, count: int, waited_s: float) -> NotReadyError:
-        """Return the error of a batch that may not be drawn yet."""
-        size = f"{self._table.num_trajectories} trajectories, {self._table.num_steps} steps held"
+    def too_late(self, key: int, count: int, waited_s: float, size: str = "") -> NotReadyError:
+        """Return the error of a batch that may not be drawn yet; `size` is what all nodes hold."""
+        here = f"{self._table.num_trajectories} trajectories, {self._table.num_steps} steps held"
         within = f" within {waited_s:g} s" if waited_s else " first"
         rule = f"must be filled{within}, as its rate says, for the {count} samples of global batch {key}"
         remedy = (
             "look whether the actors run" if waited_s else "ask can_sample() first, and collect meanwhile"
         )
-        return NotReadyError(f"table {self._table.spec.name}", rule, size, remedy)
+        return NotReadyError(f"table {self._table.spec.name}", rule, size or here, remedy)
 
 
 class Waiting:
     """How long a stream has waited for its gate, in this process."""
 
     def __init__(self) -> None:
-        self.total_s = 0.0
+        self.total_s, self.timeout_s = 0.0, DEFAULT_TIMEOUT_S
         self._since: float | None = None
 
     def wait(self) -> float:
         """Note that it waits; return for how long already, in seconds."""
-        now = time.monotonic()
-        self._since = self._since or now
-        return now - self._since
+        self._since = self._since or time.monotonic()
+        return self.waited_s
+
+    @property
+    def waited_s(self) -> float:
+        """For how long it waits, in seconds; 0 if it does not."""
+        return 0.0 if self._since is None else time.monotonic() - self._since
 
     def end(self) -> None:
         """Note that it waits no more."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_gear.errors import GearError, PeerError, StoreError
+from deepspeed_gear.errors import GearError, NotReadyError, PeerError, StoreError
 from deepspeed_gear.selection.cut import NOTICE_WORDS, StreamSpec
 from deepspeed_gear.store.table import Table
 
-NUMBER, KEY, IS_STORE_ERROR, SIZE = range(4)  # words in front of the text
+NUMBER, KEY, KIND, SIZE = range(4)  # words in front of the text
+_KINDS: tuple[type[GearError], ...] = (NotReadyError, StoreError, PeerError)  # what others raise
 _TEXT_BYTES = 8 * (NOTICE_WORDS - 4)
 
 
@@ -32,7 +33,8 @@ class Notice:
         with self._lock:
             self._text[: len(text)] = np.frombuffer(text, np.uint8)
             self._words[KEY], self._words[SIZE] = key, len(text)
-            self._words[IS_STORE_ERROR] = isinstance(error, StoreError)
+            known = [code for code, kind in enumerate(_KINDS) if isinstance(error, kind)]
+            self._words[KIND] = known[0] if known else len(_KINDS) - 1
             self._words[NUMBER] += 1
             self._seen = int(self._words[NUMBER])
 
@@ -45,6 +47,7 @@ class Notice:
 
         Raises:
             StoreError: No cut can be made, as for want of items: other content or priorities mend it.
+            NotReadyError: The table's rate admits none yet.
             PeerError: Another rank has failed.
         """
         if self._words[NUMBER] == self._seen:
@@ -52,7 +55,7 @@ class Notice:
         with self._lock:
             number, failed = int(self._words[NUMBER]), int(self._words[KEY])
             text = bytes(self._text[: self._words[SIZE]]).decode(errors="replace")
-            kind = StoreError if self._words[IS_STORE_ERROR] else PeerError
+            kind = _KINDS[self._words[KIND]]
         self._seen = number
         if failed == key:
             raise kind("the first rank of this node", "must be able to make a global batch", None, text)

@@ -7,12 +7,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from deepspeed_gear.ops.constants import R_SLOT
 from deepspeed_gear.selection.age import AgeMasses
 from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.gate import Gate
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.priorities import PriorityMasses
 
 Check = Callable[[], None]
+
+
+class GateClosedError(Exception):
+    """No node makes a cut yet: what all hold together is not enough. Never leaves the stream."""
 
 
 class Selector:
@@ -47,6 +53,8 @@ class Selector:
             entry: Where it goes in the ring.
             count: Its samples.
             check: Raises where a wait must end.
+        Raises:
+            GateClosedError: It may not be made yet.
         """
 
     def apply(self, key: int) -> int:
@@ -65,6 +73,43 @@ class Selector:
         """
         count = len(coordinates)
         self.masses.resolve(rows if count == len(rows) else rows[done : done + count], coordinates, first)
+
+    def resolve_until(
+        self,
+        rows: torch.Tensor,
+        done: int,
+        coordinates: torch.Tensor,
+        first: int,
+        gate: Gate,
+        counted: np.ndarray,
+    ) -> int:
+        """Find what coordinates hit up to the first that uses a trajectory up, which is drawn no more.
+
+        Args:
+            rows: As `resolve`.
+            done: As `resolve`.
+            coordinates: As `resolve`.
+            first: As `resolve`.
+            gate: Knows how often trajectories were drawn.
+            counted: Draws of each slot in this cut so far; these are added. [slots], int64.
+        Returns:
+            How many of them stand; the others hit what they hit without that trajectory.
+        """
+        self.resolve(rows, done, coordinates, first)
+        slots = rows[done:, R_SLOT].numpy()
+        standing = min(gate.num_admitted(slots, counted) + 1, len(slots))
+        np.add.at(counted, slots[:standing], 1)
+        if standing < len(slots):
+            self.masses.take_out(int(slots[standing - 1]))
+        return standing
+
+    def drawn(self, rows: np.ndarray) -> np.ndarray:
+        """Return the resolutions of the latest cut that lie in this store.
+
+        Args:
+            rows: All of them. [count, 8], int64.
+        """
+        return rows
 
     def highest(self, count: int) -> torch.Tensor:
         """Return the coordinates of the items of highest priority; fewer if there are not so many. [n]."""

@@ -30,6 +30,7 @@ from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.constants import R_MASS
 from deepspeed_gear.selection.cut import (
     AHEAD,
+    CLOSED,
     COUNT,
     CUT_WORDS,
     DONE,
@@ -48,24 +49,25 @@ from deepspeed_gear.selection.cut import (
 )
 from deepspeed_gear.selection.drawing import Drawing
 from deepspeed_gear.selection.draws import Draws
-from deepspeed_gear.selection.gate import DEFAULT_TIMEOUT_S, Gate, Waiting
+from deepspeed_gear.selection.gate import Gate, Waiting
+from deepspeed_gear.selection.gated import IDLE_S, Gated
+from deepspeed_gear.selection.joint import JointGate
 from deepspeed_gear.selection.kinds import DRAWS, ORDERS, masses_of
 from deepspeed_gear.selection.notice import Notice
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.selector import Selector
+from deepspeed_gear.selection.selector import GateClosedError, Selector
 from deepspeed_gear.selection.staleness import Staleness
-from deepspeed_gear.store.extents import CUTTING, RECOVERIES
+from deepspeed_gear.store.extents import CUTTING, REACH, RECOVERIES
 from deepspeed_gear.store.table import Table
 
-_POLL_S, _IDLE_S = 100e-6, 500e-6
-_LOOK_S = 1.0  # how often a cut looks for writers that have died
+_POLL_S = 100e-6
 NEVER_LATE = 1 << 62
 TRAIN = "train"
 _AFTER_KEY = struct.Struct(f"={CUT_WORDS - 1}q")
 
 
-class Stream(Drawing):
+class Stream(Drawing, Gated):
     """A stream in this process.
 
     Process safety: `cut` and `queue` want the table's lock; `take` and `consume` take it themselves.
@@ -108,8 +110,12 @@ class Stream(Drawing):
             self.masses.on_change = self._note_new
         gate = Gate(spec, table, self.masses, self.position) if trains else None
         self._gate = None if gate is None or gate.is_plain else gate
-        self.gate_wait, self.gate_timeout_s = Waiting(), DEFAULT_TIMEOUT_S
-        self.collects_here = False  # this process writes too: it must not wait for itself
+        self.gate_wait = Waiting()
+        self.joint = None
+        if self._gate is not None and spec.num_shards > 1:
+            self.joint = JointGate(table, self._gate, self.position, self.gate_wait)
+        self._pause_s = IDLE_S
+        self.collects_here = False
         self.stopped = False  # set by another thread: ends a wait of `take`
         self.check: Callable[[], None] = lambda: None  # called while `take` waits: raises to end it
         self._timeout_s = table.lock.timeout_s
@@ -159,12 +165,14 @@ class Stream(Drawing):
         entry = key % self.spec.depth
         while self.masses.too_early(key):  # a thread that prepares ahead: as long as a training step takes
             self._check_going_on()
-            time.sleep(_IDLE_S)
+            time.sleep(IDLE_S)
         while True:
             with self.table.lock:
                 self.catch_up()
                 held, at = self._heads[entry][KEY], self._words[KEY]
                 if held == key:
+                    if self.joint is not None:
+                        self.gate_wait.end()
                     return self._seen(key, entry)
                 skips = key > at and self.spec.kind != "pass"
                 if held > key or key < at or skips:
@@ -175,11 +183,11 @@ class Stream(Drawing):
                         "ranks of a node must ask for the same batches in the same order",
                     )
                 late, slow = self.peers.late(held), self.masses.late(key)
-                if key >= at and not self._control[CUTTING]:
-                    self._tend(key)
-                closed = self._gate is not None and not late and not self._gate.is_open(self._count_of(key))
+                self.prepare(key)
+                alone = self._gate if self.joint is None else None
+                closed = alone is not None and not late and not alone.is_open(self.count_of(key))
                 ready = not late and not slow and not closed and not self.follows
-                if ready and self._gate is not None:
+                if ready and alone is not None:
                     self.gate_wait.end()
                 if ready and self.selector.in_store:
                     self._cut(key, entry)
@@ -193,19 +201,25 @@ class Stream(Drawing):
             if closed:
                 self._wait_for_gate(key)
                 continue
-            if until is None:
+            if self.follows and self._words[CLOSED]:  # the first rank of this node waits
+                until = None
+                self.gate_wait.wait()
+            elif until is None:
                 until = time.monotonic() + self._timeout_s
                 self.peers.wait_awake(held + 1)
                 self.masses.wait_awake(key)
                 continue
-            if time.monotonic() > until:
+            elif time.monotonic() > until:
                 raise self._too_late(key, late, slow)
             time.sleep(_POLL_S)
 
-    @property
-    def is_gated(self) -> bool:
-        """Whether a cut may have to wait for items."""
-        return self._gate is not None
+    def may_cut(self, key: int) -> bool:
+        """Return whether a global batch has been cut, or could be cut now from this store. Wants the lock."""
+        self.catch_up()
+        if self.prepare(key):
+            return True
+        gate = self._gate
+        return self.masses.will_have_mass() if gate is None else gate.is_open(self.count_of(key))
 
     def _note_new(self, slots: np.ndarray) -> None:
         """Take note of slots that hold something new."""
@@ -213,39 +227,6 @@ class Stream(Drawing):
             self.draws.forget(slots)
         if self._staleness is not None:
             self._staleness.note_versions(slots)
-
-    def _tend(self, key: int) -> None:
-        """Drop what is too old, and now and then end what writers have left that died."""
-        if self._is_online and time.monotonic() > self._look_again:
-            self.table.unfinished.end_abandoned()
-            self._look_again = time.monotonic() + _LOOK_S
-        if self._staleness is not None:
-            self.masses.take_changes()
-            self._staleness.drop(key)
-
-    def _count_of(self, key: int) -> int:
-        return self.spec.batch if self.spec.count is None else self.spec.count(key)
-
-    def may_cut(self, key: int) -> bool:
-        """Return whether a global batch has been cut, or could be cut now. Wants the lock."""
-        if key < self._words[KEY]:
-            return True
-        self.catch_up()
-        self._tend(key)
-        gate = self._gate
-        if gate is not None:
-            return gate.is_open(self._count_of(key))
-        return self.masses.will_have_mass()
-
-    def _wait_for_gate(self, key: int) -> None:
-        """Wait a moment for items that a cut may draw; not if they must come from this very process."""
-        gate = self._gate
-        assert gate is not None
-        waited = self.gate_wait.wait()
-        if self.collects_here or waited > self.gate_timeout_s:
-            self.gate_wait.end()
-            raise gate.too_late(key, self._count_of(key), 0.0 if self.collects_here else waited)
-        time.sleep(_IDLE_S)
 
     def _check_going_on(self) -> None:
         if self.stopped:
@@ -257,15 +238,23 @@ class Stream(Drawing):
     def _cut_together(self, key: int, entry: int) -> None:
         with self.table.lock:
             self._control[CUTTING] += 1  # what is drawn from must stay between the exchanges of the cut
+        is_closed = False
         try:
             self._cut(key, entry)
+        except GateClosedError:
+            is_closed = True
         except Exception as error:
+            self._end_wait()
             self._forget(entry)
             self.selector.fail(key, error)
             raise
         finally:
             with self.table.lock:
                 self._control[CUTTING] -= 1
+        if is_closed:
+            self._wait_together()
+        else:
+            self._end_wait()
 
     def _forget(self, entry: int) -> None:
         with self.table.lock:
@@ -333,7 +322,7 @@ class Stream(Drawing):
         _AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
         counts = self._gate is not None and self._gate.most > 0
         if counts and self._gate is not None:
-            self._gate.count(self._ring_words[entry, : after[COUNT]])
+            self._gate.count(self.selector.drawn(self._ring_words[entry, : after[COUNT]]))
         head[KEY] = key  # the commit point
         self._advance(entry)
         if counts and self._gate is not None:
@@ -344,7 +333,7 @@ class Stream(Drawing):
     def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
         """Return the part of a ring entry that a cut fills, and its number of samples."""
         rows = self._entries[entry][0]
-        count = self._count_of(key)
+        count = self.count_of(key)
         return (rows if count == self.spec.batch else rows[:count]), count
 
     def _draw_ahead(self, key: int) -> None:
@@ -381,6 +370,7 @@ class Stream(Drawing):
 
     def seek(self, key: int, samples: int, epoch: int, epoch_first: int, epoch_size: int) -> None:
         """Continue at a global batch. Wants the lock."""
+        self._control[REACH] = 0  # until the nodes have agreed on how far writers may go from there
         self.heads[:, KEY] = NOTHING
         if self.last_drawn is not None:
             self.last_drawn[:] = NOTHING

@@ -17,7 +17,10 @@ FREE, RESERVED, COMMITTED, RETIRED = range(4)
 STATE, GENERATION, ID, FIRST_ROW, NUM_STEPS, NUM_ROWS, OWNER, BORN = range(8)
 # control words; cpu/store.h
 CHANGED, NEXT_ID, NUM_COMMITTED, STEPS_COMMITTED, ROVER, FREE_SLOT, FREE_ROWS = range(7)
-INSERTED, STEPS_INSERTED, RECOVERIES, CUTTING, POLICY, NUM_HELD, ROWS_HELD, LOADS = range(7, 15)
+INSERTED, STEPS_INSERTED, RECOVERIES, CUTTING, POLICY, ROWS_HELD, LOADS = range(7, 14)
+# of rates: what is reserved and not committed; over several nodes, how many items its writers may ever
+# add, by what all nodes have agreed on last; the most that one has wanted to add since then, and could not
+PENDING, STEPS_PENDING, REACH, WANTED = range(16, 20)
 OPEN = 3  # word of a slot's life: its trajectory still grows
 BEFORE, AFTER, OLDER, NEWER = range(4)
 LINK_WORDS = 4
@@ -83,12 +86,14 @@ class Extents:
         control[ROVER] = slot
         control[FREE_ROWS] -= num_rows
         self.life[slot, OPEN] = 0
-        self._count_held(1, num_rows)
+        control[ROWS_HELD] += num_rows
+        control[[PENDING, STEPS_PENDING]] += (1, num_steps)
         return slot
 
     def commit(self, slot: int, num_steps: int, num_rows: int, born: int) -> int:
         """Publish a reserved slot; rows behind `num_rows` are given back. Returns the new id."""
         control, record = self.control, self.slots[slot]
+        control[[PENDING, STEPS_PENDING]] -= (1, int(record[NUM_STEPS]))
         self._trim(record, num_rows)
         record[NUM_STEPS], record[BORN] = num_steps, born
         index, count = self.ids
@@ -123,12 +128,7 @@ class Extents:
         fewer = int(record[NUM_ROWS]) - num_rows
         record[NUM_ROWS] = num_rows
         self.control[FREE_ROWS] += fewer
-        self._count_held(0, -fewer)
-
-    def _count_held(self, trajectories: int, rows: int) -> None:
-        """Count what is reserved or committed."""
-        self.control[NUM_HELD] += trajectories
-        self.control[ROWS_HELD] += rows
+        self.control[ROWS_HELD] -= fewer
 
     def retire(self, slot: int) -> None:
         """End a committed trajectory."""
@@ -137,7 +137,7 @@ class Extents:
         self._insert(int(self.links[self.retired_ends, OLDER]), slot, OLDER, NEWER)
         self.control[NUM_COMMITTED] -= 1
         self.control[STEPS_COMMITTED] -= self.slots[slot, NUM_STEPS]
-        self._count_held(-1, -int(self.slots[slot, NUM_ROWS]))
+        self.control[ROWS_HELD] -= self.slots[slot, NUM_ROWS]
         self.note(slot)
 
     def free(self, slot: int) -> None:
@@ -146,7 +146,8 @@ class Extents:
         if record[STATE] == RETIRED:
             self._take_out(slot, OLDER, NEWER)
         if record[STATE] == RESERVED:
-            self._count_held(-1, -int(record[NUM_ROWS]))
+            control[ROWS_HELD] -= record[NUM_ROWS]
+            control[[PENDING, STEPS_PENDING]] -= (1, int(record[NUM_STEPS]))
         if control[ROVER] == slot:
             control[ROVER] = links[slot, BEFORE]
         self._take_out(slot, BEFORE, AFTER)
@@ -176,8 +177,9 @@ class Extents:
         committed = slots[:, STATE] == COMMITTED
         control[NUM_COMMITTED] = int(committed.sum())
         control[STEPS_COMMITTED] = int(slots[committed, NUM_STEPS].sum())
-        held = committed | (slots[:, STATE] == RESERVED)
-        control[NUM_HELD], control[ROWS_HELD] = int(held.sum()), int(slots[held, NUM_ROWS].sum())
+        reserved = slots[:, STATE] == RESERVED
+        control[[PENDING, STEPS_PENDING]] = int(reserved.sum()), int(slots[reserved, NUM_STEPS].sum())
+        control[ROWS_HELD] = int(slots[committed | reserved, NUM_ROWS].sum())
 
     # ---- reading ---------------------------------------------------------------------------------
 

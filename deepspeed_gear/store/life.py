@@ -6,7 +6,20 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from deepspeed_gear.store.extents import BY_CALLER, KEEP, NEWEST, OLDEST
+import numpy as np
+
+from deepspeed_gear.store.extents import (
+    BY_CALLER,
+    INSERTED,
+    KEEP,
+    NEWEST,
+    NUM_COMMITTED,
+    OLDEST,
+    PENDING,
+    STEPS_COMMITTED,
+    STEPS_INSERTED,
+    STEPS_PENDING,
+)
 
 Removal = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
 REMOVAL_CODES = {"none": KEEP, "fifo": OLDEST, "lifo": NEWEST}
@@ -70,6 +83,33 @@ class Rate:
         if size + count <= self.min_size:
             return True
         return (inserted + count) * self.samples_per_insert - sampled <= self.most
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether who adds may ever have to wait."""
+        return self.most < math.inf
+
+    def room(self, size: int, inserted: int, sampled: int) -> int:
+        """Return how many items may be added, alone or many at once, before another sample is drawn.
+
+        Only where it `holds_back`; arguments as `may_sample`.
+        """
+        ahead = math.floor((self.most + sampled) / self.samples_per_insert) + 1 - inserted
+        while (inserted + ahead) * self.samples_per_insert - sampled > self.most:
+            ahead -= 1
+        return max(ahead, self.min_size - size, 0)
+
+    def counted(self, control: np.ndarray) -> tuple[int, int, int]:
+        """Return the items held, those ever added, and those that are reserved and not committed.
+
+        Args:
+            control: The store's control words. [32], int64.
+        """
+        words = NUM_COMMITTED, INSERTED, PENDING
+        if self.unit == "step":
+            words = STEPS_COMMITTED, STEPS_INSERTED, STEPS_PENDING
+        size, inserted, pending = (int(control[word]) for word in words)
+        return size, inserted, pending
 
 
 @dataclass(frozen=True)

@@ -97,13 +97,9 @@ class Unfinished:
 
     # ---- whoever has died ------------------------------------------------------------------------
 
-    def abandoned(self) -> np.ndarray:
-        """Return the slots that a process had reserved when it died. [n], int64."""
-        return self._of_dead(self._slots[:, STATE] == RESERVED)
-
     def end_abandoned(self) -> None:
-        """Let what dead processes have published stay, as truncated."""
-        for slot in self._of_dead(self._open != 0).tolist():
+        """Free what dead processes had reserved; let what they have published stay, as truncated."""
+        for slot in self._abandoned((self._slots[:, STATE] == RESERVED) | (self._open != 0)).tolist():
             self.end(slot, truncated=True)
 
     def give_up(self, peer: int) -> None:
@@ -117,7 +113,7 @@ class Unfinished:
         for slot in np.nonzero(self._open)[0].tolist():
             self.end(slot, truncated=True)
 
-    def _of_dead(self, which: np.ndarray) -> np.ndarray:
+    def _abandoned(self, which: np.ndarray) -> np.ndarray:
         found = np.nonzero(which)[0]
         owners = self._slots[found, OWNER]
         dead = [owner for owner in np.unique(owners).tolist() if not self._table.memory.is_alive(owner)]
@@ -128,6 +124,6 @@ class Unfinished:
     def recover(self) -> None:
         """Free what the dead had reserved, and the rows behind trajectories that ended while they died."""
         slots = self._slots
-        slots[self.abandoned(), STATE] = FREE
+        slots[self._abandoned(slots[:, STATE] == RESERVED), STATE] = FREE
         ended = (slots[:, STATE] == COMMITTED) & (self._open == 0)
         slots[ended, NUM_ROWS] = slots[ended, NUM_STEPS] + self._table.rows_for(0)

@@ -9,29 +9,29 @@ from contextlib import contextmanager
 import numpy as np
 
 from deepspeed_gear.errors import NotReadyError, StoreError
+from deepspeed_gear.selection.cut import SAMPLES
 from deepspeed_gear.selection.philox import below, philox
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.store.extents import (
     AHEAD,
     CUTTING,
     FREE_ROWS,
-    INSERTED,
     NEXT_ID,
     NO_ROWS,
     NO_SLOT,
     NUM_COMMITTED,
-    NUM_HELD,
     OPEN,
+    PENDING,
     PINNED,
+    REACH,
     ROWS_HELD,
     SCATTERED,
-    STEPS_COMMITTED,
-    STEPS_INSERTED,
+    WANTED,
 )
 from deepspeed_gear.store.table import COMMITTED, ID, NUM_ROWS, STATE, Table
 from deepspeed_gear.writer.moving import Mover
 
-_POLL_S = 200e-6
+_POLL_S, _AGREE_S = 200e-6, 0.25
 FOR_REMOVAL = 7  # purpose of the random words that choose who goes
 
 
@@ -62,6 +62,7 @@ class Room:
         self.mover = Mover(table, readers)
         self.waited_s = 0.0  # of this process
         self._position = table.views.get("stream/train/position")
+        self._is_shared = table.spec.shard is not None and table.spec.shard.count > 1
 
     # ---- rates -----------------------------------------------------------------------------------
 
@@ -70,13 +71,15 @@ class Room:
         rate, control = self.life.rate, self.table.control
         if rate is None:
             return True
-        by_step = rate.unit == "step"
-        size = control[STEPS_COMMITTED if by_step else NUM_COMMITTED]
-        inserted = control[STEPS_INSERTED if by_step else INSERTED]
-        shard = self.table.spec.shard
-        sampled = 0.0 if self._position is None else float(self._position[1])
-        sampled /= 1 if shard is None else shard.count
-        return rate.may_insert(int(size), int(inserted), int(sampled), num_steps if by_step else 1)
+        size, inserted, pending = rate.counted(control)
+        count = num_steps if rate.unit == "step" else 1
+        if self._is_shared and rate.holds_back:
+            if inserted + pending + count <= control[REACH]:
+                return True
+            control[WANTED] = max(int(control[WANTED]), count)
+            return False
+        sampled = 0 if self._position is None else int(self._position[SAMPLES])
+        return rate.may_insert(size + pending, inserted + pending, sampled, count)
 
     # ---- reserving -------------------------------------------------------------------------------
 
@@ -89,13 +92,14 @@ class Room:
         Returns:
             The slot, or a refusal: AHEAD, PINNED, or what keeps it out of a table that lets nobody go.
         """
-        if not self.may_insert(num_steps if inserts is None else inserts):
+        inserted = num_steps if inserts is None else inserts
+        if not self.may_insert(inserted):
             return AHEAD
         extents = self.table.extents
         assert extents is not None
         num_rows, is_clear = self.table.rows_for(num_steps), False
         while True:
-            found = NO_ROWS if self._is_over(num_steps) else extents.reserve(num_rows, num_steps)
+            found = NO_ROWS if self._is_over(num_steps) else extents.reserve(num_rows, inserted)
             if found >= 0:
                 return found
             if not is_clear:
@@ -116,14 +120,13 @@ class Room:
 
     def _is_over(self, num_steps: int) -> bool:
         control, life = self.table.control, self.life
-        held = control[NUM_HELD]
+        held = control[NUM_COMMITTED] + control[PENDING]
         steps = control[ROWS_HELD] - held * self.table.rows_for(0)
         return bool(held + 1 > life.max_trajectories or steps + num_steps > life.max_steps)
 
     def _unless_waiting(self, refusal: int) -> int:
         """Return PINNED where room comes as soon as trajectories are read no more, or are written."""
-        control = self.table.control
-        is_written = self.life.removal != "none" and control[NUM_HELD] > control[NUM_COMMITTED]
+        is_written = self.life.removal != "none" and self.table.control[PENDING] > 0
         is_read = len(self._being_read()) > 0 and not self._samples
         return PINNED if is_written or is_read else refusal
 
@@ -145,7 +148,6 @@ class Room:
 
     def free_retired(self) -> None:
         """Free what nobody reads any more, and what dead processes had reserved. Wants the lock."""
-        self.table.free(self.table.unfinished.abandoned())
         self.table.unfinished.end_abandoned()
         slots = self.table.retired()
         if not len(slots):
@@ -197,8 +199,11 @@ class Room:
         if refusal in (NO_SLOT, NO_ROWS, SCATTERED):
             raise self.table.full(refusal, num_steps)
         self.check()
+        now = time.monotonic()
         waits_for_itself = self._samples and (refusal == AHEAD or self.readers.are_frozen)
-        if waits_for_itself or time.monotonic() > until:
+        if refusal == AHEAD and self._is_shared:  # nodes may just agree on what may be added
+            waits_for_itself &= now > until - self.timeout_s + _AGREE_S
+        if waits_for_itself or now > until:
             raise self.too_late(refusal, 0.0 if waits_for_itself else self.timeout_s)
         time.sleep(_POLL_S)
         self.waited_s += _POLL_S

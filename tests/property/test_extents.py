@@ -27,11 +27,11 @@ from deepspeed_gear.store.extents import (
     NO_ROWS,
     NO_SLOT,
     NUM_COMMITTED,
-    NUM_HELD,
     NUM_ROWS,
     NUM_STEPS,
     OLDER,
     OPEN,
+    PENDING,
     RECOVERIES,
     RESERVED,
     RETIRED,
@@ -40,6 +40,7 @@ from deepspeed_gear.store.extents import (
     STATE,
     STEPS_COMMITTED,
     STEPS_INSERTED,
+    STEPS_PENDING,
     Extents,
     NativeExtents,
 )
@@ -256,9 +257,11 @@ class ExtentsMachine(RuleBasedStateMachine):
         assert control[NUM_COMMITTED] == len(self.old)
         assert control[STEPS_COMMITTED] == sum(self.held[slot][2] for slot in self.old)
         held = [rows for state, rows, _ in self.held.values() if state in (RESERVED, COMMITTED)]
-        assert control[[NUM_HELD, ROWS_HELD]].tolist() == [len(held), sum(held)]
+        assert control[ROWS_HELD] == sum(held)
         assert control[[INSERTED, STEPS_INSERTED]].tolist() == [self.inserted, self.steps_inserted]
         assert control[NEXT_ID] == self.inserted
+        reserved = [self.held[slot][2] for slot in self._of(RESERVED)]
+        assert control[[PENDING, STEPS_PENDING]].tolist() == [len(reserved), sum(reserved)]
         assert control[CHANGED] == len(self.noted)
         seen = max(0, len(self.noted) - len(self.plain.log))
         assert self.plain.changed_since(seen).tolist() == sorted(set(self.noted[seen:]))
@@ -272,7 +275,7 @@ class ExtentsMachine(RuleBasedStateMachine):
             return
         arrays = [getattr(self.plain, name).copy() for name in ("control", "slots", "links", "log", "life")]
         arrays[2][:] = 12345
-        derived = [FREE_ROWS, NUM_COMMITTED, STEPS_COMMITTED, NUM_HELD, ROWS_HELD]
+        derived = [FREE_ROWS, NUM_COMMITTED, STEPS_COMMITTED, ROWS_HELD, PENDING, STEPS_PENDING]
         arrays[0][[FREE_SLOT, *derived]] = 12345
         copy = Extents(*arrays, self.num_rows, IDS, PEER)
         copy.rebuild()

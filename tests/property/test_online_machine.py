@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.store.extents import FREE_ROWS, NUM_COMMITTED, NUM_HELD, ROWS_HELD
+from deepspeed_gear.store.extents import FREE_ROWS, NUM_COMMITTED, PENDING, ROWS_HELD
 from deepspeed_gear.writer import late
 
 SCHEMA = Schema(
@@ -388,7 +388,8 @@ class OnlineMachine(RuleBasedStateMachine):
         with self.table.lock:
             self.writer._inserter.room.free_retired()
         control, closed = self.table.control, [h for h in self.stored.values() if not h.is_open]
-        assert control[NUM_COMMITTED] == control[NUM_HELD] == len(self.stored)
+        assert control[NUM_COMMITTED] == len(self.stored)
+        assert control[PENDING] == 0
         grow = len(self.stored) - len(closed)
         assert control[ROWS_HELD] == sum(h.steps + 1 for h in closed) + grow * (LONGEST + 1)
         retired = self.table.slots[self.table.retired(), 5].sum()

@@ -15,7 +15,7 @@ from gear_support import exit_status, in_child, wait_until
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.errors import DataError, NotReadyError, StoreFullError
-from deepspeed_gear.store.extents import FREE_ROWS, NUM_COMMITTED, NUM_HELD, ROWS_HELD, STEPS_INSERTED
+from deepspeed_gear.store.extents import FREE_ROWS, NUM_COMMITTED, PENDING, ROWS_HELD, STEPS_INSERTED
 
 SCHEMA = Schema(
     [
@@ -117,7 +117,7 @@ def test_a_whole_one_is_as_if_it_had_been_added() -> None:
                     opened.append(**{n: rows[n][t] for n in rows if n != "task"}, publish=t % 2 == 0)
                 opened.append(observation=rows["observation"][steps])
         mine, theirs = found.tables["main"], other.tables["main"]
-        words = [FREE_ROWS, NUM_COMMITTED, NUM_HELD, ROWS_HELD, STEPS_INSERTED]
+        words = [FREE_ROWS, NUM_COMMITTED, PENDING, ROWS_HELD, STEPS_INSERTED]
         assert (mine.control[words] == theirs.control[words]).all()
         assert (mine.slots == theirs.slots).all()
         for column in SCHEMA.names:
@@ -250,18 +250,19 @@ def test_what_follows_a_removed_part_is_another_trajectory(how: str) -> None:
 
 
 def test_a_rate_counts_published_steps() -> None:
-    rate = {"samples_per_insert": 32, "min_size": 2, "error_buffer": 160}
+    rate = {"samples_per_insert": 32, "min_size": 2, "error_buffer": 224}  # up to 9 steps without a sample
     with replay(rate=rate) as found:
         table = found.tables["main"]
+        found.add(whole(1, 2))
         with found.writer().trajectory(task=0) as opened:
             append(opened, range(8))
-            assert table.num_steps == 7
+            assert table.num_steps == 9
             assert found.can_sample()
             with pytest.raises(NotReadyError, match="must be sampled from first"):
                 opened.append(observation=np.full(2, 8, np.float32), publish=True)
-            assert table.num_steps == 7
+            assert table.num_steps == 9
             found.sample()  # the step is appended already: the end publishes it
-        assert table.control[STEPS_INSERTED] == 8
+        assert table.control[STEPS_INSERTED] == 10
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -346,7 +347,7 @@ def test_what_a_dead_writer_has_published_stays(notices: str) -> None:
         assert found.read([0])[0]["which"].tolist() == [0, 1, 2]
         found.clear()
         assert table.control[FREE_ROWS] == table.spec.capacity_rows
-        assert table.control[[NUM_HELD, ROWS_HELD]].tolist() == [0, 0]
+        assert table.control[[PENDING, ROWS_HELD]].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])

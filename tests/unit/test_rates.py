@@ -113,6 +113,25 @@ def test_the_rate_is_kept_on_both_sides() -> None:
         assert found.can_sample()
 
 
+def test_the_longest_gets_through_with_the_least_buffer() -> None:
+    """One item of `min_size` is missing, and who adds has nothing but the longest trajectories."""
+    section: dict[str, Any] = {
+        "tables": {"main": {"capacity_steps": 300, "max_length": 20}},
+        "sampler": {"kind": "uniform", "unit": "step"},
+        "fields": {"which": {}},
+        "batch_size": 2,
+    }
+    rate = {"min_size": 10, "samples_per_insert": 1.0}
+    section["tables"]["main"]["rate"] = {**rate, "error_buffer": 18.9}
+    with pytest.raises(ConfigError, match="must be at least 19"):
+        Replay(section, schemas={"main": SCHEMA})
+    section["tables"]["main"]["rate"] = {**rate, "error_buffer": 19.0}
+    with Replay(section, schemas={"main": SCHEMA}) as found:
+        found.add(trajectory(0, 9))
+        found.add(trajectory(1, 20))
+        assert found.can_sample()
+
+
 def test_fewer_than_the_least_block_again() -> None:
     with replay(rate={"min_size": 3}) as found:
         ids = [found.add(trajectory(number)) for number in range(3)]

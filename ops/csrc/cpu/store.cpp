@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace gear::cpu {
@@ -15,10 +16,10 @@ int64_t& LinkOf(Store& store, int64_t slot, Link word) {
 
 int64_t& OpenOf(const Store& store, int64_t slot) { return store.life[slot * kLifeWords + kOpen]; }
 
-// Counts what a slot holds, or no longer does.
-void CountHeld(Store& store, int64_t trajectories, int64_t rows) {
-  store.control[kNumHeld] += trajectories;
-  store.control[kRowsHeld] += rows;
+// Counts what a slot is reserved for, or no longer is.
+void CountPending(Store& store, const Slot& record, int64_t sign) {
+  store.control[kPending] += sign;
+  store.control[kStepsPending] += sign * record.num_steps;
 }
 
 void InsertBehind(Store& store, int64_t where, int64_t slot, Link back, Link on) {
@@ -107,7 +108,8 @@ void Write(Store& store, int64_t slot, const void* const* sources, int64_t num_s
 }
 
 bool IsOver(const Store& store, int64_t num_steps) {
-  const int64_t held = store.control[kNumHeld], final_rows = RowsOf(store, 0);
+  const int64_t held = store.control[kNumCommitted] + store.control[kPending];
+  const int64_t final_rows = RowsOf(store, 0);
   const int64_t steps = store.control[kRowsHeld] - held * final_rows;
   return held + 1 > store.most_trajectories || steps + num_steps > store.most_steps;
 }
@@ -161,14 +163,16 @@ int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps) {
   store.control[kRover] = slot;
   store.control[kFreeRows] -= num_rows;
   OpenOf(store, slot) = 0;
-  CountHeld(store, 1, num_rows);
+  CountPending(store, record, 1);
+  store.control[kRowsHeld] += num_rows;
   return slot;
 }
 
 int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born) {
   Slot& record = store.slots[slot];
   store.control[kFreeRows] += record.num_rows - num_rows;
-  CountHeld(store, 0, num_rows - record.num_rows);
+  store.control[kRowsHeld] += num_rows - record.num_rows;
+  CountPending(store, record, -1);
   record.num_steps = num_steps;
   record.num_rows = num_rows;
   record.born = born;
@@ -193,14 +197,17 @@ void Retire(Store& store, int64_t slot) {
   InsertBehind(store, LinkOf(store, store.num_slots + 1, kOlder), slot, kOlder, kNewer);
   --store.control[kNumCommitted];
   store.control[kStepsCommitted] -= record.num_steps;
-  CountHeld(store, -1, -record.num_rows);
+  store.control[kRowsHeld] -= record.num_rows;
   Note(store, slot);
 }
 
 void Free(Store& store, int64_t slot) {
   Slot& record = store.slots[slot];
   if (record.state == kRetired) TakeOut(store, slot, kOlder, kNewer);
-  if (record.state == kReserved) CountHeld(store, -1, -record.num_rows);
+  if (record.state == kReserved) {
+    store.control[kRowsHeld] -= record.num_rows;
+    CountPending(store, record, -1);
+  }
   if (store.control[kRover] == slot) store.control[kRover] = LinkOf(store, slot, kBefore);
   TakeOut(store, slot, kBefore, kAfter);
   LinkOf(store, slot, kAfter) = store.control[kFreeSlot];
@@ -224,14 +231,20 @@ bool IsPinned(const Store& store, int64_t slot) {
 bool MayInsert(const Store& store, int64_t num_steps) {
   const Rate& rate = store.rate;
   if (!rate.limited) return true;
-  const int64_t* control = store.control;
+  int64_t* control = store.control;
   const int64_t added = rate.per_step ? num_steps : 1;
+  const int64_t pending = rate.per_step ? control[kStepsPending] : control[kPending];
+  const int64_t inserted = (rate.per_step ? control[kStepsInserted] : control[kInserted]) + pending;
+  if (store.id_count > 1 && std::isfinite(rate.most)) {
+    if (inserted + added <= control[kReach]) return true;
+    control[kWanted] = std::max(control[kWanted], added);
+    return false;
+  }
   const int64_t size = rate.per_step ? control[kStepsCommitted] : control[kNumCommitted];
-  if (size + added <= rate.min_size) return true;
-  const int64_t inserted = rate.per_step ? control[kStepsInserted] : control[kInserted];
+  if (size + pending + added <= rate.min_size) return true;
   const double ahead = static_cast<double>(inserted + added) * rate.samples_per_insert;
   const int64_t sampled = store.position == nullptr ? 0 : store.position[1];
-  return ahead - static_cast<double>(sampled) / static_cast<double>(store.id_count) <= rate.most;
+  return ahead - static_cast<double>(sampled) <= rate.most;
 }
 
 int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps) {
@@ -253,7 +266,7 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps) {
     if (store.control[kCutting] != 0 || (fits && !IsOver(store, num_steps))) return kPinned;
     const int64_t slot = FindVictim(store);
     if (slot == store.num_slots) {
-      const bool comes = waiting > 0 || store.control[kNumHeld] > store.control[kNumCommitted];
+      const bool comes = waiting > 0 || store.control[kPending] > 0;
       return comes ? int64_t{kPinned} : found;
     }
     Retire(store, slot);

@@ -29,9 +29,15 @@ enum Control : int64_t {
   kRecoveries,  // how often derived state was rebuilt behind a death
   kCutting,     // cuts over several nodes are under way: nothing may be retired
   kPolicy,      // newest policy version
-  kNumHeld,     // trajectories, and their rows, that are reserved or committed
-  kRowsHeld,
-  kLoads,  // how often everything was replaced by a checkpoint
+  kRowsHeld,    // rows that are reserved or committed
+  kLoads,       // how often everything was replaced by a checkpoint
+  // Of rates: what is reserved and not committed, trajectories and steps; over several nodes, how
+  // many items this node's writers may ever add, by what all nodes have agreed on last, and the
+  // most that one of them has wanted to add since then, and could not.
+  kPending = 16,
+  kStepsPending,
+  kReach,
+  kWanted,
 };
 
 // Words of a slot's links. Two lists, each with a sentinel: extents by address, and trajectories

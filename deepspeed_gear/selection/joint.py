@@ -1,0 +1,120 @@
+"""The gate of a table that several nodes hold: all open it or none does, by what each one says.
+
+What a node says also moves the reach of its writers, so that they keep the rate together (`store/shares.py`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepspeed_gear.errors import NotReadyError
+from deepspeed_gear.selection.cut import COLLECTS
+from deepspeed_gear.selection.gate import Gate, Waiting
+from deepspeed_gear.store.extents import PENDING, REACH, WANTED
+from deepspeed_gear.store.shares import divide, kept
+from deepspeed_gear.store.table import Table
+
+# Words of what a node says.
+SIZE, INSERTED, ADMITTED, HAS_REACH, WANTS, LEFT, FEWEST, GIVES_UP, TURN, IS_FIXED, SAMPLED = range(11)
+JOINT_WORDS = 11
+LATE, COLLECTING = 1, 2  # why a node gives up: it has waited for long enough, or would wait for itself
+
+
+class JointGate:
+    """What one process of each node says and hears of the gate. Every method wants the table's lock.
+
+    Args:
+        table: This node's part of its table.
+        gate: Of this node's part.
+        position: Of the stream.
+        waiting: How long this process has waited for the gate.
+    """
+
+    def __init__(self, table: Table, gate: Gate, position: np.ndarray, waiting: Waiting) -> None:
+        shard, rate = table.spec.shard, gate.life.rate
+        assert shard is not None
+        self.index = shard.index
+        self._table, self._gate, self._position, self._waiting = table, gate, position, waiting
+        self._rate = rate
+        self._divides = rate is not None and rate.holds_back
+        self._is_open = True  # by what was heard last
+        self._turn, self._admitted = 0, 0
+        self.fewest = 0  # draws after which the first trajectory of any node may be used up
+
+    def say(self, count: int, fixed: bool = False) -> np.ndarray:
+        """Return what the other nodes must know, and keep only a part of what this node's writers have left.
+
+        Args:
+            count: Samples wanted.
+            fixed: Change nothing: another thread of this process may be in a cut. Then nobody may `hear`.
+        Returns:
+            [JOINT_WORDS], int64.
+        """
+        words, control = np.zeros(JOINT_WORDS, np.int64), self._table.control
+        self._turn += 1
+        words[TURN], words[IS_FIXED], words[SAMPLED] = self._turn, fixed, self._gate.sampled
+        words[LEFT] = self._gate.left(count)
+        if self._gate.most:
+            words[FEWEST] = self._gate.fewest()
+        if self._position[COLLECTS]:
+            words[GIVES_UP] = COLLECTING
+        elif self._waiting.waited_s > self._waiting.timeout_s:
+            words[GIVES_UP] = LATE
+        if self._rate is None:
+            return words
+        if control[PENDING] and not self._is_open:  # what the dead have reserved holds nobody back
+            self._table.unfinished.end_abandoned()
+        words[SIZE], words[INSERTED], pending = self._rate.counted(control)
+        admitted = int(words[INSERTED]) + pending
+        words[ADMITTED] = admitted
+        if self._divides:
+            reach = max(admitted, int(control[REACH]))
+            words[HAS_REACH] = reach if fixed else kept(admitted, reach, not self._is_open)
+            words[WANTS] = max(int(control[WANTED]), int(admitted > self._admitted))
+            if not fixed:
+                control[REACH], control[WANTED] = words[HAS_REACH], 0
+                self._admitted = admitted
+        return words
+
+    def is_open(self, said: np.ndarray, count: int) -> bool:
+        """Return whether all nodes together may draw so many samples; the same wherever it is asked.
+
+        Args:
+            said: What each node has said, in the order of shards. [S, JOINT_WORDS], int64.
+            count: Samples wanted.
+        """
+        size, inserted, left = said[:, [SIZE, INSERTED, LEFT]].sum(0).tolist()
+        return self._gate.admits(size, inserted, int(said[0, SAMPLED]), count) and left >= count
+
+    @staticmethod
+    def is_fixed(said: np.ndarray) -> bool:
+        """Return whether a node must not be changed by what was said; argument as `is_open`."""
+        return bool(said[:, IS_FIXED].any())
+
+    def hear(self, said: np.ndarray, count: int) -> bool:
+        """Take this node's share of what may be added; return `is_open`. Arguments as there."""
+        if self._divides:
+            self._table.control[REACH] = said[self.index, HAS_REACH] + self._share(said)
+        self._is_open = self.is_open(said, count)
+        self.fewest = int(said[:, FEWEST].min())
+        return self._is_open
+
+    def _share(self, said: np.ndarray) -> int:
+        assert self._rate is not None
+        size, inserted, admitted, reach = said[:, [SIZE, INSERTED, ADMITTED, HAS_REACH]].sum(0).tolist()
+        room = self._rate.room(size + admitted - inserted, admitted, int(said[0, SAMPLED]))
+        parts = divide(max(0, admitted + room - reach), said[:, WANTS].tolist(), int(said[0, TURN]))
+        return parts[self.index]
+
+    def given_up(self, said: np.ndarray, key: int, count: int) -> NotReadyError | None:
+        """Return the error that all nodes raise if one of them waits no longer for a closed gate."""
+        why = int(said[:, GIVES_UP].max())
+        if not why:
+            return None
+        waited_s = self._waiting.timeout_s if why == LATE else 0.0
+        return self._gate.too_late(key, count, waited_s, self._held(said))
+
+    def _held(self, said: np.ndarray) -> str:
+        size, inserted, left = said[:, [SIZE, INSERTED, LEFT]].sum(0).tolist()
+        unit = "items" if self._rate is None else f"{self._rate.unit}s"
+        return f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"

@@ -1,0 +1,189 @@
+"""Rates, queues and limits of draws hold for all nodes together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_support import Cluster
+from rate_cases import BATCH, fill, rest, section_of, sections
+
+from deepspeed_gear.store.life import Rate
+
+Cases = dict[str, tuple[dict[str, Any], str, dict[str, Any]]]
+
+
+STEPS = {"min_size": 60, "samples_per_insert": 1.0, "error_buffer": 29.0}  # as little as may be
+TRAJECTORIES = {"min_size": 5, "samples_per_insert": 2.0, "error_buffer": 7.0}
+QUEUE = {"queue": 14}
+PHASES: dict[str, dict[str, Any]] = {
+    "both": {"actors": [2, 0, 2, 0], "unit": "step", "rate": STEPS, "batches": 150, "lose": None},
+    "one": {"actors": [0, 0, 1, 1], "unit": "trajectory", "rate": TRAJECTORIES, "batches": 80, "lose": None},
+    "lost": {"actors": [2, 0, 2, 0], "unit": "step", "rate": STEPS, "batches": 100, "lose": 40},
+    "queue": {
+        "actors": [1, 0, 0, 1],
+        "unit": "trajectory",
+        "rate": {"queue": 14},
+        "batches": 80,
+        "lose": None,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    folder = tmp_path_factory.mktemp("rates")
+    return {name: (one, str(folder / name), fill(one, folder / name)) for name, one in sections().items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of two nodes, two each, have seen, and the folder where their actors have written."""
+
+    seen: list[dict[str, Any]]
+    out: Path
+
+
+def run(cluster: Cluster, out: Path, cases: Cases, phases: dict[str, Any], nodes: int, ranks: int) -> Run:
+    (out / "task.json").write_text(json.dumps({"cases": cases, "phases": phases, "out": str(out)}))
+    cluster.run("rates_nodes.py", str(out / "task.json"), nodes=nodes, ranks=ranks)
+    return Run([json.loads((out / f"{rank}.json").read_text()) for rank in range(nodes * ranks)], out)
+
+
+@pytest.fixture(scope="module")
+def found(cluster: Cluster, cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    phases = {}
+    for name, phase in PHASES.items():
+        section = section_of(
+            "fifo" if name == "queue" else "uniform", phase["unit"], remove="fifo", writers=2
+        )
+        section["tables"]["main"]["rate"] = {**phase["rate"], "timeout_s": 30.0}
+        section["shared_memory"] = {"prefix": f"rates{name}"}
+        phases[name] = {**phase, "section": section}
+    return run(cluster, tmp_path_factory.mktemp("two"), cases, phases, 2, 2)
+
+
+# ---- the same batches ----------------------------------------------------------------------------
+
+
+def check_batches(cases: Cases, of_ranks: list[dict[str, Any]]) -> None:
+    """One node has filled a table; others have gone on with it until nothing more may be drawn."""
+    for name, (section, folder, state) in cases.items():
+        together = [
+            {key: digest for part in parts for key, digest in part.items()}
+            for parts in zip(*(seen["cases"][name] for seen in of_ranks), strict=True)
+        ]
+        assert together == rest(section, Path(folder), state), name
+
+
+def test_two_nodes_draw_what_one_draws(cases: Cases, found: Run) -> None:
+    check_batches(cases, found.seen)
+
+
+def test_three_nodes_draw_what_one_draws(cluster: Cluster, cases: Cases, tmp_path: Path) -> None:
+    some = {name: cases[name] for name in ("times", "least_of_table", "queue", "rate")}
+    check_batches(some, run(cluster, tmp_path, some, {}, 3, 1).seen)
+
+
+# ---- writers of all nodes ------------------------------------------------------------------------
+
+
+def rate_of(name: str) -> Rate:
+    options: Any = PHASES[name]["rate"]
+    if name == "queue":
+        return Rate.queue("trajectory", options["queue"])
+    return Rate.ratio(PHASES[name]["unit"], *(options[key] for key in STEPS))
+
+
+def additions(out: Path, name: str) -> np.ndarray:
+    """When each addition began and ended, and its items. [n, 3]."""
+    found = np.concatenate([np.fromfile(path).reshape(-1, 3) for path in sorted(out.glob(f"{name}.actor*"))])
+    if PHASES[name]["unit"] == "trajectory":
+        found[:, 2] = 1
+    return found
+
+
+def times(run: Run, name: str, which: int) -> np.ndarray:
+    """When each batch was first asked for (0) or there (1) on a rank. [batches]."""
+    return np.array([[sample[which] for sample in seen["phases"][name]] for seen in run.seen]).min(0)
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_the_rate_is_never_passed(name: str, found: Run) -> None:
+    """At the end of each addition: what was added by then, and the samples that were asked for by then."""
+    rate = rate_of(name)
+    added = additions(found.out, name)
+    added = added[np.argsort(added[:, 1])]
+    inserted = np.cumsum(added[:, 2])
+    sampled = BATCH * np.searchsorted(times(found, name, 0), added[:, 1])
+    ahead = inserted * rate.samples_per_insert - sampled
+    assert ahead[inserted > rate.min_size].max() <= rate.most
+    assert ahead.max() > rate.most - 30 * rate.samples_per_insert, "or this test says nothing"
+
+
+@pytest.mark.parametrize("name", ["both", "one", "queue"])
+def test_nothing_is_sampled_too_early(name: str, found: Run) -> None:
+    rate = rate_of(name)
+    added = additions(found.out, name)
+    begun = added[np.argsort(added[:, 0])]
+    inserted = np.append(0, np.cumsum(begun[:, 2]))[np.searchsorted(begun[:, 0], times(found, name, 1))]
+    sampled = BATCH * np.arange(1, len(inserted) + 1)
+    assert (inserted * rate.samples_per_insert - sampled).min() >= rate.least
+    assert inserted[0] >= rate.min_size
+
+
+def test_a_queue_gives_each_once(found: Run) -> None:
+    ids = [number for seen in found.seen for _, _, part in seen["phases"]["queue"] for number in part]
+    assert len(ids) == len(set(ids)) == PHASES["queue"]["batches"] * BATCH
+
+
+def test_who_is_left_goes_on(found: Run) -> None:
+    """Behind the death of the actors of one node those of the other bring what all ranks need."""
+    died = found.seen[2]["phases"]["lost"][PHASES["lost"]["lose"]][1]
+    late = [int((np.fromfile(found.out / f"lost.actor{index}")[1::3] > died).sum()) for index in (0, 1)]
+    assert sum(late) > 15
+    assert any(len(np.fromfile(path)) for path in found.out.glob("lost.actor2*")), "or nobody has died"
+
+
+# ---- waiting -------------------------------------------------------------------------------------
+
+
+def test_a_wait_ends_on_all_nodes_at_once(found: Run) -> None:
+    for seen in found.seen:
+        (what, seconds), before, behind, (drawn, _) = seen["late"]
+        assert "NotReadyError" in what
+        assert "must be filled within 0.5 s" in what
+        assert "0 steps held by all nodes" in what
+        assert 0.4 < seconds < 5
+        assert (before, behind, len(drawn)) == (False, True, 3)
+
+
+def test_nobody_waits_for_a_rank_that_writes_itself(found: Run) -> None:
+    for seen in found.seen:
+        (what, seconds), before, behind, (drawn, _), (again, _) = seen["collecting"]
+        assert "NotReadyError" in what
+        assert "ask can_sample() first" in what
+        assert seconds < 5
+        assert (before, behind, len(drawn)) == (False, True, 3)
+        assert "NotReadyError" in again, "each was drawn once"
+    drawn = [number for seen in found.seen for number in seen["collecting"][3][0]]
+    assert len(set(drawn)) == 12
+
+
+def test_ranks_of_all_nodes_act_and_learn(found: Run) -> None:
+    acting = [seen["acting"] for seen in found.seen]
+    assert [seen["batches"] for seen in acting] == [12] * 4
+    assert all(seen["answers"] == acting[0]["answers"] for seen in acting)
+    added = sum(seen["added"] for seen in acting)
+    assert 12 * BATCH - 20 <= added <= 12 * BATCH + 220
+
+
+def test_the_end_of_a_node_ends_the_waits_of_others(found: Run) -> None:
+    assert all(len(what) == 3 for seen in found.seen for what, _ in seen["ended"][:2])
+    for seen in found.seen[:2]:
+        assert "PeerError" in seen["ended"][2][0]
+        assert "ended before global batch 2" in seen["ended"][2][0]
