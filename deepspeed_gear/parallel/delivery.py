@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_MASS, R_SLOT, S_GOAL, SAMPLE_WORDS
+from deepspeed_gear.ops.constants import R_MASS, S_GOAL, SAMPLE_WORDS
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.carrier import WORD_BYTES, Carrier
 from deepspeed_gear.parallel.link import NO_WORDS, Link
@@ -108,7 +108,7 @@ class Delivery:
         if cut.needs_all:
             parts = self._sent(mine, None, *self._everyone, 0)[1]
         parts[self._index] = NO_WORDS
-        heads = np.array([WORD_BYTES * (HEAD_WORDS + part.size) for part in parts])
+        heads = [WORD_BYTES * (HEAD_WORDS + part.size) for part in parts]
         messages = self._carrier.pack(samples, heads)
         self.least_drawn = int(mine.records[:, R_MASS].min()) if len(mine.records) else wire.MOST
         for message, part in zip(messages, parts, strict=True):
@@ -133,17 +133,16 @@ class Delivery:
     def _receive(self, cut: NodeCut, mine: Own, heard: list[np.ndarray]) -> None:
         """Put what the others say into the ring, and their rows where they belong."""
         self.least_drawn = min(self.least_drawn, *(int(words[0]) for words in heard))
-        counts = np.bincount(cut.owner, minlength=self._num_nodes)
+        counts: list[int] = np.bincount(cut.owner, minlength=self._num_nodes).tolist()
         counts[self._index] = 0
-        heads = WORD_BYTES * (HEAD_WORDS - 1 + counts * self._words)
+        heads = [WORD_BYTES * (HEAD_WORDS - 1 + count * self._words) for count in counts]
         words = [torch.from_numpy(said[HEAD_WORDS - 1 :]) for said in heard]
         ring, which, samples = self._taken(cut, mine, words)
-        first_row_and_slot = self._carrier.unpack(cut.entry, samples, heads, heard)
-        ring[which[:, None], (R_FIRST_ROW, R_SLOT)] = first_row_and_slot
+        self._carrier.unpack(cut.entry, ring, which, samples, heads, heard)
 
     def _taken(
         self, cut: NodeCut, mine: Own, words: list[torch.Tensor]
-    ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Fill the ring; return it, and the samples whose rows come: indices in the cut, and as of the op."""
         assert self._stream.origins is not None
         ring, count = self._stream.ring[cut.entry][: cut.count], len(mine.records) + len(cut.asked)
@@ -171,4 +170,4 @@ class Delivery:
         goals = self._goals(self._stream, ring[which]) if self._draws_goals else None
         if goals is not None:
             samples[:, S_GOAL] = goals
-        return ring.numpy(), which.numpy(), samples
+        return ring, which, samples
