@@ -106,12 +106,12 @@ class Planner:
     def steps_of(self, records: torch.Tensor) -> None:
         """No window follows n-step steps."""
 
-    def pack(self, outgoing: torch.Tensor, heads: Sequence[int]) -> list[np.ndarray]:
+    def pack(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
         """Plan and count what would be sent; return messages of heads alone."""
-        given = self._nowhere, outgoing, *self._layout, torch.tensor(heads), self._slots
-        self._pack(torch.empty(0, dtype=torch.uint8), self._sizes, *given)  # no room, so none is copied
+        given = self._nowhere, outgoing, *self._layout, heads, self._slots
+        self._pack(torch.empty(0, dtype=torch.int64), self._sizes, *given)  # no room, so none is copied
         self.sent += self._sizes.numpy()
-        return [np.empty(head // 8, np.int64) for head in heads]
+        return [np.empty(head // 8, np.int64) for head in heads.tolist()]
 
     def unpack(
         self,
@@ -119,12 +119,12 @@ class Planner:
         ring: torch.Tensor,
         which: torch.Tensor,
         incoming: torch.Tensor,
-        heads: Sequence[int],
+        heads: torch.Tensor,
         messages: Sequence[np.ndarray],
     ) -> None:
         """Plan and count what would be received, and say where it would lie."""
-        said = [torch.from_numpy(message).view(torch.uint8) for message in messages]
-        given = said, which, incoming, *self._layout, torch.tensor(heads)
+        said = [torch.from_numpy(message) for message in messages]
+        given = said, which, incoming, *self._layout, heads
         self._unpack(self._nowhere, ring, self._sizes, self._needed, *given, (0, 0, 0, 0, 0, 0))
         self.received += self._sizes.numpy()
 

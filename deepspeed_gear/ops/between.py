@@ -220,8 +220,7 @@ def pack_rows(
         slots: The slot table. [N, 8], int64.
         ops: The backend; None for "auto".
     Returns:
-        The messages, one behind the other, each from a multiple of 8 bytes on ([m], uint8), and the bytes of
-        rows in each ([S], int64).
+        The messages, one behind the other ([words]), and the bytes of rows in each ([S]). All int64.
     Raises:
         ShapeError: Wrong shape or dtype.
     """
@@ -229,8 +228,8 @@ def pack_rows(
     check_tensor("slots", slots, torch.int64, (None, SLOT_WORDS))
     run, sizes = (ops or load_backend()).pack_rows_, torch.zeros_like(heads)
     given = stored, samples, windows, members, columns, heads, slots
-    run(torch.empty(0, dtype=torch.uint8), sizes, *given)  # to learn how much there is
-    message = torch.zeros(int((-(-(heads + sizes) // 8) * 8).sum()), dtype=torch.uint8)
+    run(torch.empty(0, dtype=torch.int64), sizes, *given)  # to learn how much there is
+    message = torch.zeros(int((-(-(heads + sizes) // 8)).sum()), dtype=torch.int64)
     run(message, sizes, *given)
     return message, sizes
 
@@ -254,7 +253,7 @@ def unpack_rows(
     Args:
         arrivals: Get the rows. Bytes of each column. [n] each, uint8.
         ring: Gets where they lie. [r, 8], int64.
-        messages: Of each peer. [n] each, uint8.
+        messages: Of each peer. [words] each, int64.
         which: Places of samples in the ring. [n], int64.
         samples: By sender. [n, 7], int64.
         windows: As of `pack_rows`.
@@ -276,7 +275,7 @@ def unpack_rows(
     if len(messages) != len(heads):
         raise ShapeError("messages", f"must be {len(heads)}", len(messages))
     for message in messages:
-        check_tensor("messages", message, torch.uint8, (None,))
+        check_tensor("messages", message, torch.int64, (None,))
     sizes, needed = torch.zeros_like(heads), torch.zeros(2, dtype=torch.int64)
     given = messages, which, samples, windows, members, columns, heads, room
     (ops or load_backend()).unpack_rows_(arrivals, ring, sizes, needed, *given)

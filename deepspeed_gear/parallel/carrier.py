@@ -85,11 +85,11 @@ class Carrier:
         self._held = [_flat(table.held(name)) for name in layout.names]
         self._arrivals = [_flat(table.arrivals(name)) for name in layout.names]
         self._slot_table = torch.from_numpy(table.slots)
-        self._set_packed(FIRST_WORDS)
-        self._sizes, self._needed = (
-            torch.zeros(num_nodes, dtype=torch.int64),
-            torch.zeros(2, dtype=torch.int64),
-        )
+        # Kept: fresh memory costs a fault a page, and fresh tensors a few us behind a batch.
+        self._packed = np.empty(FIRST_WORDS, np.int64)
+        sizes, needed = np.zeros(num_nodes, np.int64), np.zeros(2, np.int64)
+        self._size_words, self._needed_words = sizes.data, needed.data
+        self._sizes, self._needed = torch.from_numpy(sizes), torch.from_numpy(needed)
         self.takes_own = not table.collects_own_rows
 
     def steps_of(self, records: torch.Tensor) -> torch.Tensor | None:
@@ -105,27 +105,24 @@ class Carrier:
         self._ops.n_step_(returns, discount, steps, reward, terminated, truncated, powers, records, n)
         return steps
 
-    def pack(self, outgoing: torch.Tensor, heads: Sequence[int]) -> list[np.ndarray]:
+    def pack(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
         """Pack rows into messages.
 
         Args:
             outgoing: Samples that others need of this node, by receiver: `constants.S_*`. [n, 7], int64.
-            heads: Bytes in front of the rows, whole words. [S].
+            heads: Bytes in front of the rows, whole words. [S], int64.
         Returns:
             The message for each node, whose head is to be filled; gone with the next call. [words] each.
         """
-        given = self._held, outgoing, *self._layout, torch.tensor(heads), self._slot_table
-        self._ops.pack_rows_(self._packed_bytes, self._sizes, *given)
-        sizes = zip(heads, self._sizes.tolist(), strict=True)
-        ends = [0, *accumulate((head + size + WORD_BYTES - 1) // WORD_BYTES for head, size in sizes)]
+        given = self._held, outgoing, *self._layout, heads, self._slot_table
+        self._ops.pack_rows_(torch.from_numpy(self._packed), self._sizes, *given)
+        sizes = zip(heads.tolist(), self._size_words, strict=True)
+        ends = [0, *accumulate([(head + size + WORD_BYTES - 1) // WORD_BYTES for head, size in sizes])]
         if ends[-1] > len(self._packed):
-            self._set_packed(1 << (ends[-1] - 1).bit_length())
-            self._ops.pack_rows_(self._packed_bytes, self._sizes, *given)
-        return [self._packed[begin:end] for begin, end in pairwise(ends)]
-
-    def _set_packed(self, words: int) -> None:
-        self._packed = np.empty(words, np.int64)  # kept: fresh memory costs a fault a page
-        self._packed_bytes = _bytes_of(self._packed)
+            self._packed = np.empty(1 << (ends[-1] - 1).bit_length(), np.int64)
+            self._ops.pack_rows_(torch.from_numpy(self._packed), self._sizes, *given)
+        packed = self._packed
+        return [packed[begin:end] for begin, end in pairwise(ends)]
 
     def unpack(
         self,
@@ -133,7 +130,7 @@ class Carrier:
         ring: torch.Tensor,
         which: torch.Tensor,
         incoming: torch.Tensor,
-        heads: Sequence[int],
+        heads: torch.Tensor,
         messages: Sequence[np.ndarray],
     ) -> None:
         """Put rows where they belong.
@@ -144,15 +141,15 @@ class Carrier:
                 [count, 8], int64.
             which: The incoming samples' places in it. [n], int64.
             incoming: Samples that this node needs, by sender: `constants.S_*`. [n, 7], int64.
-            heads: Bytes in front of the rows. [S].
+            heads: Bytes in front of the rows. [S], int64.
             messages: Of each node. [words] each, int64.
         """
         first_row, first_slot = self._rows[0] + entry * self._rows[1], self._slots[0] + entry * self._slots[1]
         room = (first_row, self._rows[1], first_slot, self._slots[1], *self._table.first_arrival)
-        said = [_bytes_of(message) for message in messages]
-        samples = said, which, incoming, *self._layout, torch.tensor(heads)
+        said = [torch.from_numpy(message) for message in messages]
+        samples = said, which, incoming, *self._layout, heads
         self._ops.unpack_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, room)
-        num_rows, num_trajectories = self._needed.tolist()
+        num_rows, num_trajectories = self._needed_words
         if num_rows > self._rows[1] or num_trajectories > self._slots[1]:
             raise StoreError(
                 f"table {self._table.spec.name}: arrivals",
@@ -160,10 +157,6 @@ class Carrier:
                 f"{num_rows} and {num_trajectories}",
                 "this is a fault of gear: please report it",
             )
-
-
-def _bytes_of(words: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(words).view(torch.uint8)
 
 
 def _flat(rows: np.ndarray) -> torch.Tensor:

@@ -40,7 +40,7 @@ def arguments(name: str) -> tuple[Any, ...]:
     table[:, 0] = 2
     minima, priorities = torch.zeros(minima_size(NUM_SLOTS), dtype=torch.int64), torch.rand(NUM_SLOTS)
     updates = torch.tensor([[1, 0, 2, 0x3F000000], [1, 0, 2, 0x40000000], [9, 1, 2, 0x3F000000]])
-    rows_bytes, messages = torch.zeros(64).byte(), [torch.arange(n).byte() for n in (13, 16)]
+    rows_bytes, messages = torch.zeros(64).byte(), [torch.arange(n) << 40 | 7 for n in (2, 3)]
     nodes, room = torch.arange(2), [1, 9, 0, 9, 50, 5]
     sampled, words, readers = torch.zeros(2, 7).long(), torch.zeros(2, 4).long(), torch.tensor([[1]])
     rows_wanted = (
@@ -70,7 +70,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         "suffix_sum_": (rows[:, 0] * 0, rows[:, 0].contiguous(), extents),
         "n_step_": (*torch.zeros(2, COUNT), out, rows[:, 0].contiguous(), ends, ends, powers, resolutions, 2),
         "gather_": (windows, [mask], counters, [rows] * 2, two, two, resolutions, out + 1, fields, pads, 1),
-        "pack_rows_": (rows_bytes, nodes + 0, [rows.view(-1).view(torch.uint8)], *rows_wanted, table),
+        "pack_rows_": (out + 0, nodes + 0, [rows.view(-1).view(torch.uint8)], *rows_wanted, table),
         "unpack_rows_": (
             [rows_bytes],
             weighed,

@@ -38,8 +38,8 @@ class Scene(NamedTuple):
         return len(self.given[0])
 
     def pack(self, ops: Ops, room: int, **other: Any) -> tuple[Tensor, Tensor]:
-        """Return messages, in this much room, and the bytes of rows in each."""
-        message, sizes = torch.full((room,), 9, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+        """Return messages, in a room of so many words, and the bytes of rows in each."""
+        message, sizes = torch.full((room,), 9), torch.zeros(2, dtype=torch.int64)
         ops.pack_rows_(message, sizes, other.get("stored", self.stored), *self.given, self.slots)
         return message, sizes
 
@@ -71,7 +71,7 @@ def scene(count: int, length: int) -> Scene:
 
 
 def room_of(sizes: Tensor) -> int:
-    return int((HEAD + -(-sizes // 8) * 8).sum())
+    return int((HEAD // 8 - (-sizes // 8)).sum())
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -82,7 +82,7 @@ def test_what_is_packed_arrives(reference: Ops, cpu: Ops, count: int, length: in
     message, _ = of.pack(reference, room_of(sizes))
     for ops in (cpu, cpu.on_host()):
         assert torch.equal(of.pack(ops, room_of(sizes))[0], message)
-    first = HEAD + -(-int(sizes[0]) // 8) * 8
+    first = HEAD // 8 - (-int(sizes[0]) // 8)
     messages, room = [message[:first], message[first:]], [2, STEPS * TRAJECTORIES * 2, 0, 14, 100, 1000]
     for ops in (reference, cpu, cpu.on_host()):
         arrivals, ring, _ = of.unpack(ops, messages, room)
@@ -103,7 +103,7 @@ def test_too_little_room_takes_nothing(request: pytest.FixtureRequest, name: str
     message, same = of.pack(ops, room_of(sizes) - 1)
     assert torch.equal(same, sizes)
     assert message.eq(9).all()
-    messages = [torch.ones(1 << 20, dtype=torch.uint8)] * 2
+    messages = [torch.ones(1 << 17, dtype=torch.int64)] * 2
     _, _, needed = of.unpack(ops, messages, [0, 1000, 0, 14, 0, 0])
     rows, slots = needed.tolist()
     for room in ([0, rows - 1, 0, slots, 0, 0], [0, rows, 0, slots - 1, 0, 0]):
@@ -120,10 +120,10 @@ def test_rows_outside_are_refused_before_any_is_copied(request: pytest.FixtureRe
     for stored in ([part[: len(part) // 2] for part in of.stored], [*of.stored[:-1], of.stored[-1][:-4096]]):
         of.given[0][0, 2], of.given[0][0, 4] = TRAJECTORIES - 1, STEPS - 1
         with pytest.raises(REFUSED, match="rows of samples must lie in the columns"):
-            of.pack(ops, room_of(sizes) + 4096, stored=stored)
+            of.pack(ops, room_of(sizes) + 512, stored=stored)
     of.slots[:, SLOT_FIRST_ROW] = -STEPS
     with pytest.raises(REFUSED, match="rows of samples must lie in the columns"):
-        of.pack(ops, room_of(sizes) + 4096)
+        of.pack(ops, room_of(sizes) + 512)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
@@ -132,7 +132,7 @@ def test_short_messages_are_refused(request: pytest.FixtureRequest, name: str) -
     of = scene(33, 1)
     _, sizes = of.pack(ops, 0)
     for less in (1, 10_000):
-        said = [torch.zeros(HEAD + max(0, int(size) - less), dtype=torch.uint8) for size in sizes]
+        said = [torch.zeros(max(0, HEAD // 8 - (-int(size) // 8) - less)).long() for size in sizes]
         with pytest.raises(REFUSED, match="messages must hold the rows of samples"):
             of.unpack(ops, said, [0, 1000, 0, 14, 0, 0])
 
@@ -140,9 +140,9 @@ def test_short_messages_are_refused(request: pytest.FixtureRequest, name: str) -
 def test_wrong_arguments_are_refused(cpu: Ops) -> None:
     of = scene(7, 1)
     samples, windows, members, columns, heads = of.given
-    two, message = torch.zeros(2, dtype=torch.int64), torch.zeros(9, dtype=torch.uint8)
+    two, message = torch.zeros(2, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
     for arguments, match in (
-        ((message.char(), two, of.stored, *of.given, of.slots), "message must be Byte"),
+        ((message.char(), two, of.stored, *of.given, of.slots), "message must be Long"),
         ((message, two[:1], of.stored, *of.given, of.slots), "sizes must have 2 values, got 1"),
         ((message, two, of.stored[1:], *of.given, of.slots), "there must be 9 columns, got 8"),
         (
@@ -174,6 +174,6 @@ def test_wrong_arguments_are_refused(cpu: Ops) -> None:
     ):
         with pytest.raises(RuntimeError, match=match):
             cpu.unpack_rows_(*arguments)
-    said = [torch.zeros(1 << 20, dtype=torch.uint8)] * 2
+    said = [torch.zeros(1 << 17, dtype=torch.int64)] * 2
     with pytest.raises(RuntimeError, match="the room must lie in the arrivals"):
         cpu.unpack_rows_(arrivals, ring, two, two + 0, said, which, *of.given, [5, 9, 0, 9, 0, 0])

@@ -144,7 +144,7 @@ def taken(layout: RowLayout, samples: list[Sample], peer: str, heard: list[torch
 
 
 def empty_messages(num_nodes: int) -> list[torch.Tensor]:
-    return [torch.zeros(4096, dtype=torch.uint8)] * num_nodes
+    return [torch.zeros(512, dtype=torch.int64)] * num_nodes
 
 
 def stores_of(scene: Scene, layout: RowLayout) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
@@ -170,7 +170,7 @@ def packed(scene: Scene, layout: RowLayout) -> list[list[torch.Tensor]]:
         (expected, sizes), (message, same) = (functional.pack_rows(*given, ops=ops) for ops in BACKENDS)
         assert torch.equal(message, expected)
         assert torch.equal(same, sizes)
-        words = [HEAD + -(-size // 8) * 8 for size in sizes.tolist()]
+        words = [HEAD // 8 - (-size // 8) for size in sizes.tolist()]
         found.append([message[begin:end] for begin, end in pairwise([0, *np.cumsum(words).tolist()])])
         for reader, size in enumerate(sizes.tolist()):
             theirs = [s for s in mine if s.reader == reader]
@@ -192,7 +192,7 @@ def test_each_row_travels_once_to_where_windows_look_for_it(scene: Scene, random
         random.shuffle(mine)
         heard = [messages[holder][node] for holder in range(scene.num_nodes)]
         plan = taken(layout, mine, "holder", heard)
-        assert [HEAD + -(-size // 8) * 8 for size in plan.sizes] == [len(part) for part in heard]
+        assert [HEAD // 8 - (-size // 8) for size in plan.sizes] == [len(part) for part in heard]
         assert plan.num_rows <= len(mine) * limit_of(scene)
         assert plan.num_trajectories == len({(s.holder, s.slot) for s in mine})
         for sample, (shift, which) in zip(mine, plan.lies, strict=True):
@@ -217,7 +217,7 @@ def limit_of(scene: Scene) -> int:
 @pytest.mark.parametrize("needs", [[], [RowNeeds(())], [RowNeeds((Read("a", 0, 1),), ("t",), (("b", 1),))]])
 def test_nothing_needs_nothing(needs: list[RowNeeds]) -> None:
     layout = layout_of(needs, ROW_BYTES)
-    assert packed(Scene(3, needs, []), layout)[0][0].tolist() == [0] * HEAD
+    assert packed(Scene(3, needs, []), layout)[0][0].tolist() == [0] * (HEAD // 8)
     plan = taken(layout, [], "holder", empty_messages(3))
     assert (plan.num_rows, plan.num_trajectories, plan.sizes) == (0, 0, [0, 0, 0])
 
@@ -251,7 +251,7 @@ def test_samples_outside_are_refused(word: int, value: int) -> None:
 def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
     needs = [RowNeeds((Read("a", 0, 3),))]
     drawn = [Sample(1, 1, 0, 7, 50, anchor, 0, -1) for anchor in (10, 12, 15, 10, 19, 49)]
-    heard = [torch.zeros(0, dtype=torch.uint8), torch.arange(100).byte()]
+    heard = [torch.zeros(0, dtype=torch.int64), torch.arange(104).byte().view(torch.int64)]
     plan = taken(layout_of(needs, ROW_BYTES), drawn, "holder", heard)
     first, end = 4 * FIRST[0], 4 * (FIRST[0] + 12)
     assert plan.arrivals[0][first:end].tolist() == list(range(HEAD, HEAD + 48))

@@ -299,7 +299,7 @@ def test_results() -> None:
     functional.report(log, found, torch.tensor([2.0, 0.5]), 5, 9)
     assert log.tolist() == [[0, 1, 2, 0x3F000000, 9, 7], [0, 1, 0, 0x40000000, 9, 6]]
     packed, sizes = functional.pack_rows([STORED], *ROWS)
-    assert packed.tolist() == [0] * 8 + [6, 7, 8, 9, 10, 11, 0, 0]
+    assert packed.view(torch.uint8).tolist() == [0] * 8 + [6, 7, 8, 9, 10, 11, 0, 0]
     arrivals, ring = torch.zeros(9).byte(), RESOLUTIONS + 0
     taken = functional.unpack_rows([arrivals], ring, [packed], WHICH, *ROWS[:-1], ROOM)
     assert [part.tolist() for part in (sizes, *taken)] == [[6], [6], [2, 1]]

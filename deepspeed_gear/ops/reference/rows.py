@@ -75,8 +75,8 @@ def pack_rows_(
     trajectories by slot, in their order.
 
     Args:
-        message: Gets the rows of all messages, which lie one behind the other, each from a multiple of 8
-            bytes on; nothing where it is too short. Heads stay as they are. [m], uint8.
+        message: Gets the rows of all messages, which lie one behind the other, each from a word on; nothing
+            where it is too short. Heads stay as they are. [words], int64.
         sizes: Gets the bytes of rows in each peer's message. [S], int64.
         stored: The bytes of each column. [n] each, uint8.
         samples: `constants.S_*`. [n, 7], int64.
@@ -93,8 +93,8 @@ def pack_rows_(
     plan = _plan(samples, windows, members, columns, len(heads))
     sizes.copy_(torch.tensor(plan.sizes, dtype=torch.int64))
     spans = [-(-size // WORD_BYTES) * WORD_BYTES for size in (heads + sizes).tolist()]
-    begins = [0, *accumulate(spans)]
-    if begins[-1] > len(message):
+    begins, data = [0, *accumulate(spans)], message.view(torch.uint8)
+    if begins[-1] > len(data):
         return
 
     def row_of(which: int, row: int, single: bool) -> int:
@@ -103,7 +103,7 @@ def pack_rows_(
 
     for column, at, peer, begin, size in list(_places(plan, columns, heads, stored, row_of)):
         begin += begins[peer]
-        message[begin : begin + size] = stored[column][at : at + size]
+        data[begin : begin + size] = stored[column][at : at + size]
 
 
 def unpack_rows_(
@@ -131,7 +131,7 @@ def unpack_rows_(
             its row. [r, 8], int64.
         sizes: Gets the bytes of rows in each peer's message. [S], int64.
         needed: Gets the rows and slots that arrive. [2], int64.
-        messages: Of each peer; of any length where it sends no rows. [n] each, uint8.
+        messages: Of each peer; of any length where it sends no rows. [words] each, int64.
         which: Places of samples in the ring. [n], int64.
         samples: As of `pack_rows_`.
         windows: Likewise.
@@ -154,7 +154,8 @@ def unpack_rows_(
         ring[at, R_SLOT] = base_slot + first_slot + number
     if len(place) > num_rows or len(plan.known) > num_slots:
         return
-    for message, head, size in zip(messages, heads.tolist(), plan.sizes, strict=True):
+    said = [message.view(torch.uint8) for message in messages]
+    for message, head, size in zip(said, heads.tolist(), plan.sizes, strict=True):
         if size and len(message) < head + size:
             raise ShapeError("messages", "must hold the rows of samples", len(message))
 
@@ -162,7 +163,7 @@ def unpack_rows_(
         return first_slot + number if single else first_row + place[number, row]
 
     for column, at, peer, begin, size in list(_places(plan, columns, heads, arrivals, row_of)):
-        arrivals[column][at : at + size] = messages[peer][begin : begin + size]
+        arrivals[column][at : at + size] = said[peer][begin : begin + size]
 
 
 def _plan(samples: Tensor, windows: Tensor, members: Tensor, columns: Tensor, num_peers: int) -> _Plan:

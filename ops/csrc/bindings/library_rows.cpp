@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kSampleWords = sizeof(cpu::RowSample) / sizeof(int64_t);
 constexpr int64_t kWindowWords = sizeof(cpu::RowWindow) / sizeof(int64_t);
+constexpr int64_t kWordBytes = sizeof(int64_t);
 constexpr int64_t kColumnWords = sizeof(cpu::RowColumn) / sizeof(int64_t);
 
 // Bytes of a tensor that is nothing but bytes.
@@ -115,11 +116,12 @@ void PackRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
   const int64_t count = samples.size(0), num_peers = heads.numel();
   const auto* records = Records<cpu::RowSample>(samples);
   CheckSamples(records, count, num_peers, layout.num_needs, slots.size(0));
-  const int64_t bytes = BytesOf(message, "message");
-  TORCH_CHECK(cpu::PackRows(records, count, layout, Records<Slot>(slots), data.View(),
-                            HeadsOf(heads), num_peers, LongsOf(sizes, "sizes", num_peers),
-                            static_cast<char*>(message.mutable_data_ptr()), bytes),
-              "gear: rows of samples must lie in the columns");
+  CheckTensor(message, "message", at::kLong);
+  TORCH_CHECK(
+      cpu::PackRows(records, count, layout, Records<Slot>(slots), data.View(), HeadsOf(heads),
+                    num_peers, LongsOf(sizes, "sizes", num_peers),
+                    static_cast<char*>(message.mutable_data_ptr()), kWordBytes * message.numel()),
+      "gear: rows of samples must lie in the columns");
 }
 
 void UnpackRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at::Tensor& needed,
@@ -148,7 +150,8 @@ void UnpackRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at
   c10::SmallVector<char*, 16> said;
   c10::SmallVector<int64_t, 16> bytes;
   for (const at::Tensor& message : messages) {
-    bytes.push_back(BytesOf(message, "messages"));
+    CheckTensor(message, "messages", at::kLong);
+    bytes.push_back(kWordBytes * message.numel());
     said.push_back(static_cast<char*>(const_cast<void*>(message.const_data_ptr())));
   }
   const cpu::RowsTaken taken = cpu::UnpackRows(
