@@ -18,7 +18,7 @@ void Copy(char* column, char* together, int64_t bytes) {
 template <bool kToColumn, int64_t kRowBytes>
 void CopyRows(const Placed* placed, int64_t count, int64_t row_bytes, char* column,
               char* together) {
-  constexpr int64_t kLookAhead = 16;  // places that are requested before their turn
+  constexpr int64_t kLookAhead = 48;  // places that are requested before their turn
   for (int64_t i = 0; i < count; ++i) {
     if (i + kLookAhead < count) {
       const Placed& next = placed[i + kLookAhead];
