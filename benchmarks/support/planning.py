@@ -23,7 +23,7 @@ from deepspeed_gear.parallel.meeting import HELLO_WORDS, TOTAL
 from deepspeed_gear.parallel.nodes import NodeSelector
 from deepspeed_gear.parallel.plan import grid
 from deepspeed_gear.parallel.routes import Routes, routes_of
-from deepspeed_gear.parallel.rows import RowPlanner, layout_of
+from deepspeed_gear.parallel.rows import layout_of
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.selection.anchors import AnchorRule
@@ -93,27 +93,40 @@ class Planner:
     takes_own = has_steps = False
 
     def __init__(self, routes: Routes, timers: Timers) -> None:
-        self._count = routes.num_nodes
-        planner = RowPlanner(load_backend(), layout_of(routes.needs, ROW_BYTES), routes.num_nodes)
-        self._plan = timers.wrap("plan_rows, twice", planner.plan)
+        layout, ops = layout_of(routes.needs, ROW_BYTES), load_backend()
+        self._layout = layout.windows, layout.members, layout.columns
+        self._pack, self._unpack = (
+            timers.wrap("plan_rows, twice", op) for op in (ops.pack_rows_, ops.unpack_rows_)
+        )
         self._slots = torch.zeros(TRAJECTORIES, SLOT_WORDS, dtype=torch.int64)
-        self.sent, self.received = np.zeros((2, self._count), np.int64)
+        self._nowhere = [torch.empty(0, dtype=torch.uint8)] * len(layout.names)
+        self._sizes, self._needed = torch.zeros(routes.num_nodes, dtype=torch.int64), torch.zeros(2).long()
+        self.sent, self.received = np.zeros((2, routes.num_nodes), np.int64)
 
     def steps_of(self, records: torch.Tensor) -> None:
         """No window follows n-step steps."""
 
-    def pack(self, outgoing: np.ndarray, heads: np.ndarray) -> list[np.ndarray]:
+    def pack(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
         """Plan and count what would be sent; return messages of heads alone."""
-        self.sent += self._plan(outgoing, heads, self._slots).sizes
+        given = self._nowhere, outgoing, *self._layout, heads, self._slots
+        self._pack(torch.empty(0, dtype=torch.int64), self._sizes, *given)  # no room, so none is copied
+        self.sent += self._sizes.numpy()
         return [np.empty(head // 8, np.int64) for head in heads.tolist()]
 
     def unpack(
-        self, entry: int, incoming: np.ndarray, heads: np.ndarray, messages: Sequence[np.ndarray]
-    ) -> np.ndarray:
-        """Plan and count what would be received; return where it would lie."""
-        plan = self._plan(incoming, heads, None)
-        self.received += plan.sizes
-        return plan.lies
+        self,
+        entry: int,
+        ring: torch.Tensor,
+        which: torch.Tensor,
+        incoming: torch.Tensor,
+        heads: torch.Tensor,
+        messages: Sequence[np.ndarray],
+    ) -> None:
+        """Plan and count what would be received, and say where it would lie."""
+        said = [torch.from_numpy(message) for message in messages]
+        given = said, which, incoming, *self._layout, heads
+        self._unpack(self._nowhere, ring, self._sizes, self._needed, *given, (0, 0, 0, 0, 0, 0))
+        self.received += self._sizes.numpy()
 
 
 class Batch(NamedTuple):

@@ -161,21 +161,31 @@ def rows_put(targets: Any, columns: Sequence[Any], rows: Any, /) -> int:
         -1, or the index of the first buffer that is not of the target's form; then nothing has happened.
     """
 
-def copy_rows_(to: Sequence[Tensor], sources: Sequence[Tensor], pieces: Tensor, ends: Tensor, /) -> None: ...
-def plan_rows_(
-    pieces: Tensor,
-    ends: Tensor,
+def pack_rows_(
+    message: Tensor,
     sizes: Tensor,
-    lies: Tensor,
-    room: Tensor,
+    stored: Sequence[Tensor],
     samples: Tensor,
     windows: Tensor,
     members: Tensor,
     columns: Tensor,
     heads: Tensor,
-    slots: Tensor | None,
-    first_row: int,
-    first_slot: int,
+    slots: Tensor,
+    /,
+) -> None: ...
+def unpack_rows_(
+    arrivals: Sequence[Tensor],
+    ring: Tensor,
+    sizes: Tensor,
+    needed: Tensor,
+    messages: Sequence[Tensor],
+    which: Tensor,
+    samples: Tensor,
+    windows: Tensor,
+    members: Tensor,
+    columns: Tensor,
+    heads: Tensor,
+    room: Sequence[int],
     /,
 ) -> None: ...
 def assign_draws_(

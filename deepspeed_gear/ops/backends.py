@@ -41,8 +41,8 @@ class Ops:
     suffix_sum_: Op
     n_step_: Op
     gather_: Op
-    copy_rows_: Op
-    plan_rows_: Op
+    pack_rows_: Op
+    unpack_rows_: Op
     assign_draws_: Op
     send_draws_: Op
     take_draws_: Op

@@ -11,13 +11,11 @@ from ..errors import ShapeError
 from .backends import Ops, load_backend
 from .checks import check_range, check_tensor
 from .constants import (
-    C_GROUP,
     COLUMN_WORDS,
     REPORT_WORDS,
     RESOLUTION_WORDS,
     SAMPLE_WORDS,
     SLOT_WORDS,
-    W_GROUP,
     WINDOW_WORDS,
 )
 
@@ -134,7 +132,7 @@ def take_draws(
         ops: The backend; None for "auto".
     Returns:
         Resolutions ([count, 8], int64), shard << 32 | slot of each that is known ([count], int64), and of the
-        samples whose rows are wanted what `plan_rows` takes ([k, 7], int64) and indices ([k], int64).
+        samples whose rows are wanted what `unpack_rows` takes ([k, 7], int64) and indices ([k], int64).
     Raises:
         ShapeError: Wrong shape, dtype or range.
     """
@@ -199,47 +197,103 @@ def unpack_reports(packed: Tensor, latest: int, *, ops: Ops | None = None) -> Te
     return reports
 
 
-def plan_rows(
+def pack_rows(
+    stored: Sequence[Tensor],
     samples: Tensor,
     windows: Tensor,
     members: Tensor,
     columns: Tensor,
     heads: Tensor,
+    slots: Tensor,
     *,
-    slots: Tensor | None = None,
-    first: tuple[int, int] = (0, 0),
     ops: Ops | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Plan the rows of samples, each row once; `reference/rows.py` says more.
+) -> tuple[Tensor, Tensor]:
+    """Pack the rows of samples into messages, each row once; `reference/rows.py` says more.
 
     Args:
-        samples: By sender or receiver. [n, 7], int64.
+        stored: The bytes of each column. [n] each, uint8.
+        samples: By receiver. [n, 7], int64.
         windows: By group. [W, 7], int64.
         members: Which needs have each. [W or more, needs], bool.
         columns: [C, 3], int64.
-        heads: Bytes in front of the rows of each message. [S], int64.
-        slots: The slot table of the sender; None for the receiver. [N, 8], int64.
-        first: Row and slot of the first arrival.
+        heads: Bytes in front of the rows of each message, which stay zero. [S], int64.
+        slots: The slot table. [N, 8], int64.
         ops: The backend; None for "auto".
     Returns:
-        Pieces ([k, 3]) and their ends ([C, S]) as of `copy_rows_`, bytes of rows in each message ([S]),
-        places of samples ([n, 2]) and room of the receiver ([2]). All int64.
+        The messages, one behind the other ([words]), and the bytes of rows in each ([S]). All int64.
     Raises:
         ShapeError: Wrong shape or dtype.
     """
+    _check_rows(stored, samples, windows, members, columns, heads)
+    check_tensor("slots", slots, torch.int64, (None, SLOT_WORDS))
+    run, sizes = (ops or load_backend()).pack_rows_, torch.zeros_like(heads)
+    given = stored, samples, windows, members, columns, heads, slots
+    run(torch.empty(0, dtype=torch.int64), sizes, *given)  # to learn how much there is
+    message = torch.zeros(int((-(-(heads + sizes) // 8)).sum()), dtype=torch.int64)
+    run(message, sizes, *given)
+    return message, sizes
+
+
+def unpack_rows(
+    arrivals: Sequence[Tensor],
+    ring: Tensor,
+    messages: Sequence[Tensor],
+    which: Tensor,
+    samples: Tensor,
+    windows: Tensor,
+    members: Tensor,
+    columns: Tensor,
+    heads: Tensor,
+    room: Sequence[int],
+    *,
+    ops: Ops | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Copy rows out of messages to where batches are collected from; `reference/rows.py` says more.
+
+    Args:
+        arrivals: Get the rows. Bytes of each column. [n] each, uint8.
+        ring: Gets where they lie. [r, 8], int64.
+        messages: Of each peer. [words] each, int64.
+        which: Places of samples in the ring. [n], int64.
+        samples: By sender. [n, 7], int64.
+        windows: As of `pack_rows`.
+        members: Likewise.
+        columns: Likewise.
+        heads: Likewise.
+        room: First row of the arrivals and how many there are, slots likewise; row and slot that the first of
+            all arrivals has for the ring.
+        ops: The backend; None for "auto".
+    Returns:
+        Bytes of rows in each message ([S]), and the rows and slots that arrive ([2]); nothing is copied where
+        there is no room for them. All int64.
+    Raises:
+        ShapeError: Wrong shape or dtype.
+    """
+    _check_rows(arrivals, samples, windows, members, columns, heads)
+    check_tensor("ring", ring, torch.int64, (None, RESOLUTION_WORDS))
+    check_tensor("which", which, torch.int64, (len(samples),))
+    if len(messages) != len(heads):
+        raise ShapeError("messages", f"must be {len(heads)}", len(messages))
+    for message in messages:
+        check_tensor("messages", message, torch.int64, (None,))
+    sizes, needed = torch.zeros_like(heads), torch.zeros(2, dtype=torch.int64)
+    given = messages, which, samples, windows, members, columns, heads, room
+    (ops or load_backend()).unpack_rows_(arrivals, ring, sizes, needed, *given)
+    return sizes, needed
+
+
+def _check_rows(
+    data: Sequence[Tensor],
+    samples: Tensor,
+    windows: Tensor,
+    members: Tensor,
+    columns: Tensor,
+    heads: Tensor,
+) -> None:
+    for column in data:
+        check_tensor("columns", column, torch.uint8, (None,))
     check_tensor("samples", samples, torch.int64, (None, SAMPLE_WORDS))
     check_tensor("windows", windows, torch.int64, (None, WINDOW_WORDS))
-    check_tensor("columns", columns, torch.int64, (None, COLUMN_WORDS))
+    check_tensor("columns", columns, torch.int64, (len(data), COLUMN_WORDS))
     check_tensor("members", members, torch.bool, (None, None))
     check_tensor("heads", heads, torch.int64, (None,))
-    if slots is not None:
-        check_tensor("slots", slots, torch.int64, (None, SLOT_WORDS))
-    groups, of_columns = windows[:, W_GROUP], columns[:, C_GROUP]
-    most = int((of_columns[:, None] == groups[None]).sum() + (of_columns < 0).sum())
-    pieces = torch.empty(len(samples) * most, 3, dtype=torch.int64)
-    ends, sizes = torch.empty(len(columns), len(heads), dtype=torch.int64), torch.empty_like(heads)
-    lies, room = torch.zeros(len(samples), 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    given = samples, windows, members, columns, heads, slots, *first
-    (ops or load_backend()).plan_rows_(pieces, ends, sizes, lies, room, *given)
-    last = int(ends[-1, -1]) if ends.numel() else 0
-    return pieces[:last], ends, sizes, lies, room

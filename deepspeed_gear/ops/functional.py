@@ -15,7 +15,15 @@ from torch import Tensor
 from ..errors import ShapeError
 from . import reference
 from .backends import Ops, load_backend
-from .between import assign_draws, pack_reports, plan_rows, send_draws, take_draws, unpack_reports
+from .between import (
+    assign_draws,
+    pack_reports,
+    pack_rows,
+    send_draws,
+    take_draws,
+    unpack_reports,
+    unpack_rows,
+)
 from .checks import check_key, check_range, check_tensor
 from .constants import (
     ALIGN_IN_PLACE,
@@ -49,7 +57,6 @@ from .priorities import (
 __all__ = [
     "Ops",
     "assign_draws",
-    "copy_rows",
     "draw",
     "gather",
     "importance",
@@ -61,8 +68,8 @@ __all__ = [
     "minima_update",
     "n_step",
     "pack_reports",
+    "pack_rows",
     "permute",
-    "plan_rows",
     "powers_of",
     "prioritize",
     "q62",
@@ -79,6 +86,7 @@ __all__ = [
     "tree_size",
     "tree_total",
     "unpack_reports",
+    "unpack_rows",
 ]
 
 _SCALING_ELEMENTS = 128
@@ -333,31 +341,6 @@ def gather(
     run = (ops or load_backend()).gather_
     run([out], [mask], counters, [column], [none], [none], resolutions, None, spec, [value], 1)
     return (out[:, 0], mask[:, 0]) if length is None else (out, mask)
-
-
-def copy_rows(source: Tensor, first: Tensor, sizes: Tensor, *, ops: Ops | None = None) -> Tensor:
-    """Pack pieces of bytes one behind the other, as rows of a store into a message.
-
-    Args:
-        source: [m], uint8.
-        first: Where each piece begins, in bytes. [n], int64.
-        sizes: Of each piece, in bytes. [n], int64.
-        ops: The backend, not "cuda"; None for "auto".
-    Returns:
-        [sum of sizes], uint8.
-    Raises:
-        ShapeError: Wrong shape or dtype, or a piece lies outside the source.
-    """
-    check_tensor("source", source, torch.uint8, (None,))
-    check_tensor("first", first, torch.int64, (None,))
-    check_tensor("sizes", sizes, torch.int64, (len(first),))
-    ends = sizes.cumsum(dim=0)
-    pieces = torch.stack((ends - sizes, first, sizes), dim=1)
-    num_bytes = int(ends[-1]) if len(ends) else 0
-    reference.check_pieces(pieces, num_bytes, len(source))
-    packed = torch.empty(num_bytes, dtype=torch.uint8)
-    (ops or load_backend()).copy_rows_([packed], [source], pieces, torch.tensor([len(pieces)]))
-    return packed
 
 
 def scaling(shift: Tensor, gain: Tensor, source: torch.dtype, target: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
 from deepspeed_gear.config import NStepConfig
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.parallel.rows import RowNeeds, RowPlanner, layout_of
+from deepspeed_gear.parallel.rows import RowNeeds, layout_of
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.columns import as_tensor
 from deepspeed_gear.store.spec import RETURN_TO_GO
 from deepspeed_gear.store.table import Table
 
 WORD_BYTES = 8
+FIRST_WORDS = 1024  # of messages, before any has been packed
 
 
 def most_rows(needs: Sequence[RowNeeds], longest: int, n: int) -> int:
@@ -79,11 +81,15 @@ class Carrier:
         names.update(goal for need in needs for goal, _ in need.goals)
         row_bytes = {name: table.held(name)[:1].nbytes or _row_bytes(table, name) for name in names}
         layout = layout_of(needs, row_bytes)
-        self._planner = RowPlanner(table.ops, layout, num_nodes)
+        self._layout = layout.windows, layout.members, layout.columns
         self._held = [_flat(table.held(name)) for name in layout.names]
         self._arrivals = [_flat(table.arrivals(name)) for name in layout.names]
         self._slot_table = torch.from_numpy(table.slots)
-        self._packed = np.empty(0, np.int64)  # kept: fresh memory costs a fault a page
+        # Kept: fresh memory costs a fault a page, and fresh tensors a few us behind a batch.
+        self._packed = np.empty(FIRST_WORDS, np.int64)
+        sizes, needed = np.zeros(num_nodes, np.int64), np.zeros(2, np.int64)
+        self._size_words, self._needed_words = sizes.data, needed.data
+        self._sizes, self._needed = torch.from_numpy(sizes), torch.from_numpy(needed)
         self.takes_own = not table.collects_own_rows
 
     def steps_of(self, records: torch.Tensor) -> torch.Tensor | None:
@@ -99,8 +105,8 @@ class Carrier:
         self._ops.n_step_(returns, discount, steps, reward, terminated, truncated, powers, records, n)
         return steps
 
-    def pack(self, outgoing: torch.Tensor, heads: np.ndarray) -> list[np.ndarray]:
-        """Plan rows, and pack them into messages.
+    def pack(self, outgoing: torch.Tensor, heads: torch.Tensor) -> list[np.ndarray]:
+        """Pack rows into messages.
 
         Args:
             outgoing: Samples that others need of this node, by receiver: `constants.S_*`. [n, 7], int64.
@@ -108,46 +114,49 @@ class Carrier:
         Returns:
             The message for each node, whose head is to be filled; gone with the next call. [words] each.
         """
-        plan = self._planner.plan(outgoing, heads, self._slot_table)
-        words = (heads + plan.sizes + WORD_BYTES - 1) // WORD_BYTES
-        ends = np.cumsum(words)
-        size = int(ends[-1])
-        if size > len(self._packed):
-            self._packed = np.empty(1 << (size - 1).bit_length(), np.int64)
-        messages = self._packed[:size]
-        self._ops.copy_rows_([_bytes_of(messages)], self._held, plan.pieces, plan.ends[:, -1:].contiguous())
-        return [messages[end - count : end] for end, count in zip(ends.tolist(), words.tolist(), strict=True)]
+        given = self._held, outgoing, *self._layout, heads, self._slot_table
+        self._ops.pack_rows_(torch.from_numpy(self._packed), self._sizes, *given)
+        sizes = zip(heads.tolist(), self._size_words, strict=True)
+        ends = [0, *accumulate([(head + size + WORD_BYTES - 1) // WORD_BYTES for head, size in sizes])]
+        if ends[-1] > len(self._packed):
+            self._packed = np.empty(1 << (ends[-1] - 1).bit_length(), np.int64)
+            self._ops.pack_rows_(torch.from_numpy(self._packed), self._sizes, *given)
+        packed = self._packed
+        return [packed[begin:end] for begin, end in pairwise(ends)]
 
     def unpack(
-        self, entry: int, incoming: torch.Tensor, heads: np.ndarray, messages: Sequence[np.ndarray]
-    ) -> np.ndarray:
+        self,
+        entry: int,
+        ring: torch.Tensor,
+        which: torch.Tensor,
+        incoming: torch.Tensor,
+        heads: torch.Tensor,
+        messages: Sequence[np.ndarray],
+    ) -> None:
         """Put rows where they belong.
 
         Args:
             entry: The ring's entry whose arrivals are filled.
+            ring: The entry; gets first row and slot of each incoming sample, as `Table.collected` counts.
+                [count, 8], int64.
+            which: The incoming samples' places in it. [n], int64.
             incoming: Samples that this node needs, by sender: `constants.S_*`. [n, 7], int64.
             heads: Bytes in front of the rows. [S], int64.
             messages: Of each node. [words] each, int64.
-        Returns:
-            First row and slot of each incoming sample, as `Table.collected` counts them. [n, 2], int64.
         """
         first_row, first_slot = self._rows[0] + entry * self._rows[1], self._slots[0] + entry * self._slots[1]
-        plan = self._planner.plan(incoming, heads, None, (first_row, first_slot))
-        if plan.num_rows > self._rows[1] or plan.num_trajectories > self._slots[1]:
+        room = (first_row, self._rows[1], first_slot, self._slots[1], *self._table.first_arrival)
+        said = [torch.from_numpy(message) for message in messages]
+        samples = said, which, incoming, *self._layout, heads
+        self._ops.unpack_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, room)
+        num_rows, num_trajectories = self._needed_words
+        if num_rows > self._rows[1] or num_trajectories > self._slots[1]:
             raise StoreError(
                 f"table {self._table.spec.name}: arrivals",
                 f"must fit into {self._rows[1]} rows and {self._slots[1]} slots",
-                f"{plan.num_rows} and {plan.num_trajectories}",
+                f"{num_rows} and {num_trajectories}",
                 "this is a fault of gear: please report it",
             )
-        sources = [_bytes_of(message) for message in messages]
-        self._ops.copy_rows_(self._arrivals, sources, plan.pieces, plan.ends)
-        base_row, base_slot = self._table.first_arrival
-        return np.asarray(np.add(plan.lies, (base_row + first_row, base_slot + first_slot)))
-
-
-def _bytes_of(words: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(words).view(torch.uint8)
 
 
 def _flat(rows: np.ndarray) -> torch.Tensor:

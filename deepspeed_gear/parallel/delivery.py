@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_MASS, R_SLOT, S_GOAL, SAMPLE_WORDS
+from deepspeed_gear.ops.constants import R_MASS, S_GOAL, SAMPLE_WORDS
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.carrier import WORD_BYTES, Carrier
 from deepspeed_gear.parallel.link import NO_WORDS, Link
@@ -83,6 +83,15 @@ class Delivery:
         everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
         self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
         self._words = wire.resolution_words(carrier.has_steps)
+        # Written word by word: behind a batch that has emptied the caches, a NumPy call takes 10 us and more.
+        words = np.zeros((3, self._num_nodes), np.int64)
+        (self._heads, self._ends, found), (self._head_words, self._end_words, self._found_words) = (
+            torch.from_numpy(words).unbind(),
+            (row.data for row in words),
+        )
+        self._found = found[:1]
+        self._samples = torch.empty(0, SAMPLE_WORDS, dtype=torch.int64)
+        self._which = torch.empty(0, dtype=torch.int64)
         self.least_drawn = 0  # of the latest cut: the smallest mass that any node has drawn
 
     def fill(self, cut: NodeCut, own: np.ndarray, records: torch.Tensor) -> None:
@@ -108,9 +117,11 @@ class Delivery:
         if cut.needs_all:
             parts = self._sent(mine, None, *self._everyone, 0)[1]
         parts[self._index] = NO_WORDS
-        heads = np.array([WORD_BYTES * (HEAD_WORDS + part.size) for part in parts])
-        messages = self._carrier.pack(samples, heads)
-        self.least_drawn = int(mine.records[:, R_MASS].min()) if len(mine.records) else wire.MOST
+        for node, part in enumerate(parts):
+            self._head_words[node] = WORD_BYTES * (HEAD_WORDS + part.size)
+        messages = self._carrier.pack(samples, self._heads)
+        masses = mine.records.numpy()[:, R_MASS]
+        self.least_drawn = int(np.minimum.reduce(masses)) if len(masses) else wire.MOST
         for message, part in zip(messages, parts, strict=True):
             message[1] = self.least_drawn
             message[HEAD_WORDS : HEAD_WORDS + part.size] = part
@@ -122,39 +133,40 @@ class Delivery:
         """Return the samples that nodes need, and the words of resolutions for each node."""
         most = len(mine.records) * readers.shape[1]
         samples = torch.empty(most, SAMPLE_WORDS, dtype=torch.int64)
-        packed, ends = np.empty((most, self._words), np.int64), np.empty(self._num_nodes, np.int64)
-        found = samples, torch.from_numpy(packed), torch.from_numpy(ends)
+        packed = np.empty((most, self._words), np.int64)
+        found = samples, torch.from_numpy(packed), self._ends
         route = readers, need_of, offset, self._index, int(self._carrier.takes_own)
         self._ops.send_draws_(*found, mine.records, mine.sample, mine.steps, goals, *route)
-        bounds = [0, *(ends * self._words).tolist()]
-        words = packed.reshape(-1)
-        return samples[: int(ends[-1])], [words[begin:end] for begin, end in itertools.pairwise(bounds)]
+        bounds, words = [0, *[end * self._words for end in self._end_words]], packed.reshape(-1)
+        parts = [words[begin:end] for begin, end in itertools.pairwise(bounds)]
+        return samples[: self._end_words[-1]], parts
 
     def _receive(self, cut: NodeCut, mine: Own, heard: list[np.ndarray]) -> None:
         """Put what the others say into the ring, and their rows where they belong."""
         self.least_drawn = min(self.least_drawn, *(int(words[0]) for words in heard))
-        counts = np.bincount(cut.owner, minlength=self._num_nodes)
+        counts: list[int] = np.bincount(cut.owner, minlength=self._num_nodes).tolist()
         counts[self._index] = 0
-        heads = WORD_BYTES * (HEAD_WORDS - 1 + counts * self._words)
+        for node, count in enumerate(counts):
+            self._head_words[node] = WORD_BYTES * (HEAD_WORDS - 1 + count * self._words)
         words = [torch.from_numpy(said[HEAD_WORDS - 1 :]) for said in heard]
         ring, which, samples = self._taken(cut, mine, words)
-        first_row_and_slot = self._carrier.unpack(cut.entry, samples, heads, heard)
-        ring[which[:, None], (R_FIRST_ROW, R_SLOT)] = first_row_and_slot
+        self._carrier.unpack(cut.entry, ring, which, samples, self._heads, heard)
 
     def _taken(
         self, cut: NodeCut, mine: Own, words: list[torch.Tensor]
-    ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Fill the ring; return it, and the samples whose rows come: indices in the cut, and as of the op."""
         assert self._stream.origins is not None
         ring, count = self._stream.ring[cut.entry][: cut.count], len(mine.records) + len(cut.asked)
-        samples = torch.empty(count, SAMPLE_WORDS, dtype=torch.int64)
-        which, found = torch.empty(count, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        if count > len(self._which):
+            self._samples = torch.empty(count, SAMPLE_WORDS, dtype=torch.int64)
+            self._which = torch.empty(count, dtype=torch.int64)
         self._ops.take_draws_(
             ring,
             self._stream.origins[cut.entry],
-            samples,
-            which,
-            found,
+            self._samples,
+            self._which,
+            self._found,
             words,
             mine.records,
             mine.sample,
@@ -167,8 +179,9 @@ class Delivery:
             self._index,
             int(self._carrier.takes_own),
         )
-        samples, which = samples[: int(found)], which[: int(found)]
+        found = self._found_words[0]
+        samples, which = self._samples[:found], self._which[:found]
         goals = self._goals(self._stream, ring[which]) if self._draws_goals else None
         if goals is not None:
             samples[:, S_GOAL] = goals
-        return ring.numpy(), which.numpy(), samples
+        return ring, which, samples

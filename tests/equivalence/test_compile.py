@@ -40,8 +40,8 @@ def arguments(name: str) -> tuple[Any, ...]:
     table[:, 0] = 2
     minima, priorities = torch.zeros(minima_size(NUM_SLOTS), dtype=torch.int64), torch.rand(NUM_SLOTS)
     updates = torch.tensor([[1, 0, 2, 0x3F000000], [1, 0, 2, 0x40000000], [9, 1, 2, 0x3F000000]])
-    pieces = torch.tensor([[4, 1, 3], [0, 8, 1], [2, 9, 0]])
-    places, lies, nodes = torch.zeros(2, 3).long(), torch.zeros(2, 2).long(), torch.arange(2)
+    rows_bytes, messages = torch.zeros(64).byte(), [torch.arange(n) << 40 | 7 for n in (2, 3)]
+    nodes, room = torch.arange(2), [1, 9, 0, 9, 50, 5]
     sampled, words, readers = torch.zeros(2, 7).long(), torch.zeros(2, 4).long(), torch.tensor([[1]])
     rows_wanted = (
         torch.tensor([[0, 0, 3, 9, 4, 0, -1], [1, 0, 2, 9, 8, 0, -1]]),
@@ -71,8 +71,17 @@ def arguments(name: str) -> tuple[Any, ...]:
         "suffix_sum_": (rows[:, 0] * 0, rows[:, 0].contiguous(), extents),
         "n_step_": (*torch.zeros(2, COUNT), out, rows[:, 0].contiguous(), ends, ends, powers, resolutions, 2),
         "gather_": (windows, [mask], counters, [rows] * 2, two, two, resolutions, out + 1, fields, pads, 1),
-        "copy_rows_": ([out.byte()], [torch.arange(9).byte()], pieces, torch.tensor([3])),
-        "plan_rows_": (places, out[:2] + 0, out[:2] + 0, lies, out[:2] + 0, *rows_wanted, None, 0, 0),
+        "pack_rows_": (out + 0, nodes + 0, [rows.view(-1).view(torch.uint8)], *rows_wanted, table),
+        "unpack_rows_": (
+            [rows_bytes],
+            weighed,
+            nodes + 0,
+            nodes + 5,
+            messages,
+            nodes + 0,
+            *rows_wanted,
+            room,
+        ),
         "assign_draws_": (*torch.zeros(3, 3).long(), slot[:1] * 0, slot[:3], torch.tensor([9, 99]), 1),
         "send_draws_": (sampled, words, nodes + 0, weighed[:2], nodes, None, None, readers, needs, 0, 0, 0),
         "take_draws_": (*taken, [words.view(-1) + 1] * 2, weighed[:1], nodes[:1], None, *asked, 0, 0, 0, 1),

@@ -12,16 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import SLOT_FIRST_ROW, SLOT_WORDS
+from deepspeed_gear.ops import Ops, functional, load_backend
+from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT, RESOLUTION_WORDS, SLOT_FIRST_ROW, SLOT_WORDS
 from deepspeed_gear.parallel.carrier import most_rows
-from deepspeed_gear.parallel.rows import Read, RowLayout, RowNeeds, RowPlan, RowPlanner, layout_of
+from deepspeed_gear.parallel.rows import Read, RowLayout, RowNeeds, layout_of
 
 FINAL_ROW = {"a": 0, "b": 1, "c": 0}
 ROW_BYTES = {"a": 4, "b": 12, "c": 1, "t": 8, "u": 3}
 MOST_N = 4
 ROOM = 60  # rows and slots of each node's columns
 HEAD = 16  # bytes in front of the rows of a message
+HEADS = torch.full((4,), HEAD)
+FIRST = 3, 2  # row and slot of what arrives
+FIRST_OF_ALL = 1000, 100
 BACKENDS = [load_backend(name) for name in ("reference", "cpu")]
 
 
@@ -97,30 +100,51 @@ def wanted_by(sample: Sample, needs: Sequence[RowNeeds]) -> Iterator[tuple[str, 
         yield from ((column, sample.goal) for column, _ in need.goals)
 
 
-def plan_of(
-    ops: Ops, scene: Scene, layout: RowLayout, samples: list[Sample], peer: str, slots: torch.Tensor | None
-) -> RowPlan:
+def words_of(samples: Sequence[Sample], peer: str) -> torch.Tensor:
     words = [[getattr(s, peer), s.need, *s[3:]] for s in samples]
-    heads = np.full(scene.num_nodes, HEAD)
-    given_samples = torch.tensor(words, dtype=torch.int64).reshape(-1, 7)
-    planner = RowPlanner(ops, layout, scene.num_nodes)
-    plan = planner.plan(given_samples, heads, slots, (0, 0) if slots is not None else (3, 2))
-    last = int(plan.ends[-1, -1]) if plan.ends.numel() else 0
-    return plan._replace(pieces=plan.pieces[:last])
+    return torch.tensor(words, dtype=torch.int64).reshape(-1, 7)
 
 
-def plans_of(
-    scene: Scene, layout: RowLayout, samples: list[Sample], peer: str, slots: torch.Tensor | None
-) -> RowPlan:
-    """Return the plan of every backend, which must be one."""
-    plain, fast = (plan_of(ops, scene, layout, samples, peer, slots) for ops in BACKENDS)
-    assert torch.equal(plain.pieces, fast.pieces)
-    assert torch.equal(plain.ends, fast.ends)
-    assert plain.sizes.tolist() == fast.sizes.tolist()
-    if slots is None:
-        assert plain.lies.tolist() == fast.lies.tolist()
-        assert plain[-2:] == fast[-2:]
+class Taken(NamedTuple):
+    """Where rows have arrived.
+
+    Args:
+        arrivals: Bytes of each column.
+        lies: Of each sample what, added to a step's number, gives its row, and its slot.
+        num_rows, num_trajectories: What they need room for.
+        sizes: Bytes of rows in each message.
+    """
+
+    arrivals: list[torch.Tensor]
+    lies: list[list[int]]
+    num_rows: int
+    num_trajectories: int
+    sizes: list[int]
+
+
+def taken_by(
+    ops: Ops, layout: RowLayout, samples: list[Sample], peer: str, heard: list[torch.Tensor]
+) -> Taken:
+    count = len(samples)
+    arrivals = [torch.zeros((200 + count) * ROW_BYTES[name], dtype=torch.uint8) for name in layout.names]
+    ring = torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64)
+    room = FIRST[0], 190, FIRST[1], 50, *FIRST_OF_ALL
+    given = heard, torch.arange(count), words_of(samples, peer), *layout[1:], HEADS[: len(heard)]
+    sizes, needed = functional.unpack_rows(arrivals, ring, *given, room, ops=ops)
+    lies = (ring[:, (R_FIRST_ROW, R_SLOT)] - torch.tensor(FIRST_OF_ALL)).tolist()
+    return Taken(arrivals, lies, *needed.tolist(), sizes.tolist())
+
+
+def taken(layout: RowLayout, samples: list[Sample], peer: str, heard: list[torch.Tensor]) -> Taken:
+    """Return what every backend takes, which must be one."""
+    plain, fast = (taken_by(ops, layout, samples, peer, heard) for ops in BACKENDS)
+    assert plain[1:] == fast[1:]
+    assert all(torch.equal(one, other) for one, other in zip(plain.arrivals, fast.arrivals, strict=True))
     return fast
+
+
+def empty_messages(num_nodes: int) -> list[torch.Tensor]:
+    return [torch.zeros(512, dtype=torch.int64)] * num_nodes
 
 
 def stores_of(scene: Scene, layout: RowLayout) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
@@ -142,12 +166,13 @@ def packed(scene: Scene, layout: RowLayout) -> list[list[torch.Tensor]]:
     found = []
     for node in range(scene.num_nodes):
         mine = [s for s in scene.samples if s.holder == node]
-        plan = plans_of(scene, layout, mine, "reader", slots)
-        words = [HEAD + -(-size // 8) * 8 for size in plan.sizes.tolist()]
-        message = torch.zeros(sum(words), dtype=torch.uint8)
-        BACKENDS[1].copy_rows_([message], stores[node], plan.pieces, plan.ends[:, -1:].contiguous())
+        given = stores[node], words_of(mine, "reader"), *layout[1:], HEADS[: scene.num_nodes], slots
+        (expected, sizes), (message, same) = (functional.pack_rows(*given, ops=ops) for ops in BACKENDS)
+        assert torch.equal(message, expected)
+        assert torch.equal(same, sizes)
+        words = [HEAD // 8 - (-size // 8) for size in sizes.tolist()]
         found.append([message[begin:end] for begin, end in pairwise([0, *np.cumsum(words).tolist()])])
-        for reader, size in enumerate(plan.sizes.tolist()):
+        for reader, size in enumerate(sizes.tolist()):
             theirs = [s for s in mine if s.reader == reader]
             rows = {(s.slot, *what) for s in theirs for what in wanted_by(s, scene.needs)}
             rows |= {(s.slot, t, -1) for s in theirs for t in scene.needs[s.need].per_trajectory}
@@ -165,29 +190,23 @@ def test_each_row_travels_once_to_where_windows_look_for_it(scene: Scene, random
     for node in range(scene.num_nodes):
         mine = [s for s in scene.samples if s.reader == node]
         random.shuffle(mine)
-        plan = plans_of(scene, layout, mine, "holder", None)
         heard = [messages[holder][node] for holder in range(scene.num_nodes)]
-        assert [HEAD + -(-size // 8) * 8 for size in plan.sizes.tolist()] == [len(part) for part in heard]
+        plan = taken(layout, mine, "holder", heard)
+        assert [HEAD // 8 - (-size // 8) for size in plan.sizes] == [len(part) for part in heard]
         assert plan.num_rows <= len(mine) * limit_of(scene)
         assert plan.num_trajectories == len({(s.holder, s.slot) for s in mine})
-        arrivals = [
-            torch.zeros((200 + len(mine)) * ROW_BYTES[name], dtype=torch.uint8) for name in layout.names
-        ]
-        BACKENDS[1].copy_rows_(arrivals, heard, plan.pieces, plan.ends)
-        for sample, (shift, which) in zip(mine, plan.lies.tolist(), strict=True):
+        for sample, (shift, which) in zip(mine, plan.lies, strict=True):
             first = int(slots[sample.slot, SLOT_FIRST_ROW])
-            wanted = [
-                (column, shift + 3 + row, first + row) for column, row in wanted_by(sample, scene.needs)
-            ]
-            wanted += [(t, which + 2, sample.slot) for t in scene.needs[sample.need].per_trajectory]
+            wanted = [(column, shift + row, first + row) for column, row in wanted_by(sample, scene.needs)]
+            wanted += [(t, which, sample.slot) for t in scene.needs[sample.need].per_trajectory]
             for column, at, row in wanted:
                 size, index = ROW_BYTES[column], layout.names.index(column)
                 held = stores[sample.holder][index][row * size : (row + 1) * size]
-                assert torch.equal(arrivals[index][at * size : (at + 1) * size], held)
+                assert torch.equal(plan.arrivals[index][at * size : (at + 1) * size], held)
             for read in scene.needs[sample.need].reads:  # ops check the row that is nearest
                 at = sample.anchor + read.first + (sample.n_steps if read.follows else 0)
                 nearest = min(max(at, 0), sample.num_steps + read.final_row - 1)
-                assert 0 <= shift + nearest < plan.num_rows
+                assert 0 <= shift + nearest - FIRST[0] < plan.num_rows
 
 
 def limit_of(scene: Scene) -> int:
@@ -197,10 +216,10 @@ def limit_of(scene: Scene) -> int:
 
 @pytest.mark.parametrize("needs", [[], [RowNeeds(())], [RowNeeds((Read("a", 0, 1),), ("t",), (("b", 1),))]])
 def test_nothing_needs_nothing(needs: list[RowNeeds]) -> None:
-    scene = Scene(3, needs, [])
-    for slots in (None, torch.zeros(1, SLOT_WORDS, dtype=torch.int64)):
-        plan = plans_of(scene, layout_of(needs, ROW_BYTES), [], "holder", slots)
-        assert (len(plan.pieces), plan.sizes.tolist()) == (0, [0, 0, 0])
+    layout = layout_of(needs, ROW_BYTES)
+    assert packed(Scene(3, needs, []), layout)[0][0].tolist() == [0] * (HEAD // 8)
+    plan = taken(layout, [], "holder", empty_messages(3))
+    assert (plan.num_rows, plan.num_trajectories, plan.sizes) == (0, 0, [0, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -224,24 +243,27 @@ def test_samples_outside_are_refused(word: int, value: int) -> None:
     layout = layout_of([RowNeeds((Read("a", 0, 1),))], ROW_BYTES)
     sample = [0, 0, 1, 3, 1, 0, -1]
     sample[word] = value
-    planner, heads = RowPlanner(BACKENDS[1], layout, 2), np.zeros(2, np.int64)
-    slots = torch.zeros(4, SLOT_WORDS, dtype=torch.int64)
+    slots, stored = torch.zeros(4, SLOT_WORDS, dtype=torch.int64), torch.zeros(99, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="sample 0 must be a step of a trajectory"):
-        planner.plan(torch.tensor([sample]), heads, slots)
+        functional.pack_rows([stored], torch.tensor([sample]), *layout[1:], HEADS[:2], slots, ops=BACKENDS[1])
 
 
 def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
     needs = [RowNeeds((Read("a", 0, 3),))]
     drawn = [Sample(1, 1, 0, 7, 50, anchor, 0, -1) for anchor in (10, 12, 15, 10, 19, 49)]
-    plan = plans_of(Scene(2, needs, drawn), layout_of(needs, ROW_BYTES), drawn, "holder", None)
-    assert plan.pieces.tolist() == [[12, HEAD, 32], [44, HEAD + 32, 12], [56, HEAD + 44, 4]]
-    assert plan.lies[:, 0].tolist() == [-10, -10, -10, -10, -11, -38]
-    assert (plan.num_rows, plan.sizes.tolist()) == (12, [0, 48])
+    heard = [torch.zeros(0, dtype=torch.int64), torch.arange(104).byte().view(torch.int64)]
+    plan = taken(layout_of(needs, ROW_BYTES), drawn, "holder", heard)
+    first, end = 4 * FIRST[0], 4 * (FIRST[0] + 12)
+    assert plan.arrivals[0][first:end].tolist() == list(range(HEAD, HEAD + 48))
+    assert not plan.arrivals[0][:first].any()
+    assert not plan.arrivals[0][end:].any()
+    assert [lies[0] - FIRST[0] for lies in plan.lies] == [-10, -10, -10, -10, -11, -38]
+    assert (plan.num_rows, plan.sizes) == (12, [0, 48])
 
 
 def test_arrivals_have_room_behind_the_end() -> None:
     """A step of each column behind the end: the nearest ones, which ops check, are two different rows."""
     needs = [RowNeeds((Read("a", 3, 4), Read("b", 3, 4, final_row=1)))]
     drawn = [Sample(0, 1, 0, 0, 9, 8, 0, -1)]
-    plan = plans_of(Scene(2, needs, drawn), layout_of(needs, ROW_BYTES), drawn, "holder", None)
+    plan = taken(layout_of(needs, ROW_BYTES), drawn, "holder", empty_messages(2))
     assert plan.num_rows <= most_rows(needs, 9, 0)

@@ -15,6 +15,17 @@ from deepspeed_gear.ops.constants import SOURCE_POSITION, SOURCE_TIMESTEP, SOURC
 RESOLUTIONS = torch.tensor([[0, 0, 0, 2, 5, 1, 1, 0]])
 COLUMN = torch.arange(20.0).view(10, 2)
 MASSES = torch.tensor([3, 0, 4])
+STORED = torch.arange(18).byte()  # rows of 3 bytes
+# Steps 1 and 2 of a trajectory that lies from row 1 on; behind a head of 8 bytes.
+ROWS = (
+    torch.tensor([[0, 0, 0, 5, 1, 0, -1]]),
+    torch.tensor([[0, 0, 0, 2, 0, 0, 0]]),
+    torch.ones(1, 1, dtype=torch.bool),
+    torch.tensor([[0, 0, 3]]),
+    torch.tensor([8]),
+    torch.tensor([[0, 0, 0, 1, 0, 0, 0, 0]]),
+)
+WHICH, ROOM = torch.tensor([0]), (1, 2, 3, 1, 100, 200)
 
 
 @pytest.fixture(scope="module")
@@ -202,17 +213,17 @@ REFUSED: dict[str, tuple[Callable[[Ops], object], str]] = {
         lambda o: functional.n_step(COLUMN[:4, 0] + 0, torch.zeros(4) > 1, None, RESOLUTIONS, 2, 0.9, ops=o),
         "resolution 0 must lie in the columns' 4 rows",
     ),
-    "dtype of a source": (
-        lambda o: functional.copy_rows(MASSES, MASSES, MASSES, ops=o),
-        "source must be torch.uint8",
+    "dtype of a column": (
+        lambda o: functional.pack_rows([MASSES], *ROWS, ops=o),
+        "columns must be torch.uint8",
     ),
-    "piece": (
-        lambda o: functional.copy_rows(MASSES.byte(), MASSES, torch.ones(3).long(), ops=o),
-        "piece 0 must lie in 3 bytes and 3 of the source",
+    "number of columns": (
+        lambda o: functional.pack_rows([], *ROWS, ops=o),
+        r"columns must have shape \[0, 3\], got \[1, 3\]",
     ),
-    "sizes of pieces": (
-        lambda o: functional.copy_rows(MASSES.byte(), MASSES, MASSES[:2], ops=o),
-        r"sizes must have shape \[3\], got \[2\]",
+    "number of messages": (
+        lambda o: functional.unpack_rows([STORED], RESOLUTIONS + 0, [], WHICH, *ROWS[:-1], ROOM, ops=o),
+        "messages must be 1, got 0",
     ),
     "conversion": (
         lambda o: functional.gather(COLUMN, RESOLUTIONS, dtype=torch.int32, ops=o),
@@ -287,9 +298,13 @@ def test_results() -> None:
     log = torch.zeros(2, 6).long()
     functional.report(log, found, torch.tensor([2.0, 0.5]), 5, 9)
     assert log.tolist() == [[0, 1, 2, 0x3F000000, 9, 7], [0, 1, 0, 0x40000000, 9, 6]]
-    packed = functional.copy_rows(torch.arange(9).byte(), torch.tensor([7, 1, 9]), torch.tensor([2, 3, 0]))
-    assert packed.tolist() == [7, 8, 1, 2, 3]
-    assert functional.copy_rows(torch.arange(9).byte(), MASSES[:0], MASSES[:0]).tolist() == []
+    packed, sizes = functional.pack_rows([STORED], *ROWS)
+    assert packed.view(torch.uint8).tolist() == [0] * 8 + [6, 7, 8, 9, 10, 11, 0, 0]
+    arrivals, ring = torch.zeros(9).byte(), RESOLUTIONS + 0
+    taken = functional.unpack_rows([arrivals], ring, [packed], WHICH, *ROWS[:-1], ROOM)
+    assert [part.tolist() for part in (sizes, *taken)] == [[6], [6], [2, 1]]
+    assert arrivals.tolist() == [0, 0, 0, 6, 7, 8, 9, 10, 11]
+    assert ring.tolist() == [[0, 203, 0, 101 - 1, 5, 1, 1, 0]]
     assert functional.powers_of(0.5, 2).tolist() == [1.0, 0.5, 0.25]
 
 

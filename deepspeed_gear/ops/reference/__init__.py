@@ -2,8 +2,8 @@
 
 Read it in this order: `select` (draws, permutation, tree, resolutions), `priorities` (masses, weights, the
 least mass, updates; their powers in `power`), `collect` (windows and padding), `convert` (dtypes), `returns`
-(sums of rewards), `pieces` (packed rows),
-`rows` (which rows travel), `draws` (what nodes tell each other). Tensors live on the CPU.
+(sums of rewards), `rows` (which rows travel, and where to), `draws` (what nodes tell each other). Tensors
+live on the CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from .checks import check_extents, check_rows
 from .collect import FieldSpec, Span, bounds, check_windows, gather_, window_rows
 from .convert import arithmetic_dtype, convert, is_allowed
 from .draws import assign_draws_, pack_reports_, send_draws_, take_draws_, unpack_reports_
-from .pieces import check_blocks, check_pieces, copy_rows_
 from .priorities import (
     importance_,
     mass_,
@@ -26,7 +25,7 @@ from .priorities import (
     top_k_,
 )
 from .returns import n_step_, n_step_reads, suffix_sum_
-from .rows import plan_rows_
+from .rows import pack_rows_, unpack_rows_
 from .select import (
     anchor_at,
     check_coordinates,
@@ -50,16 +49,13 @@ __all__ = [
     "arithmetic_dtype",
     "assign_draws_",
     "bounds",
-    "check_blocks",
     "check_coordinates",
     "check_extents",
     "check_items",
-    "check_pieces",
     "check_rows",
     "check_windows",
     "convert",
     "coordinate",
-    "copy_rows_",
     "descend",
     "draw_",
     "gather_",
@@ -74,9 +70,9 @@ __all__ = [
     "num_anchors",
     "order_of",
     "pack_reports_",
+    "pack_rows_",
     "permute_",
     "philox",
-    "plan_rows_",
     "prioritize_",
     "report_",
     "resolve_",
@@ -89,5 +85,6 @@ __all__ = [
     "slot_masses_",
     "tree_update_",
     "unpack_reports_",
+    "unpack_rows_",
     "window_rows",
 ]

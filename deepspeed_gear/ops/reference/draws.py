@@ -83,7 +83,7 @@ def send_draws_(
     """Find what other nodes need of this node's draws, node by node.
 
     Args:
-        samples: Gets the samples, as `plan_rows_` takes them. [n * most or more, 7], int64.
+        samples: Gets the samples, as `pack_rows_` takes them. [n * most or more, 7], int64.
         packed: Gets their packed resolutions. [n * most or more, 4, or 5 where steps travel], int64.
         ends: Gets the samples up to and with those of each node. [S], int64.
         records: Resolutions of this node's draws. [n, 8], int64.
@@ -133,7 +133,7 @@ def take_draws_(
     Args:
         ring: Gets the resolutions; `UNKNOWN` as id where there is none. [B, 8], int64.
         origins: Gets shard << 32 | slot of each. [B], int64.
-        samples: Gets the samples whose rows are wanted, as of `plan_rows_`. [n + a or more, 7], int64.
+        samples: Gets the samples whose rows are wanted, as of `unpack_rows_`. [n + a or more, 7], int64.
         which: Gets their indices in the cut. [n + a or more], int64.
         found: Gets how many these are. [1], int64.
         heard: Packed resolutions from each node, one behind the other, and more. [words] each.

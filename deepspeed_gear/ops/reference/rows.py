@@ -1,4 +1,4 @@
-"""What the op that plans rows means: which rows of which trajectories travel, each once, and where they lie.
+"""What the ops on rows mean: which rows of which trajectories travel, each once, and where they lie.
 
 A sender and a receiver compute the same plan from what the samples resolved to, so no message has to say what
 is in it. Windows of samples that overlap, or whose item was drawn twice, are merged: a row travels once.
@@ -6,13 +6,15 @@ is in it. Windows of samples that overlap, or whose item was drawn twice, are me
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..constants import C_GROUP, C_MEMBERS, C_ROW_BYTES, SLOT_FIRST_ROW, W_GROUP
+from ...errors import ShapeError
+from ..constants import C_GROUP, C_MEMBERS, C_ROW_BYTES, R_FIRST_ROW, R_SLOT, SLOT_FIRST_ROW, W_GROUP
 
 WORD_BYTES = 8
 Rows = set[tuple[int, int]]  # trajectory and row
@@ -38,35 +40,45 @@ class _Window(NamedTuple):
     final_row: int
 
 
-def plan_rows_(
-    pieces: Tensor,
-    ends: Tensor,
+class _Plan(NamedTuple):
+    """What travels.
+
+    Args:
+        known: Peer and slot of each trajectory, ascending.
+        trajectory: Of each sample.
+        spans: First row and end of what each sample reads.
+        rows: Of each column, ascending.
+        sizes: Bytes of rows in each peer's message.
+    """
+
+    known: list[tuple[int, int]]
+    trajectory: list[int]
+    spans: list[tuple[int, int]]
+    rows: list[list[tuple[int, int]]]
+    sizes: list[int]
+
+
+def pack_rows_(
+    message: Tensor,
     sizes: Tensor,
-    lies: Tensor,
-    room: Tensor,
+    stored: Sequence[Tensor],
     samples: Tensor,
     windows: Tensor,
     members: Tensor,
     columns: Tensor,
     heads: Tensor,
-    slots: Tensor | None,
-    first_row: int,
-    first_slot: int,
+    slots: Tensor,
 ) -> None:
-    """Plan the rows of some samples, each row once.
+    """Pack the rows of some samples into messages, each row once.
 
     A message holds, behind its head, the rows of one peer: column by column, of each those of its
     trajectories by slot, in their order.
 
     Args:
-        pieces: Gets to, from and number of bytes of what is copied: with slots from the columns into messages
-            that lie one behind the other, each from a multiple of 8 bytes on; without, from each peer's
-            message into the columns of arrivals. At least one of each sample, column and window. [k, 3].
-        ends: Gets the pieces up to and with those of each column and peer. [C, S], int64.
+        message: Gets the rows of all messages, which lie one behind the other, each from a word on; nothing
+            where it is too short. Heads stay as they are. [words], int64.
         sizes: Gets the bytes of rows in each peer's message. [S], int64.
-        lies: Without slots: gets what, added to a step's number, gives its place among the rows that arrive,
-            and the trajectory among those that arrive. [n, 2], int64.
-        room: Without slots: gets the rows and trajectories that arrive. [2], int64.
+        stored: The bytes of each column. [n] each, uint8.
         samples: `constants.S_*`. [n, 7], int64.
         windows: `constants.W_*`: rows [anchor + first, anchor + end) that a trajectory has, by groups of
             columns that are read alike. [W, 7], int64.
@@ -74,40 +86,128 @@ def plan_rows_(
             [W or more, needs], bool.
         columns: `constants.C_*`: group of windows, or -1 and the row of members. [C, 3], int64.
         heads: Bytes in front of the rows in each peer's message. [S], int64.
-        slots: The slot table of the sender; None for the receiver. [N, 8], int64.
-        first_row: Of the arrivals.
-        first_slot: Likewise.
+        slots: The slot table. [N, 8], int64.
+    Raises:
+        ShapeError: A row lies outside its column; nothing is copied.
     """
+    plan = _plan(samples, windows, members, columns, len(heads))
+    sizes.copy_(torch.tensor(plan.sizes, dtype=torch.int64))
+    spans = [-(-size // WORD_BYTES) * WORD_BYTES for size in (heads + sizes).tolist()]
+    begins, data = [0, *accumulate(spans)], message.view(torch.uint8)
+    if begins[-1] > len(data):
+        return
+
+    def row_of(which: int, row: int, single: bool) -> int:
+        slot = plan.known[which][1]
+        return slot if single else int(slots[slot, SLOT_FIRST_ROW]) + row
+
+    for column, at, peer, begin, size in list(_places(plan, columns, heads, stored, row_of)):
+        begin += begins[peer]
+        data[begin : begin + size] = stored[column][at : at + size]
+
+
+def unpack_rows_(
+    arrivals: Sequence[Tensor],
+    ring: Tensor,
+    sizes: Tensor,
+    needed: Tensor,
+    messages: Sequence[Tensor],
+    which: Tensor,
+    samples: Tensor,
+    windows: Tensor,
+    members: Tensor,
+    columns: Tensor,
+    heads: Tensor,
+    room: Sequence[int],
+) -> None:
+    """Copy rows out of the messages that `pack_rows_` has made to where batches are collected from.
+
+    A block of arrivals spans a sample's steps from the first to the last that any column reads, so that one
+    first row serves all columns.
+
+    Args:
+        arrivals: Get the rows, unless there is no room for all. Bytes of each column. [n] each, uint8.
+        ring: Gets of each sample, at `which`, its slot and first row: what, added to a step's number, gives
+            its row. [r, 8], int64.
+        sizes: Gets the bytes of rows in each peer's message. [S], int64.
+        needed: Gets the rows and slots that arrive. [2], int64.
+        messages: Of each peer; of any length where it sends no rows. [words] each, int64.
+        which: Places of samples in the ring. [n], int64.
+        samples: As of `pack_rows_`.
+        windows: Likewise.
+        members: Likewise.
+        columns: Likewise.
+        heads: Likewise.
+        room: First row of the arrivals and how many there are, slots likewise; row and slot that the first of
+            all arrivals has for the ring.
+    Raises:
+        ShapeError: A message is too short, or the room lies outside the arrivals; nothing is copied.
+    """
+    first_row, num_rows, first_slot, num_slots, base_row, base_slot = room
+    plan = _plan(samples, windows, members, columns, len(heads))
+    place = {at: index for index, at in enumerate(sorted(_blocks(plan.trajectory, plan.spans)))}
+    sizes.copy_(torch.tensor(plan.sizes, dtype=torch.int64))
+    needed.copy_(torch.tensor([len(place), len(plan.known)]))
+    for at, number, (low, high) in zip(which.tolist(), plan.trajectory, plan.spans, strict=True):
+        shift = place[number, low] - low if low < high else 0
+        ring[at, R_FIRST_ROW] = base_row + first_row + shift
+        ring[at, R_SLOT] = base_slot + first_slot + number
+    if len(place) > num_rows or len(plan.known) > num_slots:
+        return
+    said = [message.view(torch.uint8) for message in messages]
+    for message, head, size in zip(said, heads.tolist(), plan.sizes, strict=True):
+        if size and len(message) < head + size:
+            raise ShapeError("messages", "must hold the rows of samples", len(message))
+
+    def row_of(number: int, row: int, single: bool) -> int:
+        return first_slot + number if single else first_row + place[number, row]
+
+    for column, at, peer, begin, size in list(_places(plan, columns, heads, arrivals, row_of)):
+        arrivals[column][at : at + size] = said[peer][begin : begin + size]
+
+
+def _plan(samples: Tensor, windows: Tensor, members: Tensor, columns: Tensor, num_peers: int) -> _Plan:
     wanted = [_Sample(*words) for words in samples.tolist()]
     reads = [_Window(*words) for words in windows.tolist()]
     known = sorted({(sample.peer, sample.slot) for sample in wanted})
     number = {pair: index for index, pair in enumerate(known)}
     trajectory = [number[sample.peer, sample.slot] for sample in wanted]
-    rows, spans = _rows_read(wanted, trajectory, reads, members)
-    place = {at: index for index, at in enumerate(sorted(_blocks(trajectory, spans)))}
-    filled, found = heads.tolist(), []
-    for c, column in enumerate(columns.tolist()):
+    of_groups, spans = _rows_read(wanted, trajectory, reads, members)
+    rows, sizes = [], [0] * num_peers
+    for column in columns.tolist():
         if column[C_GROUP] >= 0:
-            travels = rows[column[C_GROUP]]
+            travels = of_groups[column[C_GROUP]]
         else:
             has = members[column[C_MEMBERS]].tolist()
             pairs = zip(trajectory, wanted, strict=True)
             travels = {(which, 0) for which, sample in pairs if has[sample.need]}
-        for which, first, end in _runs(travels):
-            peer, slot = known[which]
-            if slots is not None:
-                row = slot if column[C_GROUP] < 0 else int(slots[slot, SLOT_FIRST_ROW]) + first
-            else:
-                row = first_slot + which if column[C_GROUP] < 0 else first_row + place[which, first]
-            size = (end - first) * column[C_ROW_BYTES]
-            found.append((c, peer, row * column[C_ROW_BYTES], filled[peer], size))
+        rows.append(sorted(travels))
+        for which, _ in travels:
+            sizes[known[which][0]] += column[C_ROW_BYTES]
+    return _Plan(known, trajectory, spans, rows, sizes)
+
+
+def _places(
+    plan: _Plan,
+    columns: Tensor,
+    heads: Tensor,
+    data: Sequence[Tensor],
+    row_of: Callable[[int, int, bool], int],
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield of each row its column, its first byte there, its peer, its first byte in the message, its size.
+
+    Raises:
+        ShapeError: It lies outside its column.
+    """
+    filled = heads.tolist()
+    for c, (column, rows) in enumerate(zip(columns.tolist(), plan.rows, strict=True)):
+        size = column[C_ROW_BYTES]
+        for which, row in rows:
+            at, peer = row_of(which, row, column[C_GROUP] < 0) * size, plan.known[which][0]
+            if not 0 <= at <= len(data[c]) - size:
+                raise ShapeError("rows of samples", "must lie in the columns", at)
+            yield c, at, peer, filled[peer], size
             filled[peer] += size
-    _write(found, filled, heads, slots is not None, pieces, ends, sizes)
-    if slots is None:
-        lows = zip(trajectory, spans, strict=True)
-        shifts = [place[which, low] - low if low < high else 0 for which, (low, high) in lows]
-        lies.copy_(torch.tensor([shifts, trajectory], dtype=torch.int64).T.reshape(lies.shape))
-        room.copy_(torch.tensor([len(place), len(known)]))
 
 
 def _rows_read(
@@ -143,35 +243,3 @@ def _read(sample: _Sample, window: _Window) -> tuple[range, range]:
 def _blocks(trajectory: list[int], spans: list[tuple[int, int]]) -> Rows:
     """Return the rows that have a place: of each sample all of its span."""
     return {(which, row) for which, span in zip(trajectory, spans, strict=True) for row in range(*span)}
-
-
-def _runs(rows: Rows) -> Iterable[tuple[int, int, int]]:
-    """Return trajectory, first row and end of rows that lie together. Ascending."""
-    runs: list[tuple[int, int, int]] = []
-    for which, row in sorted(rows):
-        if runs and runs[-1][0] == which and runs[-1][2] == row:
-            runs[-1] = which, runs[-1][1], row + 1
-        else:
-            runs.append((which, row, row + 1))
-    return runs
-
-
-def _write(
-    found: list[tuple[int, int, int, int, int]],
-    filled: list[int],
-    heads: Tensor,
-    sends: bool,
-    pieces: Tensor,
-    ends: Tensor,
-    sizes: Tensor,
-) -> None:
-    """Write pieces, each with column, peer, byte in its column, byte in its message, and size."""
-    words = torch.tensor(filled, dtype=torch.int64)
-    begins = (-(-words // WORD_BYTES) * WORD_BYTES).cumsum(0).roll(1)
-    begins[:1] = 0
-    flat = torch.zeros(ends.numel(), dtype=torch.int64)
-    for i, (column, peer, row, at, size) in enumerate(found):
-        pieces[i] = torch.tensor([int(begins[peer]) + at, row, size] if sends else [row, at, size])
-        flat[column * len(heads) + peer] += 1
-    ends.copy_(flat.cumsum(0).reshape(ends.shape))
-    sizes.copy_(words - heads)

@@ -15,7 +15,6 @@ namespace gear {
 
 inline constexpr int64_t kSlotWords = sizeof(Slot) / sizeof(int64_t);
 inline constexpr int64_t kResolutionWords = sizeof(Resolution) / sizeof(int64_t);
-inline constexpr int64_t kPieceWords = sizeof(cpu::Piece) / sizeof(int64_t);
 inline constexpr int64_t kFieldInts =
     10;  // source, offset, length, align, after_n_step, pad, elements, index of the mask, first and
          // count of the part

@@ -356,12 +356,13 @@ TORCH_LIBRARY(gear, m) {
       "Tensor[] shifts, "
       "Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, float[] pad_values, int "
       "threads) -> ()");
-  m.def("copy_rows_(Tensor(a!)[] to, Tensor[] sources, Tensor pieces, Tensor ends) -> ()");
   m.def(
-      "plan_rows_(Tensor(a!) pieces, Tensor(b!) ends, Tensor(c!) sizes, Tensor(d!) lies, "
-      "Tensor(e!) "
-      "room, Tensor samples, Tensor windows, Tensor members, Tensor columns, Tensor heads, Tensor? "
-      "slots, int first_row, int first_slot) -> ()");
+      "pack_rows_(Tensor(a!) message, Tensor(b!) sizes, Tensor[] stored, Tensor samples, Tensor "
+      "windows, Tensor members, Tensor columns, Tensor heads, Tensor slots) -> ()");
+  m.def(
+      "unpack_rows_(Tensor(a!)[] arrivals, Tensor(b!) ring, Tensor(c!) sizes, Tensor(d!) needed, "
+      "Tensor[] messages, Tensor which, Tensor samples, Tensor windows, Tensor members, Tensor "
+      "columns, Tensor heads, int[] room) -> ()");
   m.def(
       "assign_draws_(Tensor(a!) owner, Tensor(b!) own, Tensor(c!) points, Tensor(d!) found, Tensor "
       "coordinates, Tensor totals, int index) -> ()");
@@ -396,8 +397,8 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("suffix_sum_", gear::SuffixSum);
   m.impl("n_step_", gear::NStepReturn);
   m.impl("gather_", gear::Gather);
-  m.impl("copy_rows_", gear::CopyRows);
-  m.impl("plan_rows_", gear::PlanRows);
+  m.impl("pack_rows_", gear::PackRows);
+  m.impl("unpack_rows_", gear::UnpackRows);
   m.impl("assign_draws_", gear::AssignDraws);
   m.impl("send_draws_", gear::SendDraws);
   m.impl("take_draws_", gear::TakeDraws);

@@ -1,7 +1,9 @@
 // The ops on rows that travel between nodes.
 #include <ATen/core/Tensor.h>
 
-#include <initializer_list>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
 
 #include "bindings/checks.h"
 #include "bindings/ops.h"
@@ -12,6 +14,7 @@ namespace {
 
 constexpr int64_t kSampleWords = sizeof(cpu::RowSample) / sizeof(int64_t);
 constexpr int64_t kWindowWords = sizeof(cpu::RowWindow) / sizeof(int64_t);
+constexpr int64_t kWordBytes = sizeof(int64_t);
 constexpr int64_t kColumnWords = sizeof(cpu::RowColumn) / sizeof(int64_t);
 
 // Bytes of a tensor that is nothing but bytes.
@@ -19,17 +22,6 @@ int64_t BytesOf(const at::Tensor& tensor, const char* name) {
   CheckTensor(tensor, name, at::kByte);
   TORCH_CHECK(tensor.dim() == 1, "gear: ", name, " must be [n], got ", tensor.sizes());
   return tensor.numel();
-}
-
-void CheckPieces(const cpu::Piece* pieces, int64_t first, int64_t end, int64_t to_bytes,
-                 int64_t source_bytes) {
-  for (int64_t i = first; i < end; ++i) {
-    const cpu::Piece& p = pieces[i];
-    TORCH_CHECK(p.to >= 0 && p.source >= 0 && p.bytes >= 0 && p.bytes <= to_bytes - p.to &&
-                    p.bytes <= source_bytes - p.source,
-                "gear: piece ", i, " must lie in ", to_bytes, " bytes and ", source_bytes,
-                " of the source: ", p.bytes, " bytes to ", p.to, " from ", p.source);
-  }
 }
 
 cpu::RowLayout LayoutOf(const at::Tensor& windows, const at::Tensor& members,
@@ -76,77 +68,99 @@ void CheckSamples(const cpu::RowSample* samples, int64_t count, int64_t num_peer
   }
 }
 
-int64_t PiecesOf(const cpu::RowLayout& layout, int64_t count) {
-  int64_t most = 0;
-  for (int64_t c = 0; c < layout.num_columns; ++c) {
-    const int64_t group = layout.columns[c].group;
-    if (group < 0) ++most;
-    for (int64_t w = 0; group >= 0 && w < layout.num_windows; ++w)
-      most += layout.windows[w].group == group;
+// The bytes of columns, and the rows that each has.
+struct Columns {
+  Columns(at::TensorList tensors, const cpu::RowLayout& layout, bool are_written) {
+    TORCH_CHECK(static_cast<int64_t>(tensors.size()) == layout.num_columns, "gear: there must be ",
+                layout.num_columns, " columns, got ", tensors.size());
+    for (int64_t c = 0; c < layout.num_columns; ++c) {
+      const int64_t bytes = BytesOf(tensors[c], "columns"), row = layout.columns[c].row_bytes;
+      data.push_back(static_cast<char*>(are_written
+                                            ? tensors[c].mutable_data_ptr()
+                                            : const_cast<void*>(tensors[c].const_data_ptr())));
+      num_rows.push_back(row == 0 ? kMostSteps : bytes / row);
+    }
   }
-  return most * count;
+  cpu::RowColumns View() const { return {data.data(), num_rows.data()}; }
+
+  c10::SmallVector<char*, 16> data;
+  c10::SmallVector<int64_t, 16> num_rows;
+};
+
+int64_t* LongsOf(at::Tensor& tensor, const char* name, int64_t count) {
+  CheckTensor(tensor, name, at::kLong);
+  TORCH_CHECK(tensor.numel() == count, "gear: ", name, " must have ", count, " values, got ",
+              tensor.numel());
+  return tensor.mutable_data_ptr<int64_t>();
+}
+
+// Bytes in front of the rows of each message.
+const int64_t* HeadsOf(const at::Tensor& heads) {
+  CheckTensor(heads, "heads", at::kLong);
+  const int64_t* bytes = heads.const_data_ptr<int64_t>();
+  TORCH_CHECK(std::all_of(bytes, bytes + heads.numel(),
+                          [](int64_t head) { return head >= 0 && head < kMostSteps; }),
+              "gear: heads must be at least 0");
+  return bytes;
 }
 
 }  // namespace
 
-void CopyRows(at::TensorList to, at::TensorList sources, const at::Tensor& pieces,
-              const at::Tensor& ends) {
-  CheckRecords(pieces, "pieces", kPieceWords);
-  CheckTensor(ends, "ends", at::kLong);
-  const int64_t num_to = static_cast<int64_t>(to.size());
-  const int64_t num_sources = static_cast<int64_t>(sources.size());
-  TORCH_CHECK(ends.numel() == num_to * num_sources, "gear: ends must have ", num_to, " x ",
-              num_sources, " values, got ", ends.numel());
-  const cpu::Piece* records = Records<cpu::Piece>(pieces);
-  const int64_t* end = ends.const_data_ptr<int64_t>();
-  for (const bool copies : {false, true}) {  // what is wrong is refused before any is copied
-    int64_t first = 0;
-    for (int64_t block = 0; block < num_to * num_sources; ++block) {
-      const at::Tensor &target = to[block / num_sources], &source = sources[block % num_sources];
-      const int64_t last = end[block];
-      if (!copies) {
-        TORCH_CHECK(first <= last && last <= pieces.size(0), "gear: ends must ascend in pieces");
-        CheckPieces(records, first, last, BytesOf(target, "to"), BytesOf(source, "sources"));
-      } else if (first < last) {
-        cpu::CopyPieces(records + first, last - first,
-                        static_cast<const char*>(source.const_data_ptr()),
-                        static_cast<char*>(target.mutable_data_ptr()));
-      }
-      first = last;
-    }
-  }
+void PackRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
+              const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
+              const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots) {
+  CheckRecords(samples, "samples", kSampleWords);
+  CheckRecords(slots, "slots", kSlotWords);
+  const cpu::RowLayout layout = LayoutOf(windows, members, columns);
+  const Columns data(stored, layout, false);
+  const int64_t count = samples.size(0), num_peers = heads.numel();
+  const auto* records = Records<cpu::RowSample>(samples);
+  CheckSamples(records, count, num_peers, layout.num_needs, slots.size(0));
+  CheckTensor(message, "message", at::kLong);
+  TORCH_CHECK(
+      cpu::PackRows(records, count, layout, Records<Slot>(slots), data.View(), HeadsOf(heads),
+                    num_peers, LongsOf(sizes, "sizes", num_peers),
+                    static_cast<char*>(message.mutable_data_ptr()), kWordBytes * message.numel()),
+      "gear: rows of samples must lie in the columns");
 }
 
-void PlanRows(at::Tensor& pieces, at::Tensor& ends, at::Tensor& sizes, at::Tensor& lies,
-              at::Tensor& room, const at::Tensor& samples, const at::Tensor& windows,
-              const at::Tensor& members, const at::Tensor& columns, const at::Tensor& heads,
-              const std::optional<at::Tensor>& slots, int64_t first_row, int64_t first_slot) {
+void UnpackRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at::Tensor& needed,
+                at::TensorList messages, const at::Tensor& which, const at::Tensor& samples,
+                const at::Tensor& windows, const at::Tensor& members, const at::Tensor& columns,
+                const at::Tensor& heads, at::IntArrayRef room) {
   CheckRecords(samples, "samples", kSampleWords);
-  CheckRecords(pieces, "pieces", kPieceWords);
-  for (const at::Tensor* tensor :
-       std::initializer_list<const at::Tensor*>{&ends, &sizes, &lies, &room, &heads})
-    CheckTensor(*tensor, "ends, sizes, lies, room and heads", at::kLong);
-  if (slots) CheckRecords(*slots, "slots", kSlotWords);
+  CheckRecords(ring, "ring", kResolutionWords);
+  CheckTensor(which, "which", at::kLong);
   const cpu::RowLayout layout = LayoutOf(windows, members, columns);
+  const Columns data(arrivals, layout, true);
   const int64_t count = samples.size(0), num_peers = heads.numel();
-  TORCH_CHECK(pieces.size(0) >= PiecesOf(layout, count) &&
-                  ends.numel() == layout.num_columns * num_peers && sizes.numel() == num_peers &&
-                  lies.numel() == 2 * count && room.numel() == 2,
-              "gear: pieces, ends, sizes, lies and room must hold what a plan may have");
   const auto* records = Records<cpu::RowSample>(samples);
-  CheckSamples(records, count, num_peers, layout.num_needs, slots ? slots->size(0) : kMostSteps);
-  cpu::RowPlan plan{heads.const_data_ptr<int64_t>(),
-                    num_peers,
-                    reinterpret_cast<cpu::Piece*>(pieces.mutable_data_ptr<int64_t>()),
-                    ends.mutable_data_ptr<int64_t>(),
-                    sizes.mutable_data_ptr<int64_t>(),
-                    lies.mutable_data_ptr<int64_t>(),
-                    0,
-                    0};
-  cpu::PlanRows(records, count, layout, slots ? Records<Slot>(*slots) : nullptr, first_row,
-                first_slot, &plan);
-  room.mutable_data_ptr<int64_t>()[0] = plan.num_rows;
-  room.mutable_data_ptr<int64_t>()[1] = plan.num_trajectories;
+  CheckSamples(records, count, num_peers, layout.num_needs, kMostSteps);
+  const int64_t* at = which.const_data_ptr<int64_t>();
+  TORCH_CHECK(which.numel() == count &&
+                  std::all_of(at, at + count,
+                              [&](int64_t index) { return index >= 0 && index < ring.size(0); }),
+              "gear: which must have an index of the ring per sample");
+  TORCH_CHECK(
+      room.size() == 6 && std::all_of(room.begin(), room.end(),
+                                      [](int64_t word) { return word >= 0 && word <= kMostSteps; }),
+      "gear: room must be first row, rows, first slot, slots, base row, base slot");
+  TORCH_CHECK(static_cast<int64_t>(messages.size()) == num_peers,
+              "gear: there must be a message of each peer");
+  c10::SmallVector<char*, 16> said;
+  c10::SmallVector<int64_t, 16> bytes;
+  for (const at::Tensor& message : messages) {
+    CheckTensor(message, "messages", at::kLong);
+    bytes.push_back(kWordBytes * message.numel());
+    said.push_back(static_cast<char*>(const_cast<void*>(message.const_data_ptr())));
+  }
+  const cpu::RowsTaken taken = cpu::UnpackRows(
+      records, count, layout, data.View(), {room[0], room[1], room[2], room[3], room[4], room[5]},
+      HeadsOf(heads), num_peers, said.data(), bytes.data(), at,
+      reinterpret_cast<Resolution*>(ring.mutable_data_ptr<int64_t>()),
+      LongsOf(sizes, "sizes", num_peers), LongsOf(needed, "needed", 2));
+  TORCH_CHECK(taken != cpu::RowsTaken::kShort, "gear: messages must hold the rows of samples");
+  TORCH_CHECK(taken != cpu::RowsTaken::kOutside, "gear: the room must lie in the arrivals");
 }
 
 }  // namespace gear

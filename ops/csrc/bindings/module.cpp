@@ -114,11 +114,14 @@ PyMethodDef kMethods[] = {
         "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
     Function<gear::direct::MakeTargets>("rows_targets", "rows_targets(columns) -> targets"),
     Function<gear::direct::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
-    Method<gear::CopyRows>("copy_rows_", "copy_rows_(to, sources, pieces, ends) -> None"),
-    Method<gear::PlanRows>(
-        "plan_rows_",
-        "plan_rows_(pieces, ends, sizes, lies, room, samples, windows, members, columns, heads, "
-        "slots, first_row, first_slot) -> None"),
+    Method<gear::PackRows>(
+        "pack_rows_",
+        "pack_rows_(message, sizes, stored, samples, windows, members, columns, heads, slots) -> "
+        "None"),
+    Method<gear::UnpackRows>(
+        "unpack_rows_",
+        "unpack_rows_(arrivals, ring, sizes, needed, messages, which, samples, windows, members, "
+        "columns, heads, room) -> None"),
     Method<gear::AssignDraws>(
         "assign_draws_",
         "assign_draws_(owner, own, points, found, coordinates, totals, index) -> None"),

@@ -57,13 +57,14 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at:
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
             at::ArrayRef<double> pad_values, int64_t threads);
 
-void CopyRows(at::TensorList to, at::TensorList sources, const at::Tensor& pieces,
-              const at::Tensor& ends);
+void PackRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
+              const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
+              const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots);
 
-void PlanRows(at::Tensor& pieces, at::Tensor& ends, at::Tensor& sizes, at::Tensor& lies,
-              at::Tensor& room, const at::Tensor& samples, const at::Tensor& windows,
-              const at::Tensor& members, const at::Tensor& columns, const at::Tensor& heads,
-              const std::optional<at::Tensor>& slots, int64_t first_row, int64_t first_slot);
+void UnpackRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at::Tensor& needed,
+                at::TensorList messages, const at::Tensor& which, const at::Tensor& samples,
+                const at::Tensor& windows, const at::Tensor& members, const at::Tensor& columns,
+                const at::Tensor& heads, at::IntArrayRef room);
 
 void AssignDraws(at::Tensor& owner, at::Tensor& own, at::Tensor& points, at::Tensor& found,
                  const at::Tensor& coordinates, const at::Tensor& totals, int64_t index);

@@ -120,15 +120,6 @@ struct NStep {
 void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t count, float* returns,
                  float* discount, int64_t* steps);
 
-// Bytes that lie together in `to` and in `source`.
-struct Piece {
-  int64_t to, source, bytes;
-};
-static_assert(sizeof(Piece) == 24, "a piece is a row of 3 int64");
-
-// Copies pieces in order; `to` and `source` share no memory.
-void CopyPieces(const Piece* pieces, int64_t count, const char* source, char* to);
-
 // A sample whose rows travel between this node and a peer.
 struct RowSample {
   int64_t peer, need, slot, num_steps, anchor;
@@ -163,21 +154,36 @@ struct RowLayout {
   int64_t num_columns;
 };
 
-struct RowPlan {
-  const int64_t* heads;  // [num_peers]: bytes in front of the rows in each peer's message
-  int64_t num_peers;
-  Piece* pieces;   // by column, and peer; room for one of each sample, column and window
-  int64_t* ends;   // [num_columns, num_peers]: pieces up to and with those of each
-  int64_t* sizes;  // [num_peers]: bytes of rows
-  int64_t* lies;   // [samples, 2]: what a step's number needs to be its arrival row; arrival slot
-  int64_t num_rows, num_trajectories;  // that the receiver needs room for
+// The columns of a layout in memory.
+struct RowColumns {
+  char* const* data;        // of each column
+  const int64_t* num_rows;  // that it has
 };
 
-// Plans the rows of samples, each row once. With slots: pieces from the columns into messages, one
-// behind the other, each from a multiple of 8 bytes on. Without: from each peer's message into the
-// arrivals, from the given row and slot on.
-void PlanRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
-              int64_t first_row, int64_t first_slot, RowPlan* plan);
+// Where arriving rows go, and the numbers that the first ones of all arrivals have.
+struct RowRoom {
+  int64_t first_row, num_rows, first_slot, num_slots, base_row, base_slot;
+};
+
+enum class RowsTaken { kAll, kNoRoom, kShort, kOutside };
+
+// Plans the rows of samples, each row once, and copies them from the columns of a store into
+// messages, one behind the other, each from a multiple of 8 bytes on: a head, and the rows column
+// by column. Sets the bytes of rows of each; copies nothing where `message` is too short. Returns
+// false, and copies nothing, if a row lies outside its column.
+bool PackRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
+              const RowColumns& columns, const int64_t* heads, int64_t num_peers, int64_t* sizes,
+              char* message, int64_t message_bytes);
+
+// Plans the same rows from what the receiver knows, and copies them from each peer's message into
+// the columns of arrivals, from the first row and slot of a room on. Sets the rows and slots that
+// are needed, the bytes of rows of each message, and in the ring, at `which`, the slot of each
+// sample and what is added to a step's number to find its row. Copies all rows, or none and says
+// why: there is no room, a message is too short, the room lies outside the arrivals.
+RowsTaken UnpackRows(const RowSample* samples, int64_t count, const RowLayout& layout,
+                     const RowColumns& columns, const RowRoom& room, const int64_t* heads,
+                     int64_t num_peers, char* const* messages, const int64_t* message_bytes,
+                     const int64_t* which, Resolution* ring, int64_t* sizes, int64_t* needed);
 
 // Where the draws of a cut go.
 struct DrawRoutes {

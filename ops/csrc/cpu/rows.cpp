@@ -1,9 +1,12 @@
-// Which rows of which trajectories travel, each once, and where they lie in messages.
+// Which rows of which trajectories travel, each once, and where they lie: into messages, and out of
+// them.
 #include <algorithm>
 #include <array>
+#include <utility>
 #include <vector>
 
 #include "common/host_device.h"
+#include "cpu/copy.h"
 #include "cpu/ops.h"
 
 namespace gear::cpu {
@@ -43,21 +46,22 @@ struct Span {
   int64_t trajectory, first, end;
 };
 
-// Rows that lie together, in the store or among the arrivals.
-struct Placed {
-  int64_t row, rows;
-};
-
-// What is copied of columns that are read alike, by peer.
+// Rows of columns that are read alike, by peer.
 struct Group {
-  std::vector<Placed> pieces;
-  std::vector<int64_t> ends, rows;  // of each peer: pieces up to and with its own; its rows
+  std::vector<Placed> placed;
+  std::vector<int64_t> ends, rows;  // of each peer: placed ones up to and with its own; its rows
+  int64_t first = 0, end = 0;       // of all rows
 };
 
 class Planner {
  public:
-  Planner(const RowSample* samples, int64_t count, const RowLayout& layout)
-      : samples_(samples), count_(count), layout_(layout), low_(count), high_(count, 0) {
+  Planner(const RowSample* samples, int64_t count, const RowLayout& layout, int64_t num_peers)
+      : samples_(samples),
+        count_(count),
+        layout_(layout),
+        num_peers_(num_peers),
+        low_(count),
+        high_(count, 0) {
     FindTrajectories();
     for (int64_t i = 0; i < count; ++i) apart_ = Max(apart_, samples[i].num_steps + 2);
     std::fill(low_.begin(), low_.end(), apart_);
@@ -70,18 +74,17 @@ class Planner {
     }
   }
 
-  // Writes pieces from where they lie in the store to messages one behind the other.
-  void Send(const Slot* slots, RowPlan* plan) {
-    std::vector<Group> groups;
+  // Finds where the rows lie in a store.
+  void PlaceInStore(const Slot* slots) {
     for (const std::vector<Span>& spans : spans_)
-      groups.push_back(Place(spans, plan->num_peers, [&](const Span& span) {
+      groups_.push_back(Place(spans, [&](const Span& span) {
         return slots[slots_[span.trajectory]].first_row + span.first;
       }));
-    Emit(&groups, [&](const Span& span) { return slots_[span.trajectory]; }, true, plan);
+    PlaceSingle([&](const Span& span) { return slots_[span.trajectory]; });
   }
 
-  // Writes pieces from each peer's message to the arrivals: blocks of rows, one for all columns.
-  void Receive(int64_t first_row, int64_t first_slot, RowPlan* plan) {
+  // Finds where the rows lie among the arrivals: blocks of rows, one for all columns.
+  void PlaceArrivals(const RowRoom& room, const int64_t* which, Resolution* ring, int64_t* needed) {
     std::vector<Keyed> ordered;
     ordered.reserve(order_.size());
     for (const int64_t i : order_)
@@ -92,20 +95,51 @@ class Planner {
     for (size_t i = 0; i < blocks.size(); ++i)
       begin[i + 1] = begin[i] + blocks[i].end - blocks[i].first;
     for (int64_t i = 0; i < count_; ++i) {
-      plan->lies[2 * i] = block[i] < 0 ? 0 : begin[block[i]] - blocks[block[i]].first;
-      plan->lies[2 * i + 1] = trajectory_[i];
+      const int64_t shift = block[i] < 0 ? 0 : begin[block[i]] - blocks[block[i]].first;
+      ring[which[i]].first_row = room.base_row + room.first_row + shift;
+      ring[which[i]].slot = room.base_slot + room.first_slot + trajectory_[i];
     }
-    plan->num_rows = begin.back();
-    plan->num_trajectories = static_cast<int64_t>(slots_.size());
-    std::vector<Group> groups;
+    needed[0] = begin.back();
+    needed[1] = static_cast<int64_t>(slots_.size());
     for (const std::vector<Span>& spans : spans_) {
       size_t at = 0;
-      groups.push_back(Place(spans, plan->num_peers, [&](const Span& span) {
+      groups_.push_back(Place(spans, [&](const Span& span) {
         while (blocks[at].trajectory < span.trajectory || blocks[at].end <= span.first) ++at;
-        return first_row + begin[at] + span.first - blocks[at].first;
+        return room.first_row + begin[at] + span.first - blocks[at].first;
       }));
     }
-    Emit(&groups, [&](const Span& span) { return first_slot + span.trajectory; }, false, plan);
+    PlaceSingle([&](const Span& span) { return room.first_slot + span.trajectory; });
+  }
+
+  // Sets the bytes of rows in each peer's message.
+  void Measure(int64_t* sizes) const {
+    std::fill(sizes, sizes + num_peers_, 0);
+    for (int64_t c = 0; c < layout_.num_columns; ++c)
+      for (int64_t p = 0; p < num_peers_; ++p)
+        sizes[p] += GroupOf(c).rows[p] * layout_.columns[c].row_bytes;
+  }
+
+  // Whether all rows lie in their columns.
+  bool Fits(const RowColumns& columns) const {
+    for (int64_t c = 0; c < layout_.num_columns; ++c)
+      if (GroupOf(c).first < 0 || GroupOf(c).end > columns.num_rows[c]) return false;
+    return true;
+  }
+
+  // Copies every row between its column and its message, behind the head there.
+  template <typename Copy>
+  void CopyAll(const RowColumns& columns, std::vector<char*> messages, const Copy& copy) const {
+    for (int64_t c = 0; c < layout_.num_columns; ++c) {
+      const Group& group = GroupOf(c);
+      const Placed* placed = group.placed.data();
+      for (int64_t p = 0; p < num_peers_; ++p) {
+        const Placed* end = group.placed.data() + group.ends[p];
+        const int64_t row_bytes = layout_.columns[c].row_bytes;
+        copy(placed, end - placed, row_bytes, columns.data[c], messages[p]);
+        messages[p] += group.rows[p] * row_bytes;
+        placed = end;
+      }
+    }
   }
 
  private:
@@ -186,56 +220,45 @@ class Planner {
     return merged;
   }
 
-  // Says where spans lie, by peer; row_of(span) is asked in their order.
+  // Says where spans lie, by peer; row_of(span) is asked in their order. What lies together in both
+  // places is one.
   template <typename RowOf>
-  Group Place(const std::vector<Span>& spans, int64_t num_peers, const RowOf& row_of) {
-    Group group{{}, std::vector<int64_t>(num_peers, 0), std::vector<int64_t>(num_peers, 0)};
-    group.pieces.reserve(spans.size());
+  Group Place(const std::vector<Span>& spans, const RowOf& row_of) {
+    Group group;
+    group.ends.assign(num_peers_, 0);
+    group.rows.assign(num_peers_, 0);
+    group.placed.reserve(spans.size());
+    int64_t last = -1;  // the peer of the one before
     for (const Span& span : spans) {
       const int64_t peer = peers_[span.trajectory], rows = span.end - span.first;
-      group.pieces.push_back({row_of(span), rows});
+      const int64_t row = row_of(span);
+      group.first = Min(group.first, row);
+      group.end = Max(group.end, row + rows);
       group.rows[peer] += rows;
+      if (peer == last && group.placed.back().row + group.placed.back().rows == row) {
+        group.placed.back().rows += rows;
+        continue;
+      }
+      group.placed.push_back({row, rows});
       ++group.ends[peer];
+      last = peer;
     }
-    for (int64_t p = 1; p < num_peers; ++p) group.ends[p] += group.ends[p - 1];
+    for (int64_t p = 1; p < num_peers_; ++p) group.ends[p] += group.ends[p - 1];
     return group;
   }
 
-  // Writes the pieces of every column, by peer; single_row_of(span) says where the rows of columns
-  // of one row per trajectory lie.
+  // Says where the rows of columns of one row per trajectory lie, and of which group each column
+  // is.
   template <typename RowOf>
-  void Emit(std::vector<Group>* groups, const RowOf& single_row_of, bool sends, RowPlan* plan) {
-    std::vector<size_t> group_of;
-    std::fill(plan->sizes, plan->sizes + plan->num_peers, 0);
+  void PlaceSingle(const RowOf& row_of) {
     for (int64_t c = 0; c < layout_.num_columns; ++c) {
       const RowColumn& column = layout_.columns[c];
-      group_of.push_back(column.group < 0 ? groups->size() : static_cast<size_t>(column.group));
-      if (column.group < 0)
-        groups->push_back(Place(Single(column), plan->num_peers, single_row_of));
-      const Group& group = (*groups)[group_of.back()];
-      for (int64_t p = 0; p < plan->num_peers; ++p)
-        plan->sizes[p] += group.rows[p] * column.row_bytes;
-    }
-    std::vector<int64_t> filled(plan->heads, plan->heads + plan->num_peers);
-    for (int64_t p = 0, begin = 0; sends && p < plan->num_peers; ++p) {
-      filled[p] += begin;
-      begin += (plan->heads[p] + plan->sizes[p] + 7) / 8 * 8;
-    }
-    Piece* piece = plan->pieces;
-    for (int64_t c = 0; c < layout_.num_columns; ++c) {
-      const int64_t row_bytes = layout_.columns[c].row_bytes;
-      const Group& group = (*groups)[group_of[c]];
-      const Placed* placed = group.pieces.data();
-      for (int64_t p = 0; p < plan->num_peers; ++p) {
-        for (int64_t at = filled[p]; placed < group.pieces.data() + group.ends[p]; ++placed) {
-          const int64_t from = placed->row * row_bytes, bytes = placed->rows * row_bytes;
-          *piece++ = sends ? Piece{at, from, bytes} : Piece{from, at, bytes};
-          filled[p] = at += bytes;
-        }
-        plan->ends[c * plan->num_peers + p] = piece - plan->pieces;
-      }
+      group_of_.push_back(column.group < 0 ? groups_.size() : static_cast<size_t>(column.group));
+      if (column.group < 0) groups_.push_back(Place(Single(column), row_of));
     }
   }
+
+  const Group& GroupOf(int64_t column) const { return groups_[group_of_[column]]; }
 
   // The trajectories of which a column of one row each is read.
   std::vector<Span> Single(const RowColumn& column) {
@@ -252,6 +275,7 @@ class Planner {
   const RowSample* samples_;
   int64_t count_;
   RowLayout layout_;
+  int64_t num_peers_;
   int64_t apart_ = 2;                   // of the rows of neighbouring trajectories
   std::vector<int64_t> low_, high_;     // of each sample's rows
   std::vector<int64_t> trajectory_;     // of each sample
@@ -259,17 +283,49 @@ class Planner {
   std::vector<int64_t> peers_, slots_;  // of each trajectory, ascending
   std::vector<std::vector<Keyed>> found_;
   std::vector<std::vector<Span>> spans_;  // of each group of windows
+  std::vector<Group> groups_;             // those of windows first
+  std::vector<size_t> group_of_;          // of each column
 };
 
 }  // namespace
 
-void PlanRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
-              int64_t first_row, int64_t first_slot, RowPlan* plan) {
-  Planner planner(samples, count, layout);
-  if (slots != nullptr)
-    planner.Send(slots, plan);
-  else
-    planner.Receive(first_row, first_slot, plan);
+bool PackRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
+              const RowColumns& columns, const int64_t* heads, int64_t num_peers, int64_t* sizes,
+              char* message, int64_t message_bytes) {
+  Planner planner(samples, count, layout, num_peers);
+  planner.PlaceInStore(slots);
+  planner.Measure(sizes);
+  std::vector<int64_t> begins(num_peers + 1, 0);
+  for (int64_t p = 0; p < num_peers; ++p)
+    begins[p + 1] = begins[p] + (heads[p] + sizes[p] + 7) / 8 * 8;
+  if (begins.back() > message_bytes) return true;
+  if (!planner.Fits(columns)) return false;
+  std::vector<char*> messages;
+  for (int64_t p = 0; p < num_peers; ++p) messages.push_back(message + begins[p] + heads[p]);
+  planner.CopyAll(columns, std::move(messages), CopyTogether);
+  return true;
+}
+
+RowsTaken UnpackRows(const RowSample* samples, int64_t count, const RowLayout& layout,
+                     const RowColumns& columns, const RowRoom& room, const int64_t* heads,
+                     int64_t num_peers, char* const* messages, const int64_t* message_bytes,
+                     const int64_t* which, Resolution* ring, int64_t* sizes, int64_t* needed) {
+  Planner planner(samples, count, layout, num_peers);
+  planner.PlaceArrivals(room, which, ring, needed);
+  planner.Measure(sizes);
+  if (needed[0] > room.num_rows || needed[1] > room.num_slots) return RowsTaken::kNoRoom;
+  std::vector<char*> behind;
+  for (int64_t p = 0; p < num_peers; ++p) {
+    if (sizes[p] == 0) {
+      behind.push_back(nullptr);
+      continue;
+    }
+    if (message_bytes[p] - heads[p] < sizes[p]) return RowsTaken::kShort;
+    behind.push_back(messages[p] + heads[p]);
+  }
+  if (!planner.Fits(columns)) return RowsTaken::kOutside;
+  planner.CopyAll(columns, std::move(behind), CopyApart);
+  return RowsTaken::kAll;
 }
 
 }  // namespace gear::cpu

@@ -36,7 +36,7 @@ void ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
                  const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
                  int64_t count, int64_t first, Resolution* resolutions, void* stream);
 
-// TopK, Prioritize and CopyPieces run on the host only: they belong to the store.
+// TopK, Prioritize and what nodes send each other run on the host only: they belong to the store.
 void MassOf(const float* priorities, int64_t count, uint64_t alpha, int64_t* masses, void* stream);
 
 void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
