@@ -1,6 +1,6 @@
 """How fast trajectories come in, against memcpy of as many bytes, and what that costs who samples.
 
-    python benchmarks/ingest.py --json F [--quick]
+    python benchmarks/ingest.py --json F [--quick] [--reverb-python P]
 
 One core per process: writers are actors that attach to the store of this process. docs/performance.md says
 what the columns mean.
@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from support.inference import measure
-from support.ingesting import STORE_STEPS, W1, W2, Process, section
+from support.ingesting import STORE_STEPS, W1, W2, Process, reverb_steps, section
 from support.report import Disturbance, document, print_table, write_json
 
 from deepspeed_gear import Replay
@@ -45,8 +46,8 @@ def whole(quick: bool) -> Rows:
     return rows
 
 
-def vector(quick: bool) -> Rows:
-    """Take steps of 8 environments at once."""
+def vector(quick: bool, reverb_python: str | None = None) -> Rows:
+    """Take steps of 8 environments at once; also such that each can be sampled before its episode ends."""
     rows: Rows = []
     with table(W2, 500_000, 2_000):
         found = Process("steps", 8, 3 if quick else 40, core=1).result()
@@ -61,7 +62,12 @@ def vector(quick: bool) -> Rows:
             "holds": rate >= LEAST_STEPS,
         }
     )
+    with table(W2, 500_000, 2_000):
+        published = Process("steps", 8, 3 if quick else 20, True, core=1).result()
+    rows.append({"what": "steps", "system": "gear, published", **published})
     others = Process("peers", 8, core=1).result()
+    if reverb_python is not None:
+        others |= reverb_steps(reverb_python, 8, 1.0 if quick else 10.0)
     rows += [
         {"what": "steps", "system": name.split()[0], "steps_per_s": rate} for name, rate in others.items()
     ]
@@ -149,10 +155,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only some of it")
+    parser.add_argument(
+        "--reverb-python", help="an interpreter that has Reverb, whose steps are measured beside ours"
+    )
     options = parser.parse_args()
     disturbance, rows = Disturbance(), []
+    parts = {**PARTS, "steps": partial(vector, reverb_python=options.reverb_python)}
     for part in options.parts:
-        found = PARTS[part](options.quick)
+        found = parts[part](options.quick)
         rows += found
         heads = list(dict.fromkeys(head for row in found for head in row if head != "what"))
         print_table(heads, [[row.get(head) for head in heads] for row in found])

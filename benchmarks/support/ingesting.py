@@ -103,7 +103,7 @@ def adds(writer: TrajectoryWriter, steps: int, blocks: int) -> dict[str, float]:
     return {"bytes": num_bytes, "adds_per_s": gear, "memcpys_per_s": limit, "ratio": ratio}
 
 
-def steps(writer: TrajectoryWriter, num_envs: int, blocks: int) -> dict[str, float]:
+def steps(writer: TrajectoryWriter, num_envs: int, blocks: int, publish: bool = False) -> dict[str, float]:
     """Take steps of many environments at once, of W2's columns, with episodes of 1,000 steps."""
     vector, turn = writer.vector(num_envs, "same_step"), [0]
     rows = [trajectory(W2, num_envs, seed) for seed in range(_KINDS)]
@@ -115,7 +115,8 @@ def steps(writer: TrajectoryWriter, num_envs: int, blocks: int) -> dict[str, flo
         turn[0] += 1
         given, is_last = rows[turn[0] % _KINDS], turn[0] % 1000 == 0
         given["done"] = ends if is_last else none
-        vector.step(final={"observation": given["observation"]} if is_last else None, **given)
+        final = {"observation": given["observation"]} if is_last else None
+        vector.step(final=final, publish=publish, **given)
 
     rate_of(step, 0.5)
     return {"steps_per_s": num_envs * float(np.median([rate_of(step) for _ in range(blocks)]))}
@@ -153,6 +154,18 @@ def peers(num_envs: int) -> dict[str, float]:
 
     rate_of(step, 0.5)
     return {"cpprb steps_per_s": num_envs * float(np.median([rate_of(step) for _ in range(20)]))}
+
+
+def reverb_steps(python: str, num_envs: int, seconds: float) -> dict[str, float]:
+    """Return steps per second of Reverb, in an interpreter that has it. Its server has another core."""
+    script = Path(__file__).resolve().parent / "reverb_steps.py"
+    call = [python, str(script), str(num_envs), str(seconds)]
+    done = subprocess.run(call, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{script.name} ended with {done.returncode}: has {python} Reverb?")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, float] = json.loads(lines[-1])
+    return found
 
 
 ROLES: dict[str, Callable[..., dict[str, float]]] = {"adds": adds, "steps": steps, "loop": loop}
