@@ -62,7 +62,8 @@ class Masses:
         self._log = None if table.extents is None else torch.from_numpy(table.extents.log)
         unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
         self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.key)
-        self._plain_unit = None if spec.priorities is not None else spec.rule.plain_unit
+        is_plain = spec.priorities is None and not self._late
+        self._plain_unit = spec.rule.plain_unit if is_plain else None
 
     @staticmethod
     def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:

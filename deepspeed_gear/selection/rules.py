@@ -153,8 +153,8 @@ class MassRule:
 
     @property
     def plain_unit(self) -> int | None:
-        """Return the unit of `slot_masses_`, where masses follow from lengths alone."""
-        if self.has_weights or self.where or self.split or self.window is not None or self.late:
+        """Return the unit of `slot_masses_`, where masses follow from lengths alone, but for late columns."""
+        if self.has_weights or self.where or self.split or self.window is not None:
             return None
         return UNIT_LENGTH if self.unit == "trajectory" and self.by_length else UNIT_CODES[self.unit]
 
