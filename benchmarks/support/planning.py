@@ -166,6 +166,7 @@ class Node:
             ring=torch.empty(1, batch, 8, dtype=torch.int64),
             origins=torch.empty(1, batch, dtype=torch.int64),
             draws=None,
+            joint=None,
             notice=None,
             ops=load_backend(),
             stopped=False,
