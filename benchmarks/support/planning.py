@@ -60,6 +60,7 @@ class Items(Masses):
         self._top = self.sums[-FAN_OUT:].numpy().data
         self.words = memoryview(np.zeros(CHANGE_WORDS, np.int64))
         self._control = memoryview(np.zeros(CONTROL_WORDS, np.int64))  # nothing ever changes
+        self._plain_unit = self._log = None
         self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.key)
 
 

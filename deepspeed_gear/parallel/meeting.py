@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -19,6 +20,7 @@ KEY, STATUS, STOP, WAITED_US, WAITING, TOTAL, ITEMS, LEAST, HIGHEST = range(9)
 HELLO_WORDS = 9
 FINE, FAILED = 0, 1
 TEXT_WORDS = 64
+_WAITS = 64  # exchanges of which waits are added up at once
 MOST_LEAVE_S = 10.0  # what a node that leaves waits for the others to hear it
 
 
@@ -41,7 +43,9 @@ class Meeting(Selector):
         self._waiting = False
         self._key: int | None = None  # of the cut that is being made
         self.num_cuts = 0
-        self.late_s = np.zeros(self._num_nodes)  # how long the others have waited for each node
+        self._late_us = np.zeros(self._num_nodes, np.int64)  # how long the others have waited for each node
+        self._waited_us = np.zeros((_WAITS, self._num_nodes), np.int64)  # in exchanges that are not in it
+        self._num_waits = 0
 
     @property
     def waiting(self) -> bool:
@@ -64,28 +68,33 @@ class Meeting(Selector):
         Returns:
             The words of each node behind its record; gone when the next exchange ends.
         """
-        words = np.concatenate([self._record(), gate])
+        record = self._record()
+        words = np.concatenate([record, gate]) if len(gate) else record
         words[KEY] = -1 if self._key is None else self._key
         words[STATUS], words[STOP] = (FINE if error is None else FAILED), stop
         behind = [NO_WORDS] * self._num_nodes if more is None else more
         said = self.link.begin([message_of(words, part.reshape(-1)) for part in behind])()
         heard = self._records = np.stack([part[:HELLO_WORDS] for part in said])
         self._note_waits(heard[:, WAITED_US])
+        if (heard[:, : STOP + 1] != (words[KEY], FINE, False)).any():
+            self._raise_refusal(heard, error)
+        self._waiting = bool(heard[:, WAITING].any())
+        self._totals = heard[:, TOTAL].copy()
+        return [part[HELLO_WORDS:] for part in said]
+
+    def _raise_refusal(self, heard: np.ndarray, error: Exception | None) -> NoReturn:
+        """Raise why a node does not make the cut that this one asks for."""
         if heard[:, STOP].any():
             self.link.left = True
             self._raise_stop(heard)
         self._raise_failure(heard, error)
-        if (heard[:, KEY] != words[KEY]).any():
-            asked = {self.link.name(i): key for i, key in enumerate(heard[:, KEY].tolist())}
-            raise PeerError(
-                f"stream {self.spec.name}: the nodes",
-                "must ask for the same global batch",
-                asked,
-                "all ranks must take the same batches in the same order",
-            )
-        self._waiting = bool(heard[:, WAITING].any())
-        self._totals = heard[:, TOTAL].copy()
-        return [part[HELLO_WORDS:] for part in said]
+        asked = {self.link.name(i): key for i, key in enumerate(heard[:, KEY].tolist())}
+        raise PeerError(
+            f"stream {self.spec.name}: the nodes",
+            "must ask for the same global batch",
+            asked,
+            "all ranks must take the same batches in the same order",
+        )
 
     def leave(self) -> None:
         """Tell the other nodes that this one makes no further cut, unless one of them has said so."""
@@ -111,8 +120,23 @@ class Meeting(Selector):
         return words
 
     def _note_waits(self, waited_us: np.ndarray) -> None:
-        """Whoever has waited least in the exchange before was the last to come."""
-        self.late_s += (waited_us.max() - waited_us) * 1e-6
+        """Keep how long each node has waited in the exchange before; sums can wait."""
+        self._waited_us[self._num_waits] = waited_us
+        self._num_waits += 1
+        if self._num_waits == len(self._waited_us):
+            self._add_waits()
+
+    def _add_waits(self) -> None:
+        """Whoever has waited least was the last to come."""
+        waited_us = self._waited_us[: self._num_waits]
+        self._late_us += (waited_us.max(1, keepdims=True) - waited_us).sum(0)
+        self._num_waits = 0
+
+    @property
+    def late_s(self) -> np.ndarray:
+        """How long the others have waited for each node. [S], float64, seconds."""
+        self._add_waits()
+        return self._late_us * 1e-6
 
     def _raise_stop(self, heard: np.ndarray) -> None:
         if self.stream.stopped or self._key is None:

@@ -7,6 +7,8 @@ read (`delivery`). What a node says first in a cut carries its status (`meeting`
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 
@@ -168,7 +170,8 @@ class NodeSelector(Meeting):
         ends = np.empty(self._num_nodes, np.int64)
         tensors = [torch.from_numpy(part) for part in (packed, ends, reports)]
         masses.ops.pack_reports_(*tensors, key - masses.rule.lag)
-        return np.split(packed, ends[:-1])
+        bounds = [0, *ends.tolist()]
+        return [packed[begin:end] for begin, end in pairwise(bounds)]
 
     def _apply_reports(self, key: int) -> None:
         masses = self.masses
