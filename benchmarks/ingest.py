@@ -76,7 +76,7 @@ def vector(quick: bool, reverb_python: str | None = None) -> Rows:
 
 def pair(quick: bool) -> Rows:
     """Two writers at once, against two loops of memcpy."""
-    seconds, turns, rates = (0.3, 1, []) if quick else (1.5, 5, [])
+    seconds, turns, rates = (0.3, 1, []) if quick else (1.5, 9, [])
     num_bytes = SMALL * W1.row_bytes
     for _ in range(turns):
         with table(W1, STORE_STEPS, BIG):

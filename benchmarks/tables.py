@@ -172,13 +172,14 @@ def exchange(rows: Rows) -> str:
     carried = [*case, ("bytes", "bytes", ",.0f"), ("cut ms", "cut_ms", ".2f"), ("rows ms", "carry_ms", ".2f")]
     carried += [("of it messages ms", "swap_ms", ".2f"), ("all_to_all_single ms", "bare_ms", ".2f")]
     carried += [("isend, irecv ms", "pairs_ms", ".2f"), ("rows MB/s", "mb_per_s", ",.1f")]
-    carried += [("all_to_all_single MB/s", "bare_mb_per_s", ",.1f"), *judged]
+    spread = [("least", "least", ".2f"), ("most", "most", ".2f")]
+    carried += [("all_to_all_single MB/s", "bare_mb_per_s", ",.1f"), *spread, *judged]
     owned = [
         ("system", "system", ""),
         ("B of a rank", "B", ",d"),
         ("batches/s of all", "batches_per_s", ",.0f"),
     ]
-    owned += [("in step", "in_step_per_s", ",.0f"), *judged, ("exchanges", "num_exchanges", ".1f")]
+    owned += [("in step", "in_step_per_s", ",.0f"), *spread, *judged, ("exchanges", "num_exchanges", ".1f")]
     owned += [("cut ms", "cut_ms", ".2f"), ("of it exchanges ms", "exchanges_ms", ".2f")]
     counted = [*case, ("rows needed", "needed", ",.0f"), ("remote samples", "remote", ",.0f")]
     counted += [("sent", "sent", ",.0f"), ("on the wire", "wire", ",.0f"), ("bound", "bound", ",.0f")]
