@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from deepspeed_gear.errors import GearError, LostNodeError, PeerError
+from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.link import Link
 from deepspeed_gear.parallel.topology import Topology
@@ -29,6 +29,7 @@ from deepspeed_gear.store.table import Table
 T = TypeVar("T")
 REACHED, FAILED, ENDED, RELEASED, DIGESTS = 0, 1, 2, 3, 4  # words of a rank; digests of even and odd turns
 WORDS, TEXT_BYTES = 8, 2048
+_NOT_READY = "not ready: "  # begins the text of a rank that may be ready later
 TURN, STATUS, VERIFIES, SAID_WORDS = 0, 1, 2, 3  # what leaders tell each other
 MOST_DRAIN_S = 3.0  # what a rank that ends waits for other nodes
 GRACE_S = 2.0  # ranks wait longer for their leader than it waits for other nodes
@@ -98,7 +99,7 @@ class Status:
             Its result.
         Raises:
             Exception: What `action` raised here.
-            PeerError: As `wait`.
+            PeerError, NotReadyError: As `wait`.
         """
         try:
             result = action()
@@ -123,7 +124,7 @@ class Status:
 
     def fail(self, error: Exception) -> None:
         """Say that this rank cannot do its part: the turn is over, and the others raise with this text."""
-        text = str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}"
+        text = _text_of(error)
         encoded = text.encode()[: TEXT_BYTES - 1]
         row = self._texts[self._table.memory.peer]
         with self._table.lock:
@@ -131,7 +132,7 @@ class Status:
             self._mine[FAILED] = self._count + 1
         self.reach()
         if self._link is not None and not isinstance(error, LostNodeError):
-            with contextlib.suppress(PeerError):
+            with contextlib.suppress(PeerError, NotReadyError):
                 self._tell(self._link, text)
         self._is_open = False
 
@@ -166,6 +167,7 @@ class Status:
         Raises:
             PeerError: One failed, has died or ended, does not come in time, or has other samples than its
                 replica.
+            NotReadyError: One says so: the turn is over, and can be tried again.
         """
         if self._behind():
             begin = time.monotonic()
@@ -198,7 +200,7 @@ class Status:
             return
         self._publish(str(error))
         if not isinstance(error, LostNodeError):
-            with contextlib.suppress(PeerError):
+            with contextlib.suppress(PeerError, NotReadyError):
                 self._tell(self._link, str(error))
         self._is_open = False
 
@@ -208,9 +210,9 @@ class Status:
         text = self._text_of(failed[0]) if failed else ""
         try:
             self._tell(link, text)
-        except PeerError as error:
+        except (PeerError, NotReadyError) as error:
             if not failed:
-                self._publish(str(error))
+                self._publish(_text_of(error))
                 self._is_open = False
                 raise
         self._mine[RELEASED] = self._count
@@ -234,7 +236,7 @@ class Status:
         if texts is not None and not text:
             node = int(np.nonzero(heard[:, STATUS])[0][0])
             said = wire.unpack_text(texts[node])
-            raise PeerError(link.name(node), "must succeed on every rank", None, said)
+            raise _failure_of(link.name(node), said)
         if every and texts is None:
             self._compare_digests([(int(a), int(b), int(c)) for rows in every for a, b, c in rows])
 
@@ -287,8 +289,7 @@ class Status:
             return
         for peer in self._members:
             if self._words[peer, FAILED] >= turn and peer != self._table.memory.peer:
-                text = self._text_of(peer)
-                raise PeerError(f"rank {self._ranks[peer]}", "must succeed on every rank", None, text)
+                raise _failure_of(f"rank {self._ranks[peer]}", self._text_of(peer))
 
     def _check(self, waited_s: float) -> None:
         """Raise if a rank that is behind will never come."""
@@ -337,3 +338,16 @@ class Status:
                         f"digest {digest % (1 << 64):016x}, the others {usual % (1 << 64):016x}",
                         "something changes ids or anchors of its batches",
                     )
+
+
+def _text_of(error: Exception) -> str:
+    """Return what other ranks are told of an error."""
+    text = str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}"
+    return _NOT_READY + text if isinstance(error, NotReadyError) else text
+
+
+def _failure_of(name: str, text: str) -> GearError:
+    """Return the error of a rank, or node, that has told `text`."""
+    if text.startswith(_NOT_READY):
+        return NotReadyError(name, "must be ready as well", None, text.removeprefix(_NOT_READY))
+    return PeerError(name, "must succeed on every rank", None, text)

@@ -1,0 +1,57 @@
+"""Ranks of which one acts in environments: it is told that it is not ready, and so are all others.
+
+acting_ranks.py FOLDER SECTION
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+
+import deepspeed_gear
+from deepspeed_gear import Column, Schema
+from deepspeed_gear.errors import NotReadyError
+
+folder, section = Path(sys.argv[-2]), json.loads(sys.argv[-1])
+schema = Schema([Column("observation", "float32", (2,), "observation")])
+deepspeed.init_distributed()
+rank = torch.distributed.get_rank()
+model = torch.nn.Linear(2, 1)
+optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "gear": section}
+engine, *_ = deepspeed_gear.initialize(
+    model=model, model_parameters=model.parameters(), config=config, schemas={"main": schema}
+)
+replay = engine.gear
+writer = replay.writer() if rank == 1 else None
+seen = []
+for turn in range(3):
+    begin = time.monotonic()
+    told = "must be filled first" if rank == 1 else "rank 1 must be ready as well; table main must be filled"
+    with pytest.raises(NotReadyError, match=told):
+        engine.gear_sample()
+    assert time.monotonic() - begin < 20
+    assert not replay.can_sample()
+    if writer is not None:
+        for _ in range(2):
+            writer.add({"observation": np.full((4, 2), turn, np.float32)})
+    torch.distributed.barrier()
+    assert replay.can_sample()
+    batch = engine.gear_sample()
+    assert (batch["observation"] == turn).all()
+    seen.append(batch.number.tolist())
+    engine.backward(engine(batch["observation"]).mean())
+    engine.step()
+    torch.distributed.barrier()
+    if writer is not None:
+        replay.clear()
+    torch.distributed.barrier()
+(folder / f"{rank}.json").write_text(json.dumps(seen))
+replay.close()

@@ -1,0 +1,25 @@
+"""Ranks that act and learn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gear_support import launch, prefix, shared_files
+
+
+def test_a_rank_that_would_wait_for_itself_tells_all(tmp_path: Path) -> None:
+    """Nobody waits, nobody takes it for a failure, and the batch comes when it can."""
+    section = {
+        "tables": {"main": {"capacity_steps": 100, "rate": {"min_size": 8}}},
+        "sampler": {"kind": "uniform", "unit": "step"},
+        "fields": {"observation": {}},
+        "timeout_s": 30.0,
+        "shared_memory": {"prefix": prefix()},
+    }
+    launch("acting_ranks.py", 2, str(tmp_path), json.dumps(section))
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for turn in range(3):
+        numbers = sorted(number for of_rank in seen for number in of_rank[turn])
+        assert numbers == list(range(8 * turn, 8 * turn + 8))
+    assert shared_files(prefix()) == []
