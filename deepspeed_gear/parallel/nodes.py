@@ -25,8 +25,8 @@ from deepspeed_gear.selection.gate import Gate
 from deepspeed_gear.selection.joint import JOINT_WORDS, JointGate
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Check, GateClosedError
-from deepspeed_gear.selection.shards import merge_top
 from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.selection.top import merge_top
 
 
 class NodeSelector(Meeting):

@@ -31,6 +31,7 @@ from deepspeed_gear.selection.cut import NOTHING, StreamSpec
 from deepspeed_gear.selection.masses import SEEN, Masses
 from deepspeed_gear.selection.reports import Reports
 from deepspeed_gear.selection.rules import UNIT_CODES
+from deepspeed_gear.selection.top import oldest_of_equal
 from deepspeed_gear.store.extents import CHANGED
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import (
@@ -325,21 +326,9 @@ class PriorityMasses(Masses):
         self.ops.top_k_(items, self._values, self.sums)
         items = items[items >= 0]
         if self.table.spec.dataset is None and len(items):
-            items = torch.from_numpy(self._by_id(items.numpy()))
+            in_order = oldest_of_equal(items.numpy(), self.values, self.leaves > 0, self.ids_of)
+            items = torch.from_numpy(in_order)
         return items
-
-    def _by_id(self, items: np.ndarray) -> np.ndarray:
-        """Of items in falling order, let those of the lowest ids come first among equal priorities.
-
-        In a table with a capacity a newer trajectory may lie before an older one.
-        """
-        values, least = self.values, self.values[items[-1]]
-        equal = np.nonzero((values == least) & (self.leaves > 0))[0]
-        above = items[values[items] > least]
-        ids, wanted = self.ids_of(equal), len(items) - len(above)
-        equal = equal[ids <= np.partition(ids, wanted - 1)[wanted - 1]]
-        found = np.concatenate([above, equal])
-        return found[np.lexsort((found, self.ids_of(found), -values[found]))][: len(items)]
 
     def ids_of(self, items: np.ndarray) -> np.ndarray:
         """Return the trajectories of items. [n] -> [n], int64."""
@@ -410,9 +399,8 @@ class PriorityMasses(Masses):
         self.reports.check_size(len(content["log"]))
         self.values[:], self.queued[:], self._bases[:] = 0, -1, 0
         items, admitted = self._items_of(slots, content["bases"])
-        self.values[items] = np.where(
-            admitted, content["priorities"], 0
-        )  # others are of whom a slot held before
+        # Where a slot has no mass, they are of whom it held before.
+        self.values[items] = np.where(admitted, content["priorities"], 0)
         self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
         self._generations[slots] = self.table.slots[slots, GENERATION]
         if self._steps is not None:
