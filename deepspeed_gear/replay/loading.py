@@ -20,6 +20,7 @@ from deepspeed_gear.selection import saved
 from deepspeed_gear.selection.cut import COUNT, KEY, SAMPLES
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import FIRST_ROW, ID, Table
+from deepspeed_gear.writer.room import unwritten
 
 Sizes = Mapping[str, tuple[int, int]]  # slots and rows of a node's stores, by table
 
@@ -101,7 +102,7 @@ class Loading:
             next_id = found.whole.next_id
             if name in self._divisions:
                 next_id = resharding.next_id_of(next_id, self._index, len(self._room))
-            with table.lock:
+            with unwritten(table, table.lock.timeout_s):
                 if found.whole.slots is not None:
                     snapshot.load_rows(table, found, chosen, next_id)
                 for stream in self._parts.streams.get(name, {}).values():

@@ -109,13 +109,22 @@ class Masses:
         if seen == changed or self.table.extents is None:
             return _NO_SLOTS
         slots = self.table.extents.changed_since(seen)
+        told = slots
         if slots is None:
-            slots = self._differing()
+            slots, told = self._differing(), None
         self.queue(slots, self._wanted(slots))
         self.words[SEEN] = changed
-        if self.on_change is not None:
-            self.on_change(slots[self.table.slots[slots, STATE] == COMMITTED])
+        self._tell_changed(told)
         return slots
+
+    def _tell_changed(self, slots: np.ndarray | None) -> None:
+        """Say which committed slots hold something new, or may do so; None: any."""
+        if self.on_change is None:
+            return
+        states = self.table.slots[:, STATE]
+        self.on_change(
+            np.nonzero(states == COMMITTED)[0] if slots is None else slots[states[slots] == COMMITTED]
+        )
 
     def will_have_mass(self) -> bool:
         """Return whether any slot has a mass once what has changed is in the tree. Cost: one pass."""
@@ -221,6 +230,7 @@ class Masses:
         self.queue(missed, self._wanted(missed))
         self.words[SEEN] = self._control[CHANGED]
         self._build()
+        self._tell_changed(None)
 
     def take_out(self, slot: int) -> None:
         """Let a slot be drawn no more, at once; the next change of the slot gives it a mass again."""

@@ -272,7 +272,10 @@ class PriorityMasses(Masses):
     def _differing(self) -> np.ndarray:
         differing = super()._differing()
         records, unqueued = self.table.slots, self.queued == NOTHING
-        other = unqueued & (self._bases != 0) & (records[:, GENERATION] != self._generations)
+        other = records[:, GENERATION] != self._generations
+        if self._steps is not None:
+            other |= records[:, NUM_STEPS] != self._steps
+        other &= unqueued & (self._bases != 0)
         return np.union1d(differing, np.nonzero(other)[0])
 
     def _items_of(self, slots: np.ndarray, bases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -60,6 +60,7 @@ class Inserter:
         self._measured, self._extra = steps.name, int(steps.rows == "T+1")
         self._position = table.views.get("stream/train/position")
         self._open: dict[int, int] = {}  # oldest policy version of each of this process's writers
+        self.growing: set[Any] = set()  # trajectories that are published as they grow; see `Publisher`
         self._late = bool(table.spec.schema.late_columns)
         self._native = self._open_native()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.trajectory import as_stored
-from deepspeed_gear.writer.publishing import Growing, Publisher, no_publisher
+from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
 
 Tell = Callable[[object, np.ndarray], None]
 NOTHING_OPEN = np.empty(0, np.int64)
@@ -37,7 +38,7 @@ class OpenTrajectory:
         publisher: Publisher | None = None,
     ) -> None:
         self._table, self._schema, self._add, self._once = table, schema, add, dict(per_trajectory)
-        self._publisher, self._growing = publisher, Growing(self._rows_of, self._value_of)
+        self._publisher, self._growing = publisher, Growing(weakref.ref(self))
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._rows: dict[str, list[Any]] = {column.name: [] for column in steps}
         self._ends = {column.name for column in steps if column.rows == "T+1"}
@@ -91,7 +92,7 @@ class OpenTrajectory:
             raise no_publisher()
         publisher.check()
         try:
-            publisher.publish([(self._growing, self._num_steps)])
+            publisher.publish([Part(self._growing, self._num_steps, self._rows_of, self._value_of)])
         finally:
             self.id = self._growing.id
 

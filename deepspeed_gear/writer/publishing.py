@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,16 +17,13 @@ from deepspeed_gear.store.trajectory import no_values
 from deepspeed_gear.store.unfinished import Handle
 from deepspeed_gear.writer.inserter import Inserter
 
-RowsOf = Callable[[Column, int, int], np.ndarray]
-
 
 @dataclass(eq=False)
 class Growing:
     """A trajectory that grows in this process, and the part of it that is published.
 
     Args:
-        rows: Returns rows [first, end) of a column of steps, as they are stored. [end - first, *shape].
-        once: Returns the value of a column of one value per trajectory. [*shape].
+        owner: Who appends to it; once that is gone, it has ended.
         first: The step with which what is stored begins: those before it are another trajectory's, which the
             table has let go.
         published: Steps of it that batches may hold.
@@ -32,8 +31,7 @@ class Growing:
         id: Its id, once something is published.
     """
 
-    rows: RowsOf
-    once: Callable[[Column], np.ndarray]
+    owner: weakref.ref[object]
     first: int = 0
     published: int = 0
     handle: Handle | None = None
@@ -48,13 +46,36 @@ class Growing:
         self.first, self.published, self.handle = self.first + self.published, 0, None
 
 
+class Part(NamedTuple):
+    """What there is of a trajectory that grows.
+
+    Args:
+        growing: The trajectory.
+        end: Steps that it has, those included that are another trajectory's by now.
+        rows: Returns rows [first, end) of a column of steps, as they are stored. [end - first, *shape].
+        once: Returns the value of a column of one value per trajectory. [*shape].
+    """
+
+    growing: Growing
+    end: int
+    rows: Callable[[Column, int, int], np.ndarray]
+    once: Callable[[Column], np.ndarray]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of what is, or will be, stored as one trajectory."""
+        return self.end - self.growing.first
+
+    @property
+    def num_new(self) -> int:
+        """Steps that are not published yet."""
+        return self.num_steps - self.growing.published
+
+
 def no_publisher() -> DataError:
     """Return the error of a writer that cannot publish."""
     rule = "must be asked of a writer on a node that holds the table"
     return DataError("publish", rule, None, "add whole trajectories from elsewhere")
-
-
-Part = tuple[Growing, int]  # a trajectory and how many steps it has now
 
 
 class Publisher:
@@ -65,19 +86,23 @@ class Publisher:
 
     Args:
         inserter: The way of this process into the table.
+        check: Called before anything is published; raises where nobody is to write any more.
     """
 
-    def __init__(self, inserter: Inserter) -> None:
-        self._inserter, self._table = inserter, inserter.table
+    def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
+        self._inserter, self._table, self._check = inserter, inserter.table, check
         self._name = f"table {inserter.table.spec.name}"
         self._growing: set[Growing] = set()
+        self.num_begun = 0  # trajectories of which something was published
 
     def check(self) -> None:
         """Refuse where nothing can be published.
 
         Raises:
             DataError: The table has no longest trajectory, or keeps what follows from whole ones.
+            StoreError: The run has ended.
         """
+        self._check()
         if self._inserter.max_length is None:
             rule = "must have max_length for steps of open trajectories to be published"
             raise DataError(self._name, rule, None, "set gear.tables.<name>.max_length")
@@ -93,62 +118,63 @@ class Publisher:
         Raises:
             StoreFullError, NotReadyError: As `Inserter.add`; of those that are not published yet nothing is.
         """
-        longer = [(growing, end) for growing, end in parts if end - growing.first > growing.published]
-        known = [(growing, end) for growing, end in longer if growing.is_published]
-        with self._table.lock:
-            self._forget_gone(known)  # nobody may write where another trajectory lies
-        known = [(growing, end) for growing, end in known if growing.is_published]
-        for growing, end in known:
-            self._write(growing, end)
-        self._grow(known)
-        for growing, end in longer:
-            if not growing.is_published:
-                self._begin(growing, end)
-
-    def _begin(self, growing: Growing, end: int) -> None:
-        """Publish the first steps of a trajectory."""
-        limit, num_steps = self._inserter.max_length, end - growing.first
-        assert limit is not None
-        self._check_length(num_steps)
-        once = [c for c in self._table.spec.schema if c.rows == "1" and not c.late]
-        self._inserter.check({column.name: growing.once(column) for column in once})
-        slot = self._inserter.reserve(limit, inserts=num_steps)
-        growing.handle = self._table.unfinished.handle_of(slot)
-        self._growing.add(growing)
-        try:
-            self._write(growing, end)
-            with self._table.lock:
-                growing.id = self._inserter.publish(slot, num_steps)
-        except BaseException:
-            self.end(growing)
-            raise
-        growing.published = num_steps
-
-    def _grow(self, parts: Sequence[Part]) -> None:
-        """Publish what is written of what still stands."""
-        more = sum(end - growing.first - growing.published for growing, end in parts)
+        self._end_orphans()
         until = time.monotonic() + self._inserter.timeout_s
-        while parts:
+        longer = [part for part in parts if part.num_new > 0]
+        for part in longer:
+            self._check_length(part.num_steps)
+        while longer:
             with self._table.lock:
-                if self._may_publish(more):
-                    self._forget_gone(parts)
-                    for growing, end in parts:
-                        if growing.handle is not None:
-                            growing.published = end - growing.first
-                            self._table.unfinished.grow(growing.handle.slot, growing.published)
-                    return
-            self._inserter.room.wait(AHEAD, more, until)
+                ahead = [part for part in longer if part.growing.is_published and not self._grow(part)]
+            for part in longer:
+                if not part.growing.is_published:
+                    self._begin(part)
+            longer = ahead
+            if ahead:
+                self._inserter.room.wait(AHEAD, ahead[0].num_new, until)
 
-    def _may_publish(self, num_steps: int) -> bool:
+    def _grow(self, part: Part) -> bool:
+        """Publish new steps of what is published; return whether that is done with. Wants the lock.
+
+        The rows are copied with the lock held: a checkpoint that is loaded puts others into their place.
+        """
+        growing, unfinished = part.growing, self._table.unfinished
+        assert growing.handle is not None
+        if not unfinished.stands(growing.handle):
+            self._let_go(growing, truncated=False)
+            growing.begin_anew()
+            return True
         rate = self._table.spec.life.rate
-        return rate is None or rate.unit != "step" or self._inserter.room.may_insert(num_steps)
+        if rate is not None and rate.unit == "step" and not self._inserter.room.may_insert(part.num_new):
+            return False
+        self._write(part, growing.handle.slot)
+        growing.published = part.num_steps
+        unfinished.grow(growing.handle.slot, growing.published)
+        return True
 
-    def _forget_gone(self, parts: Sequence[Part]) -> None:
-        """Give back what the table has let go; what follows is another trajectory. Wants the lock."""
-        for growing, _ in parts:
-            if growing.handle is not None and not self._table.unfinished.stands(growing.handle):
-                self._let_go(growing, truncated=False)
-                growing.begin_anew()
+    def _begin(self, part: Part) -> None:
+        """Publish the first steps of a trajectory."""
+        growing, limit, unfinished = part.growing, self._inserter.max_length, self._table.unfinished
+        assert limit is not None
+        once = [c for c in self._table.spec.schema if c.rows == "1" and not c.late]
+        self._inserter.check({column.name: part.once(column) for column in once})
+        while not growing.is_published:
+            slot = self._inserter.reserve(limit, inserts=part.num_steps)
+            growing.handle = unfinished.handle_of(slot)
+            self._growing.add(growing)
+            self._inserter.growing.add(growing)
+            try:
+                with self._table.lock:
+                    if not unfinished.stands(growing.handle):  # a checkpoint was loaded meanwhile
+                        growing.handle = None
+                        continue
+                    self._write(part, slot)
+                    growing.id = self._inserter.publish(slot, part.num_steps)
+            except BaseException:
+                self.end(growing)
+                raise
+        growing.published = part.num_steps
+        self.num_begun += 1
 
     def _check_length(self, num_steps: int) -> None:
         limit = self._inserter.max_length
@@ -156,23 +182,21 @@ class Publisher:
             rule = f"must have at most max_length = {limit} steps"
             raise DataError(f"{self._name}: trajectory", rule, num_steps)
 
-    def _write(self, growing: Growing, end: int) -> None:
-        """Write the steps that are not published yet where nobody reads."""
-        num_steps = end - growing.first
-        self._check_length(num_steps)
-        assert growing.handle is not None
-        table, known, slot = self._table, growing.published, growing.handle.slot
+    def _write(self, part: Part, slot: int) -> None:
+        """Write the steps that are not published yet, where nobody reads. Wants the lock."""
+        table, known, before = self._table, part.growing.published, part.growing.first
         at = int(table.slots[slot, FIRST_ROW])
         for column in table.spec.schema:
             stored = table.columns[column.name]
             if column.rows == "1":
                 if known == 0:
-                    stored[slot] = no_values(column, 0) if column.late else growing.once(column)
+                    stored[slot] = no_values(column, 0) if column.late else part.once(column)
                 continue
             more = int(column.rows == "T+1")
-            first, last = known + (more if known else 0), num_steps + more
-            rows = 0 if column.late else growing.rows(column, growing.first + first, growing.first + last)
-            stored[at + first : at + last] = rows
+            first, last = known + (more if known else 0), part.num_steps + more
+            stored[at + first : at + last] = (
+                0 if column.late else part.rows(column, before + first, before + last)
+            )
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -190,8 +214,14 @@ class Publisher:
     def _let_go(self, growing: Growing, truncated: bool) -> None:
         unfinished, handle = self._table.unfinished, growing.handle
         self._growing.discard(growing)
+        self._inserter.growing.discard(growing)
         if handle is not None and unfinished.is_own(handle):
             unfinished.end(handle.slot, truncated)
+
+    def _end_orphans(self) -> None:
+        """End what grew for somebody who was dropped without being closed."""
+        for growing in [growing for growing in self._inserter.growing if growing.owner() is None]:
+            self.end(growing, truncated=True)
 
     def close(self) -> None:
         """End all that grows: what is published stays, marked as truncated."""

@@ -234,3 +234,25 @@ def quiet(table: Table, timeout_s: float) -> Iterator[None]:
         if time.monotonic() > until:
             raise StoreError(f"table {table.spec.name}", f"must be at rest within {timeout_s} s", None)
         time.sleep(_POLL_S)
+
+
+@contextmanager
+def unwritten(table: Table, timeout_s: float) -> Iterator[None]:
+    """Hold the lock while nobody writes rows: what is replaced then is nobody's.
+
+    Raises:
+        StoreError: Somebody writes for too long.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        with table.lock:
+            if table.extents is not None:
+                table.unfinished.end_abandoned()
+            if not table.control[PENDING]:
+                yield
+                return
+        if time.monotonic() > until:
+            raise StoreError(
+                f"table {table.spec.name}", f"must be written by nobody within {timeout_s} s", None
+            )
+        time.sleep(_POLL_S)

@@ -162,9 +162,11 @@ class Simulators(VectorWriter):
         unwanted = [column.name for column in given if column.name in columns]
         if unwanted:
             raise DataError(f"column {unwanted[0]}", "must not be given", None, "the policy gives it")
-        added = super().step(final, envs, publish=publish, **columns)
+        added = super().step(final, envs, **columns)
         self._timesteps[slice(None) if envs is None else envs] += 1
         self._slots.states[places] = IDLE
+        if publish:
+            self._publish()
         return added
 
     def _take_values(self, columns: Mapping[str, Any], which: Any) -> None:
@@ -229,8 +231,7 @@ class Simulators(VectorWriter):
         """Give the places back; of open trajectories stays what is published. Safe to call twice, and done at
         exit.
         """
-        for env in list(self._growing):
-            self._end_growing(env, truncated=True)
+        super().close()
         self._finalizer()
 
     def __enter__(self) -> Simulators:

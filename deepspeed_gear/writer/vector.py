@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
@@ -13,7 +14,7 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.staging import Staging
 from deepspeed_gear.store.trajectory import as_stored
-from deepspeed_gear.writer.publishing import Growing, Publisher, no_publisher
+from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
 _FIRST_LENGTH = 256
@@ -130,10 +131,10 @@ class VectorWriter:
         """
         which = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask, bool)
         self._take_values(columns, slice(None))
-        for env in [env for env in self._growing if which[env]]:
-            self._end_growing(env, truncated=True)
         state, first = self._pick(self._state, columns, "reset"), self._staging.first
         self._state_rows.put(state, np.where(which, first, -1))
+        for env in [env for env in self._growing if which[env]]:
+            self._end_growing(env, truncated=True)
         self._next[which] = first[which] + 1
         self._waits[which] = False
         self._any_waits = bool(self._waits.any())
@@ -154,14 +155,16 @@ class VectorWriter:
             final: With "same_step": how the environments are that have ended; column -> [n, *shape], or an
                 array of objects as gymnasium's `final_obs`; the others' rows are not looked at.
             envs: Numbers of those that the columns are of, all different; None: all N. [n], int64.
-            publish: Let batches hold all steps so far, from the next cut on. The cost is one more copy of
-                these rows and one lock; rows are reserved for the longest trajectory of each environment.
+            publish: Let batches hold all steps so far, from the next cut on, at the cost of one more copy of
+                these rows with the table's lock held. Rows are reserved for the longest trajectory of each
+                environment, so the table needs room for all of them at once.
             **columns: What was done and what came of it, and how the environments are now. [n, *shape] each;
                 `terminated` and `truncated` also where the schema has no such columns.
         Returns:
             Ids of the trajectories that were added.
         Raises:
             DataError: A column is missing or has a wrong shape; or what adding raises.
+            StoreFullError, NotReadyError: The step is taken, but not published; the next one tries again.
         """
         envs = None if envs is None else np.asarray(envs, np.int64)
         which: Any = slice(None) if envs is None else envs
@@ -286,14 +289,18 @@ class VectorWriter:
         used = self._used()
         for env in np.flatnonzero(used).tolist():
             if env not in self._growing:
-                self._growing[env] = Growing(partial(self._rows_of, env), partial(self._value_of, env))
-        growing = self._growing.items()
-        self._publisher.publish([(part, int(used[env]) + self._steps_before(env)) for env, part in growing])
+                self._growing[env] = Growing(weakref.ref(self))
+        self._publisher.publish([self._part_of(env, int(used[env])) for env in self._growing])
+
+    def _part_of(self, env: int, num_steps: int) -> Part:
+        """Return an environment's open trajectory, of which so many steps lie in the rows of its place."""
+        rows, once = partial(self._rows_of, env), partial(self._value_of, env)
+        return Part(self._growing[env], num_steps + self._steps_before(env), rows, once)
 
     def _commit_rest(self, env: int, num_steps: int, is_cut: bool) -> int:
         publisher, growing = self._publisher, self._growing[env]
         assert publisher is not None
-        publisher.publish([(growing, num_steps + self._steps_before(env))])
+        publisher.publish([self._part_of(env, num_steps)])
         self._end_growing(env, is_cut)
         self.num_trajectories += 1
         assert growing.id is not None
@@ -314,6 +321,17 @@ class VectorWriter:
 
     def _value_of(self, env: int, column: Column) -> np.ndarray:
         return np.asarray(self._values[column.name][env])
+
+    def close(self) -> None:
+        """End what grows; what is published stays, marked as truncated. Safe to call twice."""
+        for env in list(self._growing):
+            self._end_growing(env, truncated=True)
+
+    def __enter__(self) -> VectorWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # ---- room ------------------------------------------------------------------------------------
 

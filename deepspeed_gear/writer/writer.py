@@ -49,8 +49,8 @@ class TrajectoryWriter:
         inserter.room.check = self.check_goes_on if owns else inserter.room.check
         self._finalizer = weakref.finalize(self, table.close) if owns else None
         self._simulators: weakref.WeakSet[Simulators] = weakref.WeakSet()
-        self._publisher = Publisher(inserter)
-        self.num_added = 0
+        self._publisher = Publisher(inserter, self._look)
+        self._num_whole = 0
 
     @classmethod
     def attach(
@@ -131,11 +131,15 @@ class TrajectoryWriter:
             NotReadyError: The ranks have not sampled in time, as the table's rate wants.
             StoreError: The run has ended.
         """
-        if self._owns and time.monotonic() - self._looked > _LOOK_S:
-            self.check_goes_on()
+        self._look()
         number = self._inserter.add(trajectory)
-        self.num_added += 1
+        self._num_whole += 1
         return number
+
+    @property
+    def num_added(self) -> int:
+        """Trajectories of this writer that are stored, or were: whole ones, and those that were published."""
+        return self._num_whole + self._publisher.num_begun
 
     def fill(self, number: int, **columns: Any) -> None:
         """Write late columns of a stored trajectory, once; as `Replay.fill`.
@@ -210,6 +214,11 @@ class TrajectoryWriter:
         self._inserter.room.check = both
 
     # ---- end -------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Refuse to write for nobody, looking now and then."""
+        if self._owns and time.monotonic() - self._looked > _LOOK_S:
+            self.check_goes_on()
 
     def check_goes_on(self) -> None:
         """Refuse to write for nobody.

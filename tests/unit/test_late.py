@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gear_support import exit_status, in_child
 
-from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.errors import ConfigError, DataError, NotReadyError, SchemaError, StoreError
 
 SCHEMA = Schema(
@@ -169,6 +169,30 @@ def test_what_came_too_long_ago_goes() -> None:
         assert drawn(found) == {0, 1}
         assert drawn(found) == {0, 1}
         assert drawn(found) == {1}
+
+
+@pytest.mark.parametrize("how", ["too much has changed", "a writer has died"])
+def test_versions_are_known_when_changes_are_not(how: str) -> None:
+    """What came since the last cut is found in the slot table, where the log does not say it."""
+    limit = {"column": "version", "max_lag": 2}
+    with replay(fields=("which",), version=limit, remove="fifo", writers=1) as found:
+        found.set_version(10)
+        for number in range(2):
+            found.add(trajectory(number, version=10))
+        found.sample()
+        for number in range(600 if how == "too much has changed" else 3):
+            found.add(trajectory(100 + number, version=10))
+        if how == "a writer has died":
+            name = found.tables["main"].memory.path.name
+
+            def die() -> None:
+                TrajectoryWriter.attach(name=name)._table.lock.__enter__()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            exit_status(in_child(die))
+        held = len(found)
+        found.sample()
+        assert len(found) == held
 
 
 def test_a_new_version_waits_for_open_trajectories() -> None:

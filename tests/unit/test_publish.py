@@ -14,8 +14,8 @@ import torch
 from gear_support import exit_status, in_child, wait_until
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
-from deepspeed_gear.errors import DataError, NotReadyError, StoreFullError
-from deepspeed_gear.store.extents import FREE_ROWS, NUM_COMMITTED, PENDING, ROWS_HELD, STEPS_INSERTED
+from deepspeed_gear.errors import DataError, NotReadyError, StoreError, StoreFullError
+from deepspeed_gear.store.extents import FREE_ROWS, NUM_COMMITTED, OPEN, PENDING, ROWS_HELD, STEPS_INSERTED
 
 SCHEMA = Schema(
     [
@@ -263,6 +263,79 @@ def test_a_rate_counts_published_steps() -> None:
             assert table.num_steps == 9
             found.sample()  # the step is appended already: the end publishes it
         assert table.control[STEPS_INSERTED] == 10
+
+
+def test_many_that_publish_at_once_pass_the_smallest_buffer() -> None:
+    """Each waits for its own steps only, so nobody waits for what the others bring."""
+    rate = {"samples_per_insert": 4, "min_size": 8, "error_buffer": 48}
+    with replay(rate=rate, capacity_steps=1000, capacity_trajectories=100, writers=1) as found:
+        name = found.tables["main"].memory.path.name
+
+        def write() -> None:
+            with TrajectoryWriter.attach(name=name) as writer:
+                vector = writer.vector(32)
+                vector.reset(observation=np.zeros((32, 2), np.float32), task=np.zeros(32, np.int64))
+                for t in range(4):
+                    vector.step(**vector_step(t, 32, []), publish=True)
+                signal.pause()
+
+        child = in_child(write)
+        for _ in range((32 * 4 * 4 - 48) // 64):
+            found.sample()
+        wait_until(lambda: found.tables["main"].num_steps == 32 * 4, "publishing")
+        os.kill(child, signal.SIGKILL)
+        exit_status(child)
+
+
+def test_who_is_dropped_without_being_closed_keeps_no_room() -> None:
+    with replay() as found:
+        for _ in range(5):
+            vector = found.writer(envs=2)
+            vector.reset(observation=np.zeros((2, 2), np.float32), task=np.zeros(2, np.int64))
+            vector.step(**vector_step(0, 2, []), publish=True)
+        with vector:
+            pass
+        assert found.tables["main"].views["life"][:, OPEN].sum() == 0
+
+
+def test_a_reset_that_is_refused_changes_nothing() -> None:
+    with replay() as found:
+        vector = found.writer(envs=1)
+        vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
+        for t in range(2):
+            vector.step(**vector_step(t, 1, []), publish=True)
+        with pytest.raises(DataError, match="column observation must be in every reset"):
+            vector.reset()
+        vector.step(**vector_step(2, 1, []), publish=True)
+        assert (len(found), found.tables["main"].num_steps) == (1, 3)
+
+
+def test_a_writer_that_publishes_learns_that_the_run_has_ended() -> None:
+    found = replay(writers=1)
+    writer = TrajectoryWriter.attach(name=found.tables["main"].memory.path.name)
+    opened = writer.trajectory(task=0)
+    append(opened, range(3))
+    assert writer.num_added == 1
+    found.close()
+    writer._looked = 0.0
+    with pytest.raises(StoreError, match="its ranks have ended"):
+        append(opened, [3])
+    writer.close()
+
+
+@pytest.mark.parametrize("anchors", ["all", "end"])
+def test_growth_is_seen_where_the_log_of_changes_was_too_short(anchors: str) -> None:
+    sampler = {"kind": "prioritized", "unit": "step", "anchors": anchors}
+    many = {"capacity_steps": 200, "capacity_trajectories": 20}
+    with replay(sampler, **many) as found, found.writer().trajectory(task=0) as opened:
+        append(opened, range(3))
+        found.sample()
+        append(opened, range(3, 6))
+        for number in range(1, 601):
+            found.add(whole(number, 1))
+        steps = {step for _ in range(20) for step in found.sample()["which"].tolist() if step < 100}
+        assert steps == ({4} if anchors == "end" else set(range(5)))
+        opened.append(observation=np.full(2, 6, np.float32))
 
 
 # ---- refusals ------------------------------------------------------------------------------------
