@@ -36,7 +36,7 @@ FOR_REMOVAL = 7  # purpose of the random words that choose who goes
 
 
 class Room:
-    """The room of a table for what this process adds.
+    """The room of a table for what this process adds. Where the native module gives up, this decides.
 
     Thread and process safety: methods whose docstrings say so want the table's lock, `wait` takes none.
 
