@@ -12,6 +12,7 @@ import torch
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.sets import distinct
 from deepspeed_gear.store.table import COMMITTED, STATE, Table
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 from deepspeed_gear.writer.room import Room, quiet
@@ -69,7 +70,7 @@ def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
     room = Room(table, Readers(table), table.lock.timeout_s)
     with quiet(table, table.lock.timeout_s):
         slots = table.slots_of(np.asarray(ids, np.int64).reshape(-1))
-        slots = np.unique(slots[slots >= 0])
+        slots = distinct(slots[slots >= 0])
         for slot in slots.tolist():
             room.retire(slot)
     return len(slots)

@@ -15,6 +15,7 @@ from deepspeed_gear.selection.draws import Recent, recent_cuts
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.staleness import dropped
 from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.sets import distinct
 from deepspeed_gear.store.table import BORN, GENERATION, NEXT_ID, Table
 
 Cuts = list[tuple[Stream, Recent]]  # of one global batch: one a table
@@ -108,7 +109,7 @@ def _weights(stream: Stream, cut: Recent) -> torch.Tensor:
 
 def _duplicates(batch: Cuts) -> float:
     total = sum(len(cut.records) for _, cut in batch)
-    different = sum(len(np.unique(_items(stream, cut))) for stream, cut in batch)
+    different = sum(len(distinct(_items(stream, cut))) for stream, cut in batch)
     return 1 - different / max(total, 1)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_gear.ops.constants import DRAWABLE
 from deepspeed_gear.ops.functional import Ops
+from deepspeed_gear.store.sets import is_among
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NUM_ROWS, RETIRED, STATE, Table
 
 
@@ -85,7 +86,7 @@ class StepPriorities:
 
     def mend(self, table: Table) -> None:
         """Make priorities and slots of the rows agree with the slot table; masses are to be built anew."""
-        used = np.nonzero(np.isin(table.slots[:, STATE], (COMMITTED, RETIRED)))[0]
+        used = np.nonzero(is_among(table.slots[:, STATE], (COMMITTED, RETIRED)))[0]
         free = np.ones(len(self.priorities), bool)
         extents = table.slots[used][:, [FIRST_ROW, NUM_ROWS]].tolist()
         for slot, (first, count) in zip(used.tolist(), extents, strict=True):

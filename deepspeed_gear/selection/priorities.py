@@ -34,6 +34,7 @@ from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.selection.top import oldest_of_equal
 from deepspeed_gear.store.extents import CHANGED
 from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.sets import distinct, is_among
 from deepspeed_gear.store.table import (
     COMMITTED,
     GENERATION,
@@ -230,7 +231,7 @@ class PriorityMasses(Masses):
         Rows of a slot that is free already may be another trajectory's; whoever freed it has cleared them.
         """
         if self.by_step and self.table.extents is not None:
-            there = np.isin(self.table.slots[slots, STATE], (COMMITTED, RETIRED))
+            there = is_among(self.table.slots[slots, STATE], (COMMITTED, RETIRED))
             self._bases[slots[~there]] = 0
             slots, masses = slots[there], masses[there]
         known = self._generations[slots] == self.table.slots[slots, GENERATION]
@@ -276,7 +277,7 @@ class PriorityMasses(Masses):
         if self._steps is not None:
             other |= records[:, NUM_STEPS] != self._steps
         other &= unqueued & (self._bases != 0)
-        return np.union1d(differing, np.nonzero(other)[0])
+        return distinct(np.append(differing, np.nonzero(other)[0]))
 
     def _items_of(self, slots: np.ndarray, bases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return all items of slots, and which of them may be drawn. [m], int64, and [m], bool."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.store.sets import distinct
+
 FREE, RESERVED, COMMITTED, RETIRED = range(4)
 # words of a slot; common/slot.h
 STATE, GENERATION, ID, FIRST_ROW, NUM_STEPS, NUM_ROWS, OWNER, BORN = range(8)
@@ -212,7 +214,7 @@ class Extents:
         changed = int(self.control[CHANGED])
         if changed - seen > len(self.log):
             return None
-        return np.unique(self.log[np.arange(seen, changed) % len(self.log)])
+        return distinct(self.log[np.arange(seen, changed) % len(self.log)])
 
     # ---- lists -----------------------------------------------------------------------------------
 

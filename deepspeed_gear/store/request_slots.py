@@ -24,6 +24,7 @@ from deepspeed_gear.store.bells import BELL_WORDS, Bells
 from deepspeed_gear.store.layout import Layout, Region, description_of, read_header, write_header
 from deepspeed_gear.store.lock import StoreLock
 from deepspeed_gear.store.memory import SHM, PeerTakenError, SharedMemory, living
+from deepspeed_gear.store.sets import is_among
 from deepspeed_gear.store.staging import Staging
 
 FREE, IDLE, RESTING, POSTED, TAKEN, ANSWERED = range(6)
@@ -323,7 +324,7 @@ class RequestSlots:
         owners = self.owners[used]
         dead = [owner for owner in set(owners.tolist()) if not self.memory.is_alive(owner)]
         if dead:
-            self.states[used[np.isin(owners, dead)]] = FREE
+            self.states[used[is_among(owners, dead)]] = FREE
 
     def end(self) -> None:
         """Tell simulators that nobody answers any more, and take the name away."""

@@ -27,6 +27,7 @@ from deepspeed_gear.store.extents import (
     STATE,
     Extents,
 )
+from deepspeed_gear.store.sets import is_among
 
 if TYPE_CHECKING:
     from deepspeed_gear.store.table import Table
@@ -116,8 +117,8 @@ class Unfinished:
     def _abandoned(self, which: np.ndarray) -> np.ndarray:
         found = np.nonzero(which)[0]
         owners = self._slots[found, OWNER]
-        dead = [owner for owner in np.unique(owners).tolist() if not self._table.memory.is_alive(owner)]
-        return found[np.isin(owners, dead)]
+        dead = [owner for owner in set(owners.tolist()) if not self._table.memory.is_alive(owner)]
+        return np.asarray(found[is_among(owners, dead)])
 
     # ---- repair ----------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ SECONDS = 60.0 if os.environ.get("GEAR_LONG_TESTS") else 4.0
 @pytest.mark.parametrize(("remove", "kill"), [("fifo", True), ("uniform", True), *LONG_CASES])
 def test_no_batch_is_torn(remove: str, kill: bool) -> None:
     mark = str(os.getpid())
-    command = [sys.executable, str(PROGRAM), "--seconds", str(SECONDS), *(["--kill"] if kill else [])]
+    command = [sys.executable, str(PROGRAM), "--seconds", str(SECONDS), "--least-added", "1200"]
+    command += ["--kill"] if kill else []
     environment = {**os.environ, "GEAR_TORN": mark, "GEAR_TORN_REMOVE": remove}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]

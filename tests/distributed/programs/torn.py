@@ -31,6 +31,7 @@ SCHEMA = Schema(
     ]
 )
 WINDOW, BATCH, WRITERS, MOST_STEPS = 8, 256, 4, 60
+MOST_LATE_S = 60.0  # how much longer a slow machine may take to add enough
 PREFIX = f"geartorn{os.environ.get('GEAR_TORN', '')}"
 SECTION: dict[str, Any] = {
     "tables": {
@@ -88,16 +89,17 @@ def wrong(batch: Any) -> int:
     return int(bad.sum())
 
 
-def read(seconds: float) -> dict[str, int]:
-    """Sample for some seconds, then see that nothing is lost. A rank."""
+def read(seconds: float, least: int) -> dict[str, int]:
+    """Sample for some seconds and until enough was added, then see that nothing is lost. A rank."""
     import torch.distributed as dist
 
     from deepspeed_gear import Replay
-    from deepspeed_gear.store.extents import FREE_ROWS
+    from deepspeed_gear.store.extents import FREE_ROWS, INSERTED
 
     dist.init_process_group("gloo")
     found = {"samples": 0, "wrong": 0}
     with Replay(SECTION, schemas={"main": SCHEMA}) as replay:
+        table = replay.tables["main"]
         while replay.num_steps < 1000:
             time.sleep(0.01)
         until = time.monotonic() + seconds
@@ -107,10 +109,10 @@ def read(seconds: float) -> dict[str, int]:
                 batch = replay.sample()
                 found["samples"] += len(batch["key"])
                 found["wrong"] += wrong(batch)
-            going = [time.monotonic() < until]
+            late = time.monotonic() - until
+            going = [late < 0 or (late < MOST_LATE_S and table.control[INSERTED] < least)]
             dist.broadcast_object_list(going, 0)
-        table = replay.tables["main"]
-        found["added"] = int(table.control[1])
+        found["added"] = int(table.control[INSERTED])
         if dist.get_rank() == 0:
             print("done", flush=True)  # the writers are ended now
             sys.stdin.readline()
@@ -166,12 +168,13 @@ def host(kill: bool) -> None:
     print(json.dumps({"writers": count}))
 
 
-def run(seconds: float, kill: bool) -> dict[str, int]:
+def run(options: argparse.Namespace) -> dict[str, int]:
     """Run readers and writers; return what they found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, __file__, "--seconds", str(seconds)]
+    command = [sys.executable, __file__, "--seconds", str(options.seconds)]
+    command += ["--least-added", str(options.least_added)]
     ranks = []
     for rank in range(2):
         environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -179,7 +182,7 @@ def run(seconds: float, kill: bool) -> dict[str, int]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         ranks.append(subprocess.Popen([*command, "--role", "read"], env=environment, **pipes))
     writers = subprocess.Popen(
-        [*command, "--role", "host", *(["--kill"] if kill else [])], stdout=subprocess.PIPE, text=True
+        [*command, "--role", "host", *(["--kill"] if options.kill else [])], stdout=subprocess.PIPE, text=True
     )
     try:
         assert ranks[0].stdout is not None
@@ -206,13 +209,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--least-added", type=int, default=0, help="go on until so many were added")
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--role", choices=["run", "read", "host"], default="run")
     options = parser.parse_args()
     if options.role == "host":
         host(options.kill)
         return
-    found = read(options.seconds) if options.role == "read" else run(options.seconds, options.kill)
+    found = read(options.seconds, options.least_added) if options.role == "read" else run(options)
     print(json.dumps(found))
     if options.role == "run":
         bad = found["wrong"] or found["lost_rows"] or found["used_slots"]
