@@ -13,6 +13,7 @@ from ..errors import BuildError, ConfigError
 from . import fake, jit, reference
 
 Op = Callable[..., None]
+_ALL = (*fake.OP_NAMES, *fake.RING_NAMES)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Ops:
     take_draws_: Op
     pack_reports_: Op
     unpack_reports_: Op
+    ring_add_: Op
+    ring_select_: Op
+    ring_update_: Op
+    scatter_: Op
     native: ModuleType | None = None
 
     def on_host(self) -> Ops:
@@ -72,7 +77,7 @@ def load_backend(name: str = "auto") -> Ops:
         BuildError: The native op cannot be built or loaded, or CUDA is asked for where there is none.
     """
     if name == "reference":
-        return Ops(name, **{op: getattr(reference, op) for op in fake.OP_NAMES})
+        return Ops(name, **{op: getattr(reference, op) for op in _ALL})
     if name in ("auto", "cpu"):
         from .load import load_native
 
@@ -98,7 +103,7 @@ def load_library(library: str | None) -> Ops:
 
 def _native_ops(name: str, native: ModuleType) -> Ops:
     fake.register()
-    return Ops(name, **{op: getattr(torch.ops.gear, op).default for op in fake.OP_NAMES}, native=native)
+    return Ops(name, **{op: getattr(torch.ops.gear, op).default for op in _ALL}, native=native)
 
 
 def _load_cuda() -> ModuleType:

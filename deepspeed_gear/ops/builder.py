@@ -202,7 +202,7 @@ class GearBuilder(_NativeOp, CPUOpBuilder):
     def sources(self) -> list[str]:
         """List the bindings and everything in `csrc/cpu`."""
         folder = self.csrc / "bindings"
-        more = sorted(set(folder.glob("library_*.cpp")) - {folder / "library_cuda.cpp"})
+        more = sorted(set(folder.glob("library_*.cpp")) - set(folder.glob("library_cuda*.cpp")))
         bindings = [folder / "library.cpp", *more, folder / "module.cpp"]
         return _existing([*bindings, *sorted((self.csrc / "cpu").glob("*.cpp"))])
 
@@ -223,11 +223,12 @@ class GearCudaBuilder(_NativeOp, CUDAOpBuilder):
     FOLDERS = ("bindings", "common", "cpu", "cuda")
 
     def sources(self) -> list[str]:
-        """List the binding and everything in `csrc/cuda`."""
+        """List the bindings and everything in `csrc/cuda`."""
         cuda = self.csrc / "cuda"
         return _existing(
             [
                 self.csrc / "bindings" / "library_cuda.cpp",
+                *sorted((self.csrc / "bindings").glob("library_cuda_*.cpp")),
                 *sorted(cuda.glob("*.cpp")),
                 *sorted(cuda.glob("*.cu")),
             ]

@@ -90,3 +90,13 @@ def minima_levels(num_items: int) -> list[tuple[int, int]]:
 def minima_size(num_items: int) -> int:
     """Return the words of the tree of minima over `num_items` masses."""
     return sum(width for _, width in minima_levels(num_items))
+
+
+# common/ring.h: a table in the memory of one device.
+RING_WORDS = 32
+RING_HEAD, RING_NEXT, RING_TAIL, RING_SAMPLES, RING_BATCH, RING_TOTAL, RING_STEPS, RING_REFUSED = range(8)
+RING_COUNTS = 8  # the five words of updates begin here
+PLACED_WORDS = 5
+P_SLOT, P_FIRST_ROW, P_NUM_STEPS, P_ID, P_BEGIN = range(5)
+NOT_NORMALIZED, BY_BATCH, BY_TABLE = range(3)
+HIGHEST_SO_FAR = -1  # in place of the bits of the priority of new items

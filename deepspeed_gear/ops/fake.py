@@ -32,6 +32,8 @@ OP_NAMES = (
     "pack_reports_",
     "unpack_reports_",
 )
+#: Ops of a table in the memory of one device: only through torch's dispatcher, so that they can be traced.
+RING_NAMES = ("ring_add_", "ring_select_", "ring_update_", "scatter_")
 #: Ops of the host's store, which have no kernels.
 HOST_ONLY = (
     "slot_masses_",
@@ -57,7 +59,7 @@ def register() -> None:
     with _lock:
         if _registered:
             return
-        for name in OP_NAMES:
+        for name in (*OP_NAMES, *RING_NAMES):
             torch.library.register_fake(f"gear::{name}", _mutate_only)
         _registered = True
 

@@ -19,6 +19,7 @@ from deepspeed_gear.ops import Ops, fake, load_backend, toolchain
 
 HOST = Path(__file__).resolve().parents[1] / "host"
 CSRC = toolchain.csrc_root()
+ALL_NAMES = (*fake.OP_NAMES, *fake.RING_NAMES)
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,7 @@ def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> Ops:
         pytest.skip(", ".join(toolchain.missing_tools()))
     library = build_kernels_for_host(tmp_path_factory.mktemp("kernels_on_host"))
     torch.ops.load_library(library)
-    ops = {name: getattr(torch.ops.gear_on_host, name).default for name in fake.OP_NAMES}
+    ops = {name: getattr(torch.ops.gear_on_host, name).default for name in ALL_NAMES}
     return Ops("kernels on the host", **ops)
 
 
@@ -77,17 +78,18 @@ def build_kernels_for_host(folder: Path) -> Path:
         text, launches = launch.subn(r"gear_host::Launch(\2, \3, [&] { \1(\4); });", file.read_text())
         assert launches == file.read_text().count("<<<")
         (folder / "cuda" / file.with_suffix(".h" if file.suffix == ".h" else ".cpp").name).write_text(text)
-    binding = (CSRC / "bindings" / "library_cuda.cpp").read_text()
-    schemas = re.search(
-        r"TORCH_LIBRARY\(gear, m\) \{.*?\n\}\n", (CSRC / "bindings" / "library.cpp").read_text(), re.DOTALL
-    )
-    assert schemas is not None
-    assert "TORCH_LIBRARY_IMPL(gear, CUDA, m)" in binding
-    binding = binding.replace("(gear, CUDA, m)", "(gear_on_host, CPU, m)")
     stream = 'extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void**) { return 0; }\n'
-    (folder / "binding.cpp").write_text(
-        binding + schemas[0].replace("(gear, m)", "(gear_on_host, m)") + stream
-    )
+    for file in (CSRC / "bindings").glob("library_cuda*.cpp"):
+        binding = file.read_text()
+        assert "TORCH_LIBRARY_IMPL(gear, CUDA, m)" in binding
+        plain = CSRC / "bindings" / file.name.replace("_cuda", "")  # has the schemas
+        schemas = re.search(r"TORCH_LIBRARY(_FRAGMENT)?\(gear, m\) \{.*?\n\}\n", plain.read_text(), re.DOTALL)
+        assert schemas is not None
+        (folder / file.name).write_text(
+            binding.replace("(gear, CUDA, m)", "(gear_on_host, CPU, m)")
+            + schemas[0].replace("(gear, m)", "(gear_on_host, m)")
+            + (stream if file.name == "library_cuda.cpp" else "")
+        )
     flags = [
         "-std=c++20",
         "-O1",
@@ -98,7 +100,9 @@ def build_kernels_for_host(folder: Path) -> Path:
     ]
     flags += [f"-I{folder}", f"-I{HOST}", f"-I{CSRC}", f"-I{sysconfig.get_path('include')}"]
     flags += [f"-isystem{path}" for path in include_paths("cpu")]
-    sources = [str(file) for file in (folder / "binding.cpp", *sorted((folder / "cuda").glob("*.cpp")))]
+    sources = [
+        str(file) for file in (*sorted(folder.glob("*.cpp")), *sorted((folder / "cuda").glob("*.cpp")))
+    ]
     out = folder / "kernels_on_host.so"
     links = [f"-L{TORCH_LIB_PATH}", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(out)]
     run = subprocess.run([*toolchain.compiler(), *flags, *sources, *links], capture_output=True, text=True)
@@ -130,5 +134,5 @@ def through_device(ops: Ops, device: torch.device) -> Ops:
 
         return run
 
-    wrapped = {f.name: wrap(getattr(ops, f.name)) for f in fields(ops) if f.name in fake.OP_NAMES}
+    wrapped = {f.name: wrap(getattr(ops, f.name)) for f in fields(ops) if f.name in ALL_NAMES}
     return Ops(f"{ops.name} through {device}", **wrapped)

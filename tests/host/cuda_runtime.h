@@ -143,6 +143,7 @@ inline unsigned __ballot_sync(unsigned, bool value) {
   });
 }
 
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }

@@ -19,7 +19,7 @@ ARCHITECTURES = (80, 90, 100)
 CSRC = toolchain.csrc_root()
 KERNELS = sorted((CSRC / "cuda").glob("*.cu"))
 HOME = toolchain.cuda_home()
-BINDING = CSRC / "bindings" / "library_cuda.cpp"
+BINDINGS = sorted((CSRC / "bindings").glob("library_cuda*.cpp"))
 
 pytestmark = pytest.mark.skipif(not KERNELS, reason="no kernels in ops/csrc/cuda")
 needs_nvcc = pytest.mark.skipif(HOME is None, reason="no nvcc found")
@@ -83,14 +83,14 @@ def test_the_flags_do_not_fuse_or_approximate(tmp_path: Path) -> None:
     assert "div.rn.f32" in ptx.read_text()
 
 
-@pytest.mark.skipif(not BINDING.is_file(), reason="no binding of kernels")
-def test_the_binding_of_the_kernels_compiles_with_this_torch() -> None:
+@pytest.mark.parametrize("binding", BINDINGS, ids=lambda file: file.stem)
+def test_the_bindings_of_the_kernels_compile_with_this_torch(binding: Path) -> None:
     """Also with a CPU build of torch, which lacks the headers of c10/cuda."""
     if toolchain.missing_tools():
         pytest.skip(", ".join(toolchain.missing_tools()))
     system = [f"-isystem{path}" for path in [*include_paths("cpu"), sysconfig.get_path("include")]]
     flags = ["-fsyntax-only", "-std=c++17", "-Wall", "-DTORCH_EXTENSION_NAME=gear_cuda", f"-I{CSRC}", *system]
-    run = subprocess.run([*toolchain.compiler(), *flags, str(BINDING)], capture_output=True, text=True)
+    run = subprocess.run([*toolchain.compiler(), *flags, str(binding)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 

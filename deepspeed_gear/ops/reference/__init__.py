@@ -2,8 +2,8 @@
 
 Read it in this order: `select` (draws, permutation, tree, resolutions), `priorities` (masses, weights, the
 least mass, updates; their powers in `power`), `collect` (windows and padding), `convert` (dtypes), `returns`
-(sums of rewards), `rows` (which rows travel, and where to), `draws` (what nodes tell each other). Tensors
-live on the CPU.
+(sums of rewards), `rows` (which rows travel, and where to), `draws` (what nodes tell each other), `ring`
+(a table in the memory of one device). Tensors live on the CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .priorities import (
     top_k_,
 )
 from .returns import n_step_, n_step_reads, suffix_sum_
+from .ring import ring_add_, ring_select_, ring_update_, scatter_
 from .rows import pack_rows_, unpack_rows_
 from .select import (
     anchor_at,
@@ -77,6 +78,10 @@ __all__ = [
     "report_",
     "resolve_",
     "resolve_rows_",
+    "ring_add_",
+    "ring_select_",
+    "ring_update_",
+    "scatter_",
     "send_draws_",
     "suffix_sum_",
     "take_draws_",

@@ -6,36 +6,15 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include "bindings/check_priorities.h"
 #include "bindings/checks.h"
+#include "bindings/on_device.h"
 #include "cuda/ops.h"
-
-extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 
 namespace gear {
 namespace {
-
-// Makes the tensors' device current, and gives its current stream.
-class OnDevice {
- public:
-  explicit OnDevice(const at::Tensor& out) : guard_(out.device()) {
-    TORCH_CHECK(aoti_torch_get_current_cuda_stream(out.get_device(), &stream_) == 0,
-                "gear: torch gives no stream of ", out.device());
-  }
-  void* stream() const { return stream_; }
-
- private:
-  c10::DeviceGuard guard_;
-  void* stream_ = nullptr;
-};
-
-void CheckDevice(const at::Tensor& tensor, const at::Tensor& out, const char* name) {
-  TORCH_CHECK(tensor.device() == out.device(), "gear: ", name, " must be on ", out.device(),
-              ", got ", tensor.device());
-}
 
 void Draw(at::Tensor coordinates, int64_t seed, int64_t stream, int64_t first, int64_t total) {
   CheckTensor(coordinates, "coordinates", at::kLong);

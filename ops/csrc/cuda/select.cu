@@ -1,6 +1,7 @@
 // Draws, the epoch's order, and what a draw resolves to.
 #include "common/permutation.h"
 #include "common/tree.h"
+#include "cuda/descend.h"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
@@ -21,28 +22,6 @@ __global__ void PermuteKernel(const Permutation permutation, int64_t first, int6
   for (int64_t i = GlobalThread(); i < count; i += GlobalThreads())
     coordinates[i] =
         static_cast<int64_t>(gear::Permute(permutation, static_cast<uint64_t>(first + i)));
-}
-
-// Descend by a warp: a lane for each child, so that a level is one read of 256 bytes and a scan.
-__device__ Hit DescendWarp(const uint64_t* __restrict__ sums, const TreeShape& shape,
-                           uint64_t coordinate, int lane) {
-  constexpr unsigned kAll = 0xFFFFFFFFu;
-  int64_t node = 0;
-  for (int level = shape.levels - 1; level >= 0; --level) {
-    const uint64_t own = sums[shape.offset[level] + node * kFanOut + lane];
-    uint64_t up_to = own;
-#pragma unroll
-    for (int step = 1; step < kFanOut; step *= 2) {
-      const uint64_t below = __shfl_up_sync(kAll, up_to, step);
-      if (lane >= step) up_to += below;
-    }
-    // The last child takes what no other holds, as in Descend.
-    const unsigned holds = __ballot_sync(kAll, coordinate < up_to) | (1u << (kFanOut - 1));
-    const int child = __ffs(static_cast<int>(holds)) - 1;
-    coordinate -= __shfl_sync(kAll, up_to - own, child);
-    node = node * kFanOut + child;
-  }
-  return {node, coordinate};
 }
 
 struct Second {  // the draw of the anchor

@@ -1,0 +1,279 @@
+"""What the ops of a table in the memory of one device mean: adding, drawing, updates, writing of rows.
+
+Rows and slots are rings: row r lies at r modulo the number of rows, trajectory `id` in slot id modulo the
+number of slots, and a trajectory never wraps. The stored ones are [tail, next). Everything that changes is in
+tensors, so that the ops can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ..constants import (
+    APPLIED,
+    BY_BATCH,
+    BY_TABLE,
+    CLAMPED,
+    COMMITTED,
+    DRAWABLE,
+    FOR_COORDINATE,
+    HIGHEST_PRIORITY,
+    P_BEGIN,
+    P_FIRST_ROW,
+    P_ID,
+    P_NUM_STEPS,
+    P_SLOT,
+    R_ANCHOR,
+    R_GENERATION,
+    R_MASS,
+    R_SLOT,
+    RING_BATCH,
+    RING_COUNTS,
+    RING_HEAD,
+    RING_NEXT,
+    RING_REFUSED,
+    RING_SAMPLES,
+    RING_STEPS,
+    RING_TAIL,
+    RING_TOTAL,
+    SLOT_FIRST_ROW,
+    SLOT_GENERATION,
+    SLOT_NUM_STEPS,
+    SLOT_STATE,
+    SOURCE_STEPS_PLUS_ONE,
+    SOURCE_TRAJECTORY,
+    STALE,
+    UNIT_LENGTH,
+    UNIT_STEP,
+)
+from .integers import LOW_32
+from .power import exp2, float_bits, log2, scale
+from .priorities import mass_of, minima_update_, resolve_rows_
+from .select import anchor_at, coordinate, num_anchors, philox, resolve_, tree_update_
+
+_INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
+
+
+class _Changes:
+    """Items whose masses change, applied together; the last of equal ones wins."""
+
+    def __init__(self, sums: Tensor, minima: Tensor, priorities: Tensor, num_items: int) -> None:
+        self.sums, self.minima, self.priorities, self.num_items = sums, minima, priorities, num_items
+        self.items: list[int] = []
+        self.masses: list[int] = []
+
+    def set(self, item: int, mass: int, bits: int) -> None:
+        self.items.append(item)
+        self.masses.append(mass)
+        if len(self.priorities):
+            self.priorities[item] = _float(bits)
+
+    def apply(self, state: Tensor) -> None:
+        items, masses = torch.tensor(self.items, dtype=torch.int64), torch.tensor(self.masses)
+        distinct = torch.unique(items)
+        before = (self.sums[distinct] > 0).sum()
+        tree_update_(self.sums, self.num_items, items, masses)
+        if len(self.minima) and len(items):
+            minima_update_(self.minima, self.sums, self.num_items, items)
+        state[RING_COUNTS + DRAWABLE] += (self.sums[distinct] > 0).sum() - before
+
+
+def ring_add_(
+    state: Tensor,
+    slots: Tensor,
+    begins: Tensor,
+    sums: Tensor,
+    minima: Tensor,
+    priorities: Tensor,
+    row_slots: Tensor,
+    placed: Tensor,
+    lengths: Tensor,
+    rule: Sequence[int],
+    shape: Sequence[int],
+    unit: int,
+    alpha: int,
+    initial: int,
+) -> None:
+    """Make room for trajectories of these lengths, and give their items their first masses.
+
+    The oldest trajectories go whose rows or slots are needed. `placed` says where each one lies (its columns:
+    `constants.P_*`), slot -1 where nothing was added: a length of 0, or one that is none, which is counted.
+    Without priorities an item is a slot. With them it is a slot, or where the unit is a step a row; the first
+    priority is `initial` (float32 bits), or where that is negative the highest one so far. `shape`: rows,
+    slots, 1 where columns have a row more than steps, the longest trajectory.
+    """
+    num_rows, num_slots, final_row, most_steps = shape
+    if len(lengths) > num_slots or len(lengths) >= num_rows // (most_steps + final_row):
+        raise ShapeError("lengths", "must fit, and one more, into the rows and slots", len(lengths))
+    by_row = len(priorities) > 0 and unit == UNIT_STEP
+    bits = initial if initial >= 0 else int(state[RING_COUNTS + HIGHEST_PRIORITY])
+    mass = int(mass_of(torch.tensor([bits]), alpha)[0]) if len(priorities) else 0
+    head, following, tail = (int(state[word]) for word in (RING_HEAD, RING_NEXT, RING_TAIL))
+    old_next = following
+    for i, steps in enumerate(lengths.tolist()):
+        placed[i] = torch.tensor([-1, 0, 0, -1, 0])
+        if not 0 <= steps <= most_steps:
+            state[RING_REFUSED] += 1
+        if not 0 < steps <= most_steps:
+            continue
+        rows, at = steps + final_row, head % num_rows
+        begin = head if at + rows <= num_rows else head - at + num_rows
+        placed[i] = torch.tensor([following % num_slots, begin % num_rows, steps, following, begin])
+        head, following = begin + rows, following + 1
+    changes = _Changes(sums, minima, priorities, num_rows if by_row else num_slots)
+    while tail < old_next:
+        slot = tail % num_slots
+        if int(begins[slot]) + num_rows >= head and tail >= following - num_slots:
+            break
+        first, steps = int(slots[slot, SLOT_FIRST_ROW]), int(slots[slot, SLOT_NUM_STEPS])
+        for item in range(first, first + steps) if by_row else [slot]:
+            changes.set(item, 0, 0)
+        state[RING_STEPS] -= steps
+        slots[slot, SLOT_STATE] = 0
+        tail += 1
+    for place in placed[placed[:, P_SLOT] >= 0].tolist():
+        slot, first, steps = place[P_SLOT], place[P_FIRST_ROW], place[P_NUM_STEPS]
+        born = int(state[RING_BATCH])
+        record = [COMMITTED, place[P_ID] // num_slots, place[P_ID], first, steps, steps + final_row, 0, born]
+        slots[slot] = torch.tensor(record)
+        begins[slot] = place[P_BEGIN]
+        state[RING_STEPS] += steps
+        anchors = int(num_anchors(rule, torch.tensor(steps)))
+        if by_row:
+            admitted = set(anchor_at(rule, torch.tensor(steps), torch.arange(anchors)).tolist())
+            row_slots[first : first + steps] = slot
+            for step in range(steps):
+                is_anchor = step in admitted
+                changes.set(first + step, mass if is_anchor else 0, bits if is_anchor else 0)
+        else:
+            own = anchors if unit == UNIT_STEP else (anchors > 0) * (steps if unit == UNIT_LENGTH else 1)
+            changes.set(slot, mass if own and len(priorities) else own, bits if own else 0)
+    changes.apply(state)
+    state[RING_HEAD], state[RING_NEXT], state[RING_TAIL] = head, following, tail
+
+
+def ring_select_(
+    state: Tensor,
+    resolutions: Tensor,
+    weights: Tensor,
+    slots: Tensor,
+    sums: Tensor,
+    minima: Tensor,
+    row_slots: Tensor,
+    betas: Tensor,
+    rule: Sequence[int],
+    shape: Sequence[int],
+    draw: Sequence[int],
+    unit: int,
+) -> None:
+    """Draw the next global batch, weigh it, and count it in the state.
+
+    `draw`: seed, stream, stride, offset, stratified (0 or 1) and normalize. Sample i has the number (samples
+    so far + i) * stride + offset; the draws are those of `draw_` and `resolve_` (`resolve_rows_` where
+    `row_slots` is not empty), the weights those of `importance_` with the exponent of the batch in `betas`,
+    whose last one holds on. Empty `weights` are not computed.
+    """
+    seed, stream, stride, offset, stratified, normalize = draw
+    num_items = len(row_slots) or shape[1]
+    total, count = int(sums[-32:].sum()), len(resolutions)
+    if total == 0:
+        raise ShapeError("sums", "must have an item with a mass", 0)
+    numbers = (int(state[RING_SAMPLES]) + torch.arange(count)) * stride + offset
+    points = coordinate(*philox(seed, numbers, stream, FOR_COORDINATE), total)
+    if stratified:
+        whole, rest = divmod(total, count)
+        j = torch.arange(count)
+        points = j * whole + (j * rest + points) // count
+    for i, number in enumerate(numbers.tolist()):
+        point, one = points[i : i + 1], resolutions[i : i + 1]
+        if len(row_slots):
+            resolve_rows_(one, sums, slots, row_slots, point, number)
+        else:
+            resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
+    if len(weights):
+        beta = int(betas[min(int(state[RING_BATCH]), len(betas) - 1)])
+        numerator, divisor = total, int(state[RING_COUNTS + DRAWABLE])
+        if normalize == BY_BATCH:
+            numerator, divisor = int(resolutions[:, R_MASS].min()), 1
+        elif normalize == BY_TABLE:
+            top = minima[-32:] if len(minima) else sums[:num_items]
+            numerator, divisor = int(top[top > 0].min()), 1
+        log_ratio = log2(torch.tensor(numerator)) - log2(torch.tensor(divisor))
+        bits = float_bits(*exp2(scale(log_ratio - log2(resolutions[:, R_MASS]), beta)))
+        weights.copy_(bits.to(torch.int32).view(torch.float32))
+    state[RING_TOTAL] = total
+    state[RING_SAMPLES] += count
+    state[RING_BATCH] += 1
+
+
+def ring_update_(
+    state: Tensor,
+    sums: Tensor,
+    minima: Tensor,
+    priorities: Tensor,
+    slots: Tensor,
+    resolutions: Tensor,
+    values: Tensor,
+    shape: Sequence[int],
+    unit: int,
+    alpha: int,
+) -> None:
+    """Set the priorities of samples; of equal items the last wins.
+
+    Values that are no priorities are counted and change nothing, nor do those of trajectories that are gone.
+    The state's counts are those of `prioritize_`.
+    """
+    counts = state[RING_COUNTS:]
+    changes = _Changes(sums, minima, priorities, len(priorities))
+    for record, bits in zip(
+        resolutions.tolist(), (values.view(torch.int32).long() & LOW_32).tolist(), strict=True
+    ):
+        if bits >= _INFINITY and bits != _MINUS_ZERO:
+            state[RING_REFUSED] += 1
+            continue
+        slot, anchor = record[R_SLOT], record[R_ANCHOR]
+        known = slots[slot].tolist() if 0 <= slot < len(slots) else None
+        is_current = (
+            known is not None
+            and known[SLOT_STATE] == COMMITTED
+            and known[SLOT_GENERATION] == record[R_GENERATION]
+            and 0 <= anchor < known[SLOT_NUM_STEPS]
+        )
+        if not is_current or known is None:
+            counts[STALE] += 1
+            continue
+        bits &= _MINUS_ZERO - 1
+        mass, is_clamped = mass_of(torch.tensor([bits]), alpha)
+        changes.set(known[SLOT_FIRST_ROW] + anchor if unit == UNIT_STEP else slot, int(mass), bits)
+        counts[APPLIED] += 1
+        counts[CLAMPED] += int(is_clamped)
+        counts[HIGHEST_PRIORITY] = max(int(counts[HIGHEST_PRIORITY]), bits)
+    changes.apply(state)
+
+
+def scatter_(
+    columns: Sequence[Tensor], values: Sequence[Tensor], placed: Tensor, sources: Sequence[int]
+) -> None:
+    """Write the rows of trajectories to their places; a slot of -1 in `placed` is left out.
+
+    A column of steps takes values [n, steps (+ 1), *shape], of which the trajectory's own are written; one of
+    a row per trajectory takes [n, *shape]. Nothing is converted.
+    """
+    for column, rows, source in zip(columns, values, sources, strict=True):
+        for i, (slot, first, steps, *_) in enumerate(placed.tolist()):
+            if slot < 0:
+                continue
+            own = rows[i : i + 1] if source == SOURCE_TRAJECTORY else rows[i]
+            begin = slot if source == SOURCE_TRAJECTORY else first
+            wanted = 1 if source == SOURCE_TRAJECTORY else steps + (source == SOURCE_STEPS_PLUS_ONE)
+            if steps < 0 or wanted > len(own) or not 0 <= begin <= len(column) - wanted:
+                raise ShapeError(f"place {i}", "must lie in the columns", [slot, first, steps])
+            column[begin : begin + wanted] = own[:wanted]
+
+
+def _float(bits: int) -> Tensor:
+    return torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)[0]

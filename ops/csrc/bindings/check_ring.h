@@ -1,0 +1,163 @@
+// What the bindings of both devices check before an op of the ring runs.
+#pragma once
+#include <vector>
+
+#include "bindings/check_priorities.h"
+#include "cpu/ring.h"
+
+namespace gear {
+
+inline constexpr int64_t kPlacedWords = sizeof(Placed) / sizeof(int64_t);
+
+inline RingShape ShapeOfRing(at::IntArrayRef shape) {
+  TORCH_CHECK(shape.size() == 4 && shape[0] > 0 && shape[1] > 0 &&
+                  (shape[2] == 0 || shape[2] == 1) && shape[3] > 0 && shape[3] <= kMostSteps,
+              "gear: shape must be rows, slots, final row (0 or 1) and most steps, got ", shape);
+  return {shape[0], shape[1], shape[2], shape[3]};
+}
+
+inline RingRule RuleOfRing(at::IntArrayRef rule, int64_t unit, bool has_priorities, int64_t alpha) {
+  CheckRule(rule);
+  CheckExponent("alpha", alpha);
+  TORCH_CHECK(unit == kTrajectory || unit == kStep || unit == kByLength,
+              "gear: unit must be 0, 1 or 2, got ", unit);
+  return {AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit, has_priorities,
+          has_priorities && unit == kStep, static_cast<uint64_t>(alpha)};
+}
+
+inline void CheckState(const at::Tensor& state) {
+  CheckTensor(state, "state", at::kLong);
+  TORCH_CHECK(state.numel() == kRingWords, "gear: state must have ",
+              static_cast<int64_t>(kRingWords), " words, got ", state.numel());
+}
+
+// Slots, tree and minima; empty minima are not kept.
+inline void CheckRing(const at::Tensor& slots, const at::Tensor& sums, const at::Tensor& minima,
+                      const RingShape& shape, const RingRule& rule) {
+  CheckRecords(slots, "slots", kSlotWords);
+  TORCH_CHECK(slots.size(0) == shape.num_slots, "gear: slots must be ", shape.num_slots, ", got ",
+              slots.size(0));
+  const int64_t num_items = ItemsOfRing(shape, rule);
+  CheckTree(sums, num_items);
+  CheckTensor(minima, "minima", at::kLong);
+  if (minima.numel() > 0) CheckMinima(minima, sums, num_items);
+}
+
+inline void CheckRowSlots(const at::Tensor& row_slots, const RingShape& shape,
+                          const RingRule& rule) {
+  CheckTensor(row_slots, "row_slots", at::kInt);
+  TORCH_CHECK(row_slots.numel() == (rule.by_row ? shape.num_rows : 0),
+              "gear: row_slots must have a value per row where items are rows, else none; got ",
+              row_slots.numel());
+}
+
+inline void CheckRingAdd(const at::Tensor& state, const at::Tensor& slots, const at::Tensor& begins,
+                         const at::Tensor& sums, const at::Tensor& minima,
+                         const at::Tensor& priorities, const at::Tensor& row_slots,
+                         const at::Tensor& placed, const at::Tensor& lengths,
+                         const RingShape& shape, const RingRule& rule, int64_t initial) {
+  CheckState(state);
+  CheckRing(slots, sums, minima, shape, rule);
+  CheckRowSlots(row_slots, shape, rule);
+  CheckTensor(begins, "begins", at::kLong);
+  CheckTensor(priorities, "priorities", at::kFloat);
+  CheckRecords(placed, "placed", kPlacedWords);
+  CheckTensor(lengths, "lengths", at::kLong);
+  const int64_t count = lengths.numel();
+  TORCH_CHECK(begins.numel() == shape.num_slots, "gear: begins must have a value per slot");
+  TORCH_CHECK(!rule.has_priorities || priorities.numel() == ItemsOfRing(shape, rule),
+              "gear: priorities must have a value per item");
+  TORCH_CHECK(placed.size(0) == count, "gear: placed must have a row per length");
+  // So that what is added never overwrites itself, and at most one run of rows is left out.
+  TORCH_CHECK(
+      count <= shape.num_slots && count < shape.num_rows / (shape.most_steps + shape.final_row),
+      "gear: ", count, " trajectories of up to ", shape.most_steps,
+      " steps must fit, and one more, into ", shape.num_rows, " rows and ", shape.num_slots,
+      " slots");
+  TORCH_CHECK(initial < 0 || (initial > 0 && initial < 0x7F800000),
+              "gear: initial must be the bits of a positive float32, or below 0, got ", initial);
+}
+
+inline cpu::RingDraw CheckRingSelect(const at::Tensor& state, const at::Tensor& resolutions,
+                                     const at::Tensor& weights, const at::Tensor& slots,
+                                     const at::Tensor& sums, const at::Tensor& minima,
+                                     const at::Tensor& row_slots, const at::Tensor& betas,
+                                     const RingShape& shape, const RingRule& rule,
+                                     at::IntArrayRef draw) {
+  CheckState(state);
+  CheckRing(slots, sums, minima, shape, rule);
+  CheckRowSlots(row_slots, shape, rule);
+  CheckRecords(resolutions, "resolutions", kResolutionWords);
+  CheckTensor(weights, "weights", at::kFloat);
+  CheckTensor(betas, "betas", at::kLong);
+  const bool weighs = weights.numel() > 0;
+  TORCH_CHECK(!weighs || (weights.numel() == resolutions.size(0) && betas.numel() > 0),
+              "gear: weights must have a value per resolution, and betas one at least");
+  TORCH_CHECK(draw.size() == 6 && draw[2] > 0 && draw[3] >= 0 && draw[5] >= kNotNormalized &&
+                  draw[5] <= kByTable,
+              "gear: draw must be seed, stream, stride, offset, stratified and normalize, got ",
+              draw);
+  TORCH_CHECK(!weighs || draw[5] != kByTable || minima.numel() > 0 ||
+                  MinimaWords(ItemsOfRing(shape, rule)) == 0,
+              "gear: weights that are normalized by the table need its minima");
+  return {static_cast<uint64_t>(draw[0]),
+          static_cast<uint32_t>(draw[1]),
+          draw[2],
+          draw[3],
+          draw[4] != 0,
+          draw[5],
+          weighs ? betas.const_data_ptr<int64_t>() : nullptr,
+          betas.numel()};
+}
+
+inline void CheckRingUpdate(const at::Tensor& state, const at::Tensor& sums,
+                            const at::Tensor& minima, const at::Tensor& priorities,
+                            const at::Tensor& slots, const at::Tensor& resolutions,
+                            const at::Tensor& values, const RingShape& shape,
+                            const RingRule& rule) {
+  CheckState(state);
+  CheckRing(slots, sums, minima, shape, rule);
+  CheckTensor(priorities, "priorities", at::kFloat);
+  CheckRecords(resolutions, "resolutions", kResolutionWords);
+  CheckTensor(values, "values", at::kFloat);
+  TORCH_CHECK(priorities.numel() == ItemsOfRing(shape, rule),
+              "gear: priorities must have a value per item");
+  TORCH_CHECK(values.numel() == resolutions.size(0), "gear: values must have one per resolution");
+}
+
+// The columns that rows are written to. `values` holds rows for `count` trajectories.
+inline std::vector<cpu::ScatterColumn> ScatterColumns(at::TensorList columns, at::TensorList values,
+                                                      const at::Tensor& placed,
+                                                      at::IntArrayRef sources) {
+  CheckTensor(placed, "placed", at::kLong);
+  TORCH_CHECK(placed.dim() == 2 && placed.size(1) >= 3, "gear: placed must be [n, 3 or more], got ",
+              placed.sizes());
+  TORCH_CHECK(columns.size() == values.size() && columns.size() == sources.size(),
+              "gear: there must be as many values and sources as columns");
+  const int64_t count = placed.size(0);
+  std::vector<cpu::ScatterColumn> found;
+  for (size_t c = 0; c < columns.size(); ++c) {
+    const at::Tensor& column = columns[c];
+    const at::Tensor& from = values[c];
+    TORCH_CHECK(sources[c] >= cpu::kStepRows && sources[c] <= cpu::kTrajectoryRow, "gear: source ",
+                c, " must be that of a column, got ", sources[c]);
+    const bool is_single = sources[c] == cpu::kTrajectoryRow;
+    TORCH_CHECK(column.is_contiguous() && from.is_contiguous() && column.dim() >= 1 &&
+                    column.scalar_type() == from.scalar_type(),
+                "gear: column ", c, " and its values must be contiguous and of one dtype, got ",
+                column.scalar_type(), " and ", from.scalar_type());
+    const int64_t more = is_single ? 1 : 2;
+    TORCH_CHECK(from.dim() == column.dim() - 1 + more && from.size(0) == count &&
+                    from.sizes().slice(more) == column.sizes().slice(1),
+                "gear: values ", c, " must be [", count, is_single ? "" : ", steps",
+                ", *shape of a row], got ", from.sizes());
+    int64_t row = column.element_size();
+    for (int64_t d = 1; d < column.dim(); ++d) row *= column.size(d);
+    found.push_back({static_cast<char*>(column.mutable_data_ptr()),
+                     static_cast<const char*>(from.const_data_ptr()), column.size(0), row,
+                     is_single ? 1 : from.size(1), sources[c]});
+  }
+  return found;
+}
+
+}  // namespace gear

@@ -1,0 +1,105 @@
+// The binding of the kernels of the ring, for the schemas that library_ring.cpp registers.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "bindings/check_ring.h"
+#include "bindings/on_device.h"
+#include "cuda/ring.h"
+
+namespace gear {
+namespace {
+
+void CheckDevices(const at::Tensor& state, std::initializer_list<at::Tensor> others) {
+  for (const at::Tensor& other : others) CheckDevice(other, state, "every tensor of a ring");
+}
+
+void RingAdd(at::Tensor state, at::Tensor slots, at::Tensor begins, at::Tensor sums,
+             at::Tensor minima, at::Tensor priorities, at::Tensor row_slots, at::Tensor placed,
+             const at::Tensor& lengths, at::IntArrayRef rule, at::IntArrayRef shape, int64_t unit,
+             int64_t alpha, int64_t initial) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing(rule, unit, priorities.numel() > 0, alpha);
+  CheckRingAdd(state, slots, begins, sums, minima, priorities, row_slots, placed, lengths,
+               ring_shape, ring_rule, initial);
+  CheckDevices(state, {slots, begins, sums, minima, priorities, row_slots, placed, lengths});
+  const OnDevice device(state);
+  const cuda::Ring ring{state.mutable_data_ptr<int64_t>(),
+                        reinterpret_cast<Slot*>(slots.mutable_data_ptr<int64_t>()),
+                        begins.mutable_data_ptr<int64_t>(),
+                        Unsigned(sums),
+                        minima.numel() > 0 ? Unsigned(minima) : nullptr,
+                        ring_rule.has_priorities ? priorities.mutable_data_ptr<float>() : nullptr,
+                        row_slots.mutable_data_ptr<int32_t>()};
+  cuda::RingAdd(ring, ring_shape, ring_rule, lengths.const_data_ptr<int64_t>(), lengths.numel(),
+                initial, reinterpret_cast<Placed*>(placed.mutable_data_ptr<int64_t>()),
+                device.stream());
+}
+
+void RingSelect(at::Tensor state, at::Tensor resolutions, at::Tensor weights,
+                const at::Tensor& slots, const at::Tensor& sums, const at::Tensor& minima,
+                const at::Tensor& row_slots, const at::Tensor& betas, at::IntArrayRef rule,
+                at::IntArrayRef shape, at::IntArrayRef draw, int64_t unit) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing(rule, unit, row_slots.numel() > 0, 0);
+  const cuda::RingDraw ring_draw = CheckRingSelect(state, resolutions, weights, slots, sums, minima,
+                                                   row_slots, betas, ring_shape, ring_rule, draw);
+  CheckDevices(state, {resolutions, weights, slots, sums, minima, row_slots, betas});
+  const OnDevice device(state);
+  // Only the state is written to.
+  const cuda::Ring ring{state.mutable_data_ptr<int64_t>(),
+                        const_cast<Slot*>(Records<Slot>(slots)),
+                        nullptr,
+                        const_cast<uint64_t*>(Unsigned(sums)),
+                        minima.numel() > 0 ? const_cast<uint64_t*>(Unsigned(minima)) : nullptr,
+                        nullptr,
+                        const_cast<int32_t*>(row_slots.const_data_ptr<int32_t>())};
+  cuda::RingSelect(ring, ring_shape, ring_rule, ring_draw, resolutions.size(0),
+                   reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()),
+                   weights.numel() > 0 ? weights.mutable_data_ptr<float>() : nullptr,
+                   device.stream());
+}
+
+void RingUpdate(at::Tensor state, at::Tensor sums, at::Tensor minima, at::Tensor priorities,
+                const at::Tensor& slots, const at::Tensor& resolutions, const at::Tensor& values,
+                at::IntArrayRef shape, int64_t unit, int64_t alpha) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing({0, 0, 1, 1, 0}, unit, true, alpha);
+  CheckRingUpdate(state, sums, minima, priorities, slots, resolutions, values, ring_shape,
+                  ring_rule);
+  CheckDevices(state, {sums, minima, priorities, slots, resolutions, values});
+  const OnDevice device(state);
+  const cuda::Ring ring{state.mutable_data_ptr<int64_t>(),
+                        const_cast<Slot*>(Records<Slot>(slots)),
+                        nullptr,
+                        Unsigned(sums),
+                        minima.numel() > 0 ? Unsigned(minima) : nullptr,
+                        priorities.mutable_data_ptr<float>(),
+                        nullptr};
+  at::Tensor scratch = at::empty({cuda::RingUpdateScratch(values.numel())}, state.options());
+  cuda::RingUpdate(ring, ring_shape, ring_rule, Resolutions(resolutions),
+                   values.const_data_ptr<float>(), values.numel(),
+                   scratch.mutable_data_ptr<int64_t>(), device.stream());
+}
+
+void Scatter(at::TensorList columns, at::TensorList values, const at::Tensor& placed,
+             at::IntArrayRef sources) {
+  const std::vector<cuda::ScatterColumn> found = ScatterColumns(columns, values, placed, sources);
+  for (size_t c = 0; c < columns.size(); ++c) {
+    CheckDevice(columns[c], placed, "every column");
+    CheckDevice(values[c], placed, "every value");
+  }
+  const OnDevice device(placed);
+  cuda::Scatter(found.data(), static_cast<int64_t>(found.size()), placed.const_data_ptr<int64_t>(),
+                placed.size(1), placed.size(0), device.stream());
+}
+
+}  // namespace
+}  // namespace gear
+
+TORCH_LIBRARY_IMPL(gear, CUDA, m) {
+  m.impl("ring_add_", gear::RingAdd);
+  m.impl("ring_select_", gear::RingSelect);
+  m.impl("ring_update_", gear::RingUpdate);
+  m.impl("scatter_", gear::Scatter);
+}

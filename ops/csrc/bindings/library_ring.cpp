@@ -1,0 +1,104 @@
+// The ops of a table in the memory of one device, on the host. Their meaning stands in
+// deepspeed_gear/ops/reference/ring.py.
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "bindings/check_ring.h"
+
+namespace gear {
+namespace {
+
+uint64_t* MinimaOf(at::Tensor& minima) { return minima.numel() > 0 ? Unsigned(minima) : nullptr; }
+
+void RingAdd(at::Tensor& state, at::Tensor& slots, at::Tensor& begins, at::Tensor& sums,
+             at::Tensor& minima, at::Tensor& priorities, at::Tensor& row_slots, at::Tensor& placed,
+             const at::Tensor& lengths, at::IntArrayRef rule, at::IntArrayRef shape, int64_t unit,
+             int64_t alpha, int64_t initial) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing(rule, unit, priorities.numel() > 0, alpha);
+  CheckRingAdd(state, slots, begins, sums, minima, priorities, row_slots, placed, lengths,
+               ring_shape, ring_rule, initial);
+  const cpu::Ring ring{state.mutable_data_ptr<int64_t>(),
+                       reinterpret_cast<Slot*>(slots.mutable_data_ptr<int64_t>()),
+                       begins.mutable_data_ptr<int64_t>(),
+                       Unsigned(sums),
+                       MinimaOf(minima),
+                       ring_rule.has_priorities ? priorities.mutable_data_ptr<float>() : nullptr,
+                       row_slots.mutable_data_ptr<int32_t>()};
+  cpu::RingAdd(ring, ring_shape, ring_rule, lengths.const_data_ptr<int64_t>(), lengths.numel(),
+               initial, reinterpret_cast<Placed*>(placed.mutable_data_ptr<int64_t>()));
+}
+
+void RingSelect(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights,
+                const at::Tensor& slots, const at::Tensor& sums, const at::Tensor& minima,
+                const at::Tensor& row_slots, const at::Tensor& betas, at::IntArrayRef rule,
+                at::IntArrayRef shape, at::IntArrayRef draw, int64_t unit) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing(rule, unit, row_slots.numel() > 0, 0);
+  const cpu::RingDraw ring_draw = CheckRingSelect(state, resolutions, weights, slots, sums, minima,
+                                                  row_slots, betas, ring_shape, ring_rule, draw);
+  // Only the state is written to.
+  const cpu::Ring ring{state.mutable_data_ptr<int64_t>(),
+                       const_cast<Slot*>(Records<Slot>(slots)),
+                       nullptr,
+                       const_cast<uint64_t*>(Unsigned(sums)),
+                       minima.numel() > 0 ? const_cast<uint64_t*>(Unsigned(minima)) : nullptr,
+                       nullptr,
+                       const_cast<int32_t*>(row_slots.const_data_ptr<int32_t>())};
+  TORCH_CHECK(
+      cpu::RingSelect(ring, ring_shape, ring_rule, ring_draw, resolutions.size(0),
+                      reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()),
+                      weights.numel() > 0 ? weights.mutable_data_ptr<float>() : nullptr),
+      "gear: an item must have a mass");
+}
+
+void RingUpdate(at::Tensor& state, at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities,
+                const at::Tensor& slots, const at::Tensor& resolutions, const at::Tensor& values,
+                at::IntArrayRef shape, int64_t unit, int64_t alpha) {
+  const RingShape ring_shape = ShapeOfRing(shape);
+  const RingRule ring_rule = RuleOfRing({0, 0, 1, 1, 0}, unit, true, alpha);
+  CheckRingUpdate(state, sums, minima, priorities, slots, resolutions, values, ring_shape,
+                  ring_rule);
+  const cpu::Ring ring{state.mutable_data_ptr<int64_t>(),
+                       const_cast<Slot*>(Records<Slot>(slots)),
+                       nullptr,
+                       Unsigned(sums),
+                       MinimaOf(minima),
+                       priorities.mutable_data_ptr<float>(),
+                       nullptr};
+  cpu::RingUpdate(ring, ring_shape, ring_rule, Resolutions(resolutions),
+                  values.const_data_ptr<float>(), values.numel());
+}
+
+void Scatter(at::TensorList columns, at::TensorList values, const at::Tensor& placed,
+             at::IntArrayRef sources) {
+  const std::vector<cpu::ScatterColumn> found = ScatterColumns(columns, values, placed, sources);
+  TORCH_CHECK(cpu::Scatter(found.data(), static_cast<int64_t>(found.size()),
+                           placed.const_data_ptr<int64_t>(), placed.size(1), placed.size(0)),
+              "gear: every place must lie in the columns");
+}
+
+}  // namespace
+}  // namespace gear
+
+TORCH_LIBRARY_FRAGMENT(gear, m) {
+  m.def(
+      "ring_add_(Tensor(a!) state, Tensor(b!) slots, Tensor(c!) begins, Tensor(d!) sums, "
+      "Tensor(e!) minima, Tensor(f!) priorities, Tensor(g!) row_slots, Tensor(h!) placed, Tensor "
+      "lengths, int[] rule, int[] shape, int unit, int alpha, int initial) -> ()");
+  m.def(
+      "ring_select_(Tensor(a!) state, Tensor(b!) resolutions, Tensor(c!) weights, Tensor slots, "
+      "Tensor sums, Tensor minima, Tensor row_slots, Tensor betas, int[] rule, int[] shape, int[] "
+      "draw, int unit) -> ()");
+  m.def(
+      "ring_update_(Tensor(a!) state, Tensor(b!) sums, Tensor(c!) minima, Tensor(d!) priorities, "
+      "Tensor slots, Tensor resolutions, Tensor values, int[] shape, int unit, int alpha) -> ()");
+  m.def("scatter_(Tensor(a!)[] columns, Tensor[] values, Tensor placed, int[] sources) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(gear, CPU, m) {
+  m.impl("ring_add_", gear::RingAdd);
+  m.impl("ring_select_", gear::RingSelect);
+  m.impl("ring_update_", gear::RingUpdate);
+  m.impl("scatter_", gear::Scatter);
+}

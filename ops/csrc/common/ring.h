@@ -1,0 +1,95 @@
+// A table in the memory of one device: rows and slots are rings, the oldest trajectories go. Its
+// state lies beside them, so that everything that changes it can be captured in a graph.
+//
+// Rows and trajectories are numbered for ever: row r of the ring is number r modulo `num_rows`, and
+// trajectory `id` lies in slot id modulo `num_slots`. The stored ones are [tail, next), and their
+// rows follow each other in this order.
+#pragma once
+#include "common/slot.h"
+#include "common/tree.h"
+
+namespace gear {
+
+// Words of the state; deepspeed_gear/ops/constants.py has them too.
+enum RingWord : int64_t {
+  kRingHead = 0,        // number of the row behind the newest trajectory
+  kRingNext = 1,        // id of the next trajectory
+  kRingTail = 2,        // id of the oldest one
+  kRingSamples = 3,     // sample number of the next global batch
+  kRingBatch = 4,       // number of the next global batch
+  kRingTotal = 5,       // total mass that the latest one was drawn from
+  kRingSteps = 6,       // steps that are stored
+  kRingRefused = 7,     // lengths and priorities that are none, and have changed nothing
+  kRingCounts = 8,      // what updates did: the words of cpu::UpdateCount
+  kRingLeast = 13,      // while a batch is drawn: the complement of its least mass
+  kRingGoneFrom = 16,   // of the latest add, for the kernels behind it: ids that went,
+  kRingGoneTo = 17,     //
+  kRingFreedFrom = 18,  // the items that these had (numbers of rows, or ids),
+  kRingFreedTo = 19,    //
+  kRingAddedFrom = 20,  // and the items of those that came
+  kRingAddedTo = 21,    //
+  kRingWords = 32
+};
+
+// A row of `placed`: where a trajectory has come to lie; slot -1: it was not added.
+struct Placed {
+  int64_t slot, first_row, num_steps, id, begin;
+};
+static_assert(sizeof(Placed) == 40, "a place is a row of 5 int64");
+
+// What an item of the ring is, and what it weighs. Priorities of steps: an item for each row; else
+// one for each slot.
+struct RingRule {
+  AnchorRule anchors;
+  int64_t unit;
+  bool has_priorities;
+  bool by_row;
+  uint64_t alpha;  // Q62
+};
+
+struct RingShape {
+  int64_t num_rows, num_slots;
+  int64_t final_row;   // 1 where columns have a row more than steps
+  int64_t most_steps;  // of a trajectory
+};
+
+GEAR_HOST_DEVICE int64_t ItemsOfRing(const RingShape& shape, const RingRule& rule) {
+  return rule.by_row ? shape.num_rows : shape.num_slots;
+}
+
+// Where a trajectory of `rows` rows begins, if the one before it ends at `head`: it never wraps.
+GEAR_HOST_DEVICE int64_t BeginInRing(int64_t head, int64_t rows, int64_t num_rows) {
+  const int64_t at = head % num_rows;
+  return at + rows <= num_rows ? head : head - at + num_rows;
+}
+
+// Whether a trajectory that begins at `begin` must go once rows up to `head` are written and ids
+// up to `next` are given.
+GEAR_HOST_DEVICE bool IsGone(const RingShape& shape, int64_t id, int64_t begin, int64_t head,
+                             int64_t next) {
+  return begin + shape.num_rows < head || id < next - shape.num_slots;
+}
+
+GEAR_HOST_DEVICE bool IsAnchor(const AnchorRule& rule, int64_t num_steps, int64_t step) {
+  const int64_t distance = (rule.from_end ? num_steps - 1 - step : step) - rule.first;
+  return distance >= 0 && distance % rule.stride == 0 &&
+         distance / rule.stride < NumAnchors(rule, num_steps);
+}
+
+GEAR_HOST_DEVICE Slot SlotOfPlaced(const RingShape& shape, const Placed& placed, int64_t born) {
+  return {kCommitted,       placed.id / shape.num_slots,        placed.id, placed.first_row,
+          placed.num_steps, placed.num_steps + shape.final_row, 0,         born};
+}
+
+// The j-th of `count` coordinates in the j-th of as many equal parts of the total:
+// floor((j * total + coordinate) / count). Totals stay below 2^62, counts below 2^31.
+GEAR_HOST_DEVICE uint64_t Stratify(uint64_t coordinate, uint64_t total, uint64_t j,
+                                   uint64_t count) {
+  const uint64_t whole = total / count, rest = total % count;
+  return j * whole + (j * rest + coordinate) / count;
+}
+
+// What importance weights are divided by: nothing, the largest of the batch, or of the table.
+enum Normalize : int64_t { kNotNormalized = 0, kByBatch = 1, kByTable = 2 };
+
+}  // namespace gear

@@ -1,0 +1,439 @@
+// The table in the memory of one device: places by one warp, everything else by the whole grid.
+// What a kernel must know of the one before it lies in the state.
+#include "cuda/ring.h"
+
+#include "common/convert.h"
+#include "common/permutation.h"
+#include "common/power.h"
+#include "cuda/descend.h"
+#include "cuda/launch.h"
+#include "cuda/ops.h"
+
+namespace gear::cuda {
+namespace {
+
+constexpr unsigned kAll = 0xFFFFFFFFu;
+constexpr unsigned kRingBlocks = 256;  // of kernels whose work only the device knows
+
+__device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+__device__ void Count(int64_t* word, int64_t amount) {
+  AtomicAdd(reinterpret_cast<uint64_t*>(word), static_cast<uint64_t>(amount));
+}
+
+// Sum of the values of the lanes before this one.
+__device__ int64_t SumBefore(int64_t value, int lane) {
+  int64_t up_to = value;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int64_t below = __shfl_up_sync(kAll, up_to, step);
+    if (lane >= step) up_to += below;
+  }
+  return up_to - value;
+}
+
+// ---- adding -------------------------------------------------------------------------------------
+
+// The first of the ids [tail, next) that stays. Their begins rise, so that a warp asks 32 at a
+// time.
+__device__ int64_t FirstThatStays(const Ring& ring, const RingShape& shape, int64_t tail,
+                                  int64_t next, int64_t head, int64_t new_next, int lane) {
+  int64_t low = tail, high = next;  // what is sought lies in [low, high]
+  while (low < high) {
+    const int64_t step = (high - low + kWarp - 1) / kWarp, probe = low + (lane + 1) * step - 1;
+    const bool goes =
+        probe < high && IsGone(shape, probe, ring.begins[probe % shape.num_slots], head, new_next);
+    const int gone = __popc(__ballot_sync(kAll, goes));
+    low += gone * step;
+    if (gone < kWarp) high = Min(high, low + step - 1);
+    low = Min(low, high);
+  }
+  return low;
+}
+
+// One warp: where each trajectory lies, who goes, and which items change.
+__global__ void PlaceKernel(const Ring ring, const RingShape shape, const bool by_row,
+                            const int64_t* __restrict__ lengths, int64_t count,
+                            Placed* __restrict__ placed) {
+  const int lane = Lane();
+  int64_t* state = ring.state;
+  const int64_t old_head = state[kRingHead], old_next = state[kRingNext], tail = state[kRingTail];
+  int64_t head = old_head, next = old_next, refused = 0;
+  for (int64_t first = 0; first < count; first += kWarp) {
+    const int64_t i = first + lane;
+    const int64_t steps = i < count ? lengths[i] : 0;
+    const bool is_length = steps >= 0 && steps <= shape.most_steps, comes = is_length && steps > 0;
+    const int64_t rows = comes ? steps + shape.final_row : 0;
+    const int64_t before = SumBefore(rows, lane);
+    const unsigned coming = __ballot_sync(kAll, comes);
+    int64_t begin = head + before;
+    // Of all that fits into the ring at once, one at most meets its end.
+    const unsigned ends =
+        __ballot_sync(kAll, comes && head % shape.num_rows + before + rows > shape.num_rows);
+    if (ends != 0) {
+      const int at = __ffs(static_cast<int>(ends)) - 1;
+      const int64_t skipped = __shfl_sync(kAll, before, at);
+      const int64_t round = head - head % shape.num_rows + shape.num_rows;
+      if (lane >= at) begin = round + before - skipped;
+    }
+    if (i < count) {
+      placed[i] = {-1, 0, 0, -1, 0};
+      if (comes) {
+        const int64_t id = next + __popc(coming & ((1u << lane) - 1));
+        placed[i] = {id % shape.num_slots, begin % shape.num_rows, steps, id, begin};
+      }
+    }
+    refused += __popc(__ballot_sync(kAll, !is_length));
+    next += __popc(coming);
+    head = __shfl_sync(kAll, begin + rows, kWarp - 1);
+  }
+  const int64_t stays = FirstThatStays(ring, shape, tail, old_next, head, next, lane);
+  if (lane != 0) return;
+  const auto begin_of = [&](int64_t id) {
+    return id < old_next ? ring.begins[id % shape.num_slots] : old_head;
+  };
+  state[kRingGoneFrom] = tail, state[kRingGoneTo] = stays;
+  state[kRingFreedFrom] = by_row ? begin_of(tail) : tail;
+  state[kRingFreedTo] = by_row ? begin_of(stays) : stays;
+  state[kRingAddedFrom] = by_row ? old_head : old_next;
+  state[kRingAddedTo] = by_row ? head : next;
+  state[kRingHead] = head, state[kRingNext] = next, state[kRingTail] = stays;
+  state[kRingRefused] += refused;
+}
+
+// The trajectories that go, and the masses of their items.
+__global__ void ClearKernel(const Ring ring, const RingShape shape, int64_t num_items) {
+  int64_t* state = ring.state;
+  const int64_t from = state[kRingGoneFrom], to = state[kRingGoneTo];
+  for (int64_t id = from + GlobalThread(); id < to; id += GlobalThreads()) {
+    Slot& slot = ring.slots[id % shape.num_slots];
+    slot.state = 0;
+    Count(&state[kRingSteps], -slot.num_steps);
+  }
+  const int64_t first = state[kRingFreedFrom], end = state[kRingFreedTo];
+  for (int64_t i = first + GlobalThread(); i < end; i += GlobalThreads()) {
+    const int64_t item = i % num_items;
+    if (ring.sums[item] > 0) Count(&state[kRingCounts + cpu::kDrawable], -1);
+    ring.sums[item] = 0;
+    if (ring.priorities != nullptr) ring.priorities[item] = 0;
+  }
+}
+
+__device__ void SetNew(const Ring& ring, int64_t item, uint64_t mass, uint32_t priority) {
+  ring.sums[item] = mass;
+  if (mass > 0) Count(&ring.state[kRingCounts + cpu::kDrawable], 1);
+  if (ring.priorities != nullptr) ring.priorities[item] = BitCast<float>(mass > 0 ? priority : 0u);
+}
+
+// A warp for each trajectory that comes.
+__global__ void FillKernel(const Ring ring, const RingShape shape, const RingRule rule,
+                           const Placed* __restrict__ placed, int64_t count, int64_t initial) {
+  const int lane = Lane();
+  const auto highest = ring.state[kRingCounts + cpu::kHighestPriority];
+  const auto priority = static_cast<uint32_t>(initial < 0 ? highest : initial);
+  const uint64_t mass = rule.has_priorities ? MassOfPriority(priority, rule.alpha).value : 0;
+  for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
+    const Placed place = placed[i];
+    if (place.slot < 0) continue;
+    if (lane == 0) {
+      ring.slots[place.slot] = SlotOfPlaced(shape, place, ring.state[kRingBatch]);
+      ring.begins[place.slot] = place.begin;
+      Count(&ring.state[kRingSteps], place.num_steps);
+      if (!rule.by_row) {
+        const auto own =
+            static_cast<uint64_t>(MassOfSlot(rule.anchors, rule.unit, place.num_steps));
+        SetNew(ring, place.slot, rule.has_priorities && own > 0 ? mass : own, priority);
+      }
+    }
+    if (!rule.by_row) continue;
+    for (int64_t step = lane; step < place.num_steps; step += kWarp) {
+      const int64_t row = place.first_row + step;
+      ring.row_slots[row] = static_cast<int32_t>(place.slot);
+      SetNew(ring, row, IsAnchor(rule.anchors, place.num_steps, step) ? mass : 0, priority);
+    }
+  }
+}
+
+// The sum and the least non-zero of a node's children, in lane 0.
+__device__ void SumAndLeast(const uint64_t* sums, const uint64_t* least_below, int lane,
+                            uint64_t* sum, uint64_t* least) {
+  *sum = sums[lane];
+  *least = least_below != nullptr ? least_below[lane] - 1 : 0;  // as in IsLess
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    *sum += __shfl_down_sync(kAll, *sum, step);
+    *least = Min(*least, __shfl_down_sync(kAll, *least, step));
+  }
+  *least += 1;
+}
+
+// A warp for each node of one level above the items that were freed and added: at most four runs of
+// nodes, since each of the two may go round the end.
+__global__ void MendKernel(const Ring ring, const TreeShape shape, int level, int64_t num_items) {
+  const int lane = Lane(), shift = level * kFanOutBits;
+  const uint64_t* below = ring.sums + shape.offset[level - 1];
+  const uint64_t* least_below = nullptr;
+  if (ring.minima != nullptr)
+    least_below = level == 1 ? ring.sums : ring.minima + MinimaOffset(shape, level - 1);
+#pragma unroll 1
+  for (int run = 0; run < 4; ++run) {
+    const int64_t from = ring.state[run < 2 ? kRingFreedFrom : kRingAddedFrom];
+    const int64_t to = ring.state[run < 2 ? kRingFreedTo : kRingAddedTo];
+    if (from >= to) continue;
+    const int64_t first = to - from >= num_items ? 0 : from % num_items;
+    const int64_t items = Min(to - from, num_items), end = first + items;
+    int64_t low = first, high = Min(end, num_items);    // the part before the end of the ring
+    if (run % 2 == 1) low = 0, high = end - num_items;  // and the one behind it
+    if (low >= high) continue;
+    const int64_t last = (high - 1) >> shift;
+    for (int64_t node = (low >> shift) + GlobalThread() / kWarp; node <= last;
+         node += GlobalThreads() / kWarp) {
+      uint64_t sum, least;
+      SumAndLeast(below + node * kFanOut,
+                  least_below != nullptr ? least_below + node * kFanOut : nullptr, lane, &sum,
+                  &least);
+      if (lane != 0) continue;
+      ring.sums[shape.offset[level] + node] = sum;
+      if (ring.minima != nullptr) ring.minima[MinimaOffset(shape, level) + node] = least;
+    }
+  }
+}
+
+// ---- drawing ------------------------------------------------------------------------------------
+
+// A warp for each sample.
+__global__ void SelectKernel(const Ring ring, const RingShape shape, const RingRule rule,
+                             const RingDraw draw, const TreeShape tree, int64_t count,
+                             Resolution* __restrict__ resolutions) {
+  const int lane = Lane();
+  const uint64_t total = TotalOfWarp(ring.sums, tree, lane);
+  Require(total > 0);
+  const int64_t first = ring.state[kRingSamples];
+  for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
+    const int64_t number = (first + i) * draw.stride + draw.offset;
+    const Word128 word =
+        Philox(draw.seed, static_cast<uint64_t>(number), draw.stream, kForCoordinate);
+    uint64_t point = Coordinate(word, total);
+    if (draw.stratified)
+      point = Stratify(point, total, static_cast<uint64_t>(i), static_cast<uint64_t>(count));
+    const Hit hit = DescendWarp(ring.sums, tree, point, lane);
+    if (lane != 0) continue;
+    const uint64_t mass = ring.sums[hit.item];
+    if (rule.by_row) {
+      Require(hit.item < shape.num_rows);
+      Require(ResolveRow(ring.slots, shape.num_slots, ring.row_slots[hit.item], hit.item, mass,
+                         number, &resolutions[i]));
+    } else {
+      Require(hit.item < shape.num_slots);
+      const Slot& slot = ring.slots[hit.item];
+      const int64_t anchor = ChooseAnchor(rule.anchors, rule.unit, slot.num_steps, hit.remainder,
+                                          draw.seed, static_cast<uint64_t>(number), draw.stream);
+      resolutions[i] = {slot.id,
+                        hit.item,
+                        slot.generation,
+                        slot.first_row,
+                        slot.num_steps,
+                        anchor,
+                        static_cast<int64_t>(mass),
+                        number};
+    }
+    // The greatest complement is that of the least mass.
+    atomicMax(reinterpret_cast<unsigned long long*>(&ring.state[kRingLeast]),
+              static_cast<unsigned long long>(~mass));
+  }
+}
+
+// The least mass of the table: of the top of its minima.
+__device__ uint64_t LeastOfTable(const Ring& ring, const TreeShape& tree) {
+  const int top = tree.levels - 1;
+  const uint64_t* nodes = top == 0 ? ring.sums : ring.minima + MinimaOffset(tree, top);
+  uint64_t least = ~uint64_t{0};
+  for (int64_t i = 0; i < tree.width[top]; ++i) least = Min(least, nodes[i] - 1);
+  return least + 1;
+}
+
+__global__ void WeighKernel(const Ring ring, const RingDraw draw, const TreeShape tree,
+                            const Resolution* __restrict__ resolutions, int64_t count,
+                            float* __restrict__ weights) {
+  const uint64_t total = TotalOfWarp(ring.sums, tree, Lane());
+  const int64_t batch = Min(ring.state[kRingBatch], draw.num_betas - 1);
+  const auto beta = static_cast<uint64_t>(draw.betas[batch]);
+  uint64_t numerator = ~static_cast<uint64_t>(ring.state[kRingLeast]), divisor = 1;
+  if (draw.normalize == kByTable) numerator = LeastOfTable(ring, tree);
+  if (draw.normalize == kNotNormalized) {
+    numerator = total;
+    divisor = static_cast<uint64_t>(ring.state[kRingCounts + cpu::kDrawable]);
+  }
+  const int64_t log_ratio = Log2(numerator) - Log2(divisor);
+  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads())
+    weights[i] =
+        BitCast<float>(ImportanceBits(log_ratio, static_cast<uint64_t>(resolutions[i].mass), beta));
+}
+
+// One warp: the state behind the batch.
+__global__ void AdvanceKernel(const Ring ring, const TreeShape tree, int64_t count) {
+  const uint64_t total = TotalOfWarp(ring.sums, tree, Lane());
+  if (Lane() != 0) return;
+  ring.state[kRingTotal] = static_cast<int64_t>(total);
+  ring.state[kRingSamples] += count;
+  ring.state[kRingBatch] += 1;
+  ring.state[kRingLeast] = 0;
+}
+
+// ---- updates ------------------------------------------------------------------------------------
+
+// Open addressing: keys[h] = item + 1 or 0, last[h] = the last position of that item. items[i]: the
+// item of sample i, -1 for none.
+struct Table {
+  unsigned long long* keys;
+  unsigned long long* last;
+  int64_t* items;
+  uint64_t mask;
+
+  __device__ uint64_t Start(uint64_t key) const { return Mix(key) & mask; }
+};
+
+__global__ void FindKernel(const Table table, const Ring ring, const RingShape shape,
+                           const RingRule rule, const Resolution* __restrict__ resolutions,
+                           const float* __restrict__ values, int64_t count) {
+  int64_t* counts = ring.state + kRingCounts;
+  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
+    const auto bits = BitCast<uint32_t>(values[i]);
+    const Resolution& r = resolutions[i];
+    table.items[i] = -1;
+    if (!IsPriority(bits)) {
+      Count(&ring.state[kRingRefused], 1);
+      continue;
+    }
+    const bool is_slot = r.slot >= 0 && r.slot < shape.num_slots;
+    const Slot* slot = &ring.slots[is_slot ? r.slot : 0];
+    if (!is_slot || slot->state != kCommitted || slot->generation != r.generation || r.anchor < 0 ||
+        r.anchor >= slot->num_steps) {
+      Count(&counts[cpu::kStale], 1);
+      continue;
+    }
+    const int64_t item = rule.by_row ? slot->first_row + r.anchor : r.slot;
+    const Mass mass = MassOfPriority(OrderOf(bits), rule.alpha);
+    table.items[i] = item;
+    Count(&counts[cpu::kApplied], 1);
+    if (mass.clamped) Count(&counts[cpu::kClamped], 1);
+    atomicMax(reinterpret_cast<unsigned long long*>(&counts[cpu::kHighestPriority]),
+              static_cast<unsigned long long>(OrderOf(bits)));
+    const auto key = static_cast<unsigned long long>(item) + 1;
+    uint64_t at = table.Start(key);
+    for (;; at = (at + 1) & table.mask) {
+      const unsigned long long found = atomicCAS(&table.keys[at], 0ull, key);
+      if (found == 0 || found == key) break;
+    }
+    atomicMax(&table.last[at], static_cast<unsigned long long>(i));
+  }
+}
+
+__global__ void SetKernel(const Table table, const Ring ring, const RingRule rule,
+                          const TreeShape tree, const float* __restrict__ values, int64_t count) {
+  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
+    if (table.items[i] < 0) continue;
+    const auto key = static_cast<unsigned long long>(table.items[i]) + 1;
+    uint64_t at = table.Start(key);
+    while (table.keys[at] != key) at = (at + 1) & table.mask;
+    if (table.last[at] != static_cast<unsigned long long>(i)) continue;
+    const uint32_t bits = OrderOf(BitCast<uint32_t>(values[i]));
+    const uint64_t mass = MassOfPriority(bits, rule.alpha).value;
+    int64_t node = table.items[i];
+    const uint64_t before = ring.sums[node], change = mass - before;  // modulo 2^64
+    ring.priorities[node] = BitCast<float>(bits);
+    ring.sums[node] = mass;  // one thread an item
+    const int64_t drawable = int64_t{mass > 0} - int64_t{before > 0};
+    if (drawable != 0) Count(&ring.state[kRingCounts + cpu::kDrawable], drawable);
+    for (int level = 1; level < tree.levels && change != 0; ++level) {
+      node >>= kFanOutBits;
+      AtomicAdd(&ring.sums[tree.offset[level] + node], change);
+    }
+  }
+}
+
+// A warp for each update: its node of one level. Those that share a node write the same value.
+__global__ void LeastAboveKernel(const Ring ring, const TreeShape tree, int level,
+                                 const int64_t* __restrict__ items, int64_t count) {
+  const int lane = Lane();
+  const uint64_t* below = level == 1 ? ring.sums : ring.minima + MinimaOffset(tree, level - 1);
+  for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
+    if (items[i] < 0) continue;
+    const int64_t node = items[i] >> (level * kFanOutBits);
+    uint64_t sum, least;
+    SumAndLeast(below + node * kFanOut, below + node * kFanOut, lane, &sum, &least);
+    if (lane == 0) ring.minima[MinimaOffset(tree, level) + node] = least;
+  }
+}
+
+uint64_t TableSize(int64_t count) {
+  uint64_t size = 2;
+  while (size < 2 * static_cast<uint64_t>(count)) size *= 2;
+  return size;
+}
+
+}  // namespace
+
+void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, const int64_t* lengths,
+             int64_t count, int64_t initial, Placed* placed, void* stream) {
+  if (count == 0) return;
+  const int64_t num_items = ItemsOfRing(shape, rule);
+  const TreeShape tree = ShapeOfTree(num_items);
+  PlaceKernel<<<1, kWarp, 0, AsStream(stream)>>>(ring, shape, rule.by_row, lengths, count, placed);
+  CheckLaunch("RingAdd");
+  ClearKernel<<<kRingBlocks, kThreads, 0, AsStream(stream)>>>(ring, shape, num_items);
+  CheckLaunch("RingAdd");
+  FillKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(ring, shape, rule, placed,
+                                                                       count, initial);
+  CheckLaunch("RingAdd");
+  for (int level = 1; level < tree.levels; ++level) {
+    const int64_t nodes = Min(tree.width[level] * kWarp, int64_t{kRingBlocks} * kThreads);
+    MendKernel<<<Blocks(nodes), kThreads, 0, AsStream(stream)>>>(ring, tree, level, num_items);
+    CheckLaunch("RingAdd");
+  }
+}
+
+void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
+                const RingDraw& draw, int64_t count, Resolution* resolutions, float* weights,
+                void* stream) {
+  if (count == 0) return;
+  const TreeShape tree = ShapeOfTree(ItemsOfRing(shape, rule));
+  SelectKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(ring, shape, rule, draw,
+                                                                         tree, count, resolutions);
+  CheckLaunch("RingSelect");
+  if (weights != nullptr) {
+    WeighKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(ring, draw, tree, resolutions,
+                                                                  count, weights);
+    CheckLaunch("RingSelect");
+  }
+  AdvanceKernel<<<1, kWarp, 0, AsStream(stream)>>>(ring, tree, count);
+  CheckLaunch("RingSelect");
+}
+
+int64_t RingUpdateScratch(int64_t count) {
+  return static_cast<int64_t>(2 * TableSize(count)) + count;
+}
+
+void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
+                const Resolution* resolutions, const float* values, int64_t count, int64_t* scratch,
+                void* stream) {
+  if (count == 0) return;
+  const uint64_t size = TableSize(count);
+  const TreeShape tree = ShapeOfTree(ItemsOfRing(shape, rule));
+  auto* words = reinterpret_cast<unsigned long long*>(scratch);
+  const Table table{words, words + size, scratch + 2 * size, size - 1};
+  Check(cudaMemsetAsync(scratch, 0, 2 * size * sizeof(int64_t), AsStream(stream)), "RingUpdate");
+  FindKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, shape, rule,
+                                                               resolutions, values, count);
+  CheckLaunch("RingUpdate");
+  SetKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, rule, tree, values,
+                                                              count);
+  CheckLaunch("RingUpdate");
+  for (int level = 1; ring.minima != nullptr && level < tree.levels; ++level) {
+    LeastAboveKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(ring, tree, level,
+                                                                               table.items, count);
+    CheckLaunch("RingUpdate");
+  }
+}
+
+}  // namespace gear::cuda

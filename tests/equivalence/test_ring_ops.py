@@ -1,0 +1,285 @@
+"""The table in the memory of one device: every backend gives the reference's bits, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops.constants import (
+    BY_BATCH,
+    BY_TABLE,
+    COMMITTED,
+    DRAWABLE,
+    HIGHEST_PRIORITY,
+    HIGHEST_SO_FAR,
+    NOT_NORMALIZED,
+    ONE_Q62,
+    P_SLOT,
+    PLACED_WORDS,
+    R_ID,
+    RING_COUNTS,
+    RING_NEXT,
+    RING_REFUSED,
+    RING_STEPS,
+    RING_TAIL,
+    RING_WORDS,
+    SLOT_FIRST_ROW,
+    SLOT_ID,
+    SLOT_NUM_ROWS,
+    SLOT_NUM_STEPS,
+    SLOT_STATE,
+    SOURCE_STEPS,
+    SOURCE_STEPS_PLUS_ONE,
+    SOURCE_TRAJECTORY,
+    UNIT_LENGTH,
+    UNIT_STEP,
+    UNIT_TRAJECTORY,
+    minima_size,
+    tree_size,
+)
+
+ALL_ANCHORS, SOME_ANCHORS, FROM_THE_END = [0, 0, 1, 1 << 40, 0], [1, 1, 2, 3, 0], [0, 1, 2, 1 << 40, 1]
+SCRATCH = slice(16, 22)  # of the state: what kernels tell each other
+ONE = 0x3F800000
+
+
+@dataclass
+class Ring:
+    """The tensors of a ring."""
+
+    ops: Ops
+    num_rows: int
+    num_slots: int
+    final_row: int
+    most_steps: int
+    unit: int
+    rule: list[int]
+    prioritized: bool
+    with_minima: bool = False
+    alpha: int = round(0.6 * ONE_Q62)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        items = self.num_rows if self.by_row else self.num_slots
+        zeros: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "state": ((RING_WORDS,), torch.int64),
+            "slots": ((self.num_slots, 8), torch.int64),
+            "begins": ((self.num_slots,), torch.int64),
+            "sums": ((tree_size(items),), torch.int64),
+            "minima": ((minima_size(items) if self.with_minima else 0,), torch.int64),
+            "priorities": ((items if self.prioritized else 0,), torch.float32),
+            "row_slots": ((self.num_rows if self.by_row else 0,), torch.int32),
+        }
+        self.tensors = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in zeros.items()}
+        self.tensors["state"][RING_COUNTS + HIGHEST_PRIORITY] = ONE
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self.__dict__["tensors"][name]
+
+    @property
+    def by_row(self) -> bool:
+        return self.prioritized and self.unit == UNIT_STEP
+
+    @property
+    def shape(self) -> list[int]:
+        return [self.num_rows, self.num_slots, self.final_row, self.most_steps]
+
+    def add(self, lengths: list[int], initial: int = HIGHEST_SO_FAR) -> Tensor:
+        placed = torch.full((len(lengths), PLACED_WORDS), 77)
+        named = [
+            self.tensors[n] for n in ("state", "slots", "begins", "sums", "minima", "priorities", "row_slots")
+        ]
+        rest = (self.rule, self.shape, self.unit, self.alpha, initial)
+        self.ops.ring_add_(*named, placed, torch.tensor(lengths, dtype=torch.int64), *rest)
+        return placed
+
+    def select(self, count: int, draw: list[int], betas: list[int]) -> tuple[Tensor, Tensor]:
+        resolutions = torch.zeros(count, 8, dtype=torch.int64)
+        weights = torch.zeros(count if self.prioritized else 0)
+        unit = UNIT_TRAJECTORY if self.prioritized and not self.by_row else self.unit
+        known = (self.slots, self.sums, self.minima, self.row_slots, torch.tensor(betas))
+        self.ops.ring_select_(
+            self.state,
+            resolutions,
+            weights,
+            *known,
+            self.rule,
+            self.shape,
+            draw,
+            UNIT_STEP if self.by_row else unit,
+        )
+        return resolutions, weights
+
+    def update(self, resolutions: Tensor, values: Tensor) -> None:
+        named = (self.state, self.sums, self.minima, self.priorities, self.slots)
+        unit = UNIT_STEP if self.by_row else UNIT_TRAJECTORY
+        self.ops.ring_update_(*named, resolutions, values, self.shape, unit, self.alpha)
+
+    @property
+    def content(self) -> dict[str, Tensor]:
+        found = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        found["state"][SCRATCH] = 0
+        return found
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("add"), st.lists(st.integers(-1, 8), min_size=1, max_size=4)),
+    st.tuples(st.just("select"), st.integers(0, 1 << 20)),
+    st.tuples(st.just("update"), st.integers(0, 1 << 20)),
+)
+VALUES = torch.tensor([0.0, 0.5, 1.0, 3.0, 1e9, float("nan"), -1.0, float("inf"), -0.0])
+
+
+def rings(kind: tuple[Any, ...], ops: Ops) -> Ring:
+    unit, rule, prioritized, with_minima, final_row = kind
+    return Ring(ops, 50, 9, final_row, 7, unit, rule, prioritized, with_minima)
+
+
+KINDS = [
+    (UNIT_TRAJECTORY, ALL_ANCHORS, False, False, 0),
+    (UNIT_STEP, SOME_ANCHORS, False, False, 1),
+    (UNIT_LENGTH, ALL_ANCHORS, False, False, 1),
+    (UNIT_TRAJECTORY, SOME_ANCHORS, True, True, 1),
+    (UNIT_STEP, ALL_ANCHORS, True, True, 1),
+    (UNIT_STEP, FROM_THE_END, True, False, 0),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(steps=st.lists(STEPS, min_size=1, max_size=14), seed=st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_equals_the_reference(
+    native: Ops,
+    same_bits: Callable[[Tensor, Tensor], bool],
+    kind: tuple[Any, ...],
+    steps: list[Any],
+    seed: int,
+) -> None:
+    both = [rings(kind, load_backend("reference")), rings(kind, native)]
+    latest: list[list[Tensor]] = []
+    for what, argument in steps:
+        if what == "add":
+            placed = [ring.add(argument) for ring in both]
+            assert torch.equal(*placed)
+        elif what == "select":
+            if int(both[0].sums[-32:].sum()) == 0:
+                continue
+            draw = [seed, argument % 7, 1 + argument % 2, argument % 2, argument % 3 == 0, argument % 3]
+            if draw[5] == BY_TABLE and not both[0].with_minima:
+                draw[5] = BY_BATCH
+            found = [ring.select(40, draw, [0, ONE_Q62 // 2, ONE_Q62]) for ring in both]
+            assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+            latest.append([pair[0] for pair in found])
+        elif latest and both[0].prioritized:
+            torch.manual_seed(argument)
+            values = VALUES[torch.randint(len(VALUES), (40,))]
+            which = latest[argument % len(latest)]  # also an old one
+            for ring, resolutions in zip(both, which, strict=True):
+                ring.update(resolutions, values)
+        for name, tensor in both[0].content.items():
+            assert same_bits(tensor, both[1].content[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(adds=st.lists(st.lists(st.integers(-1, 8), min_size=1, max_size=4), max_size=30))
+@settings(max_examples=30, deadline=None)
+def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
+    cpu: Ops, kind: tuple[Any, ...], adds: list[list[int]]
+) -> None:
+    """Against a list: what is stored is a suffix of what was added, as long as rows and slots allow."""
+    ring, lengths, refused = rings(kind, cpu), [], 0
+    for argument in adds:
+        placed = ring.add(argument)
+        lengths += [steps for steps in argument if 0 < steps <= 7]
+        refused += sum(not 0 <= steps <= 7 for steps in argument)
+        assert (placed[:, P_SLOT] >= 0).tolist() == [0 < steps <= 7 for steps in argument]
+        state = ring.state.tolist()
+        stored = ring.slots[ring.slots[:, SLOT_STATE] == COMMITTED]
+        stored = stored[stored[:, SLOT_ID].argsort()]
+        assert state[RING_NEXT] == len(lengths)
+        assert stored[:, SLOT_ID].tolist() == list(range(state[RING_TAIL], len(lengths)))
+        assert stored[:, SLOT_NUM_STEPS].tolist() == lengths[state[RING_TAIL] :]
+        assert state[RING_STEPS] == sum(lengths[state[RING_TAIL] :])
+        assert state[RING_REFUSED] == refused
+        rows = torch.zeros(50, dtype=torch.int64)
+        for first, count in stored[:, [SLOT_FIRST_ROW, SLOT_NUM_ROWS]].tolist():
+            rows[first : first + count] += 1
+            assert first + count <= 50
+        assert int(rows.max()) <= 1
+        wanted = sum(steps + kind[4] for steps in lengths[state[RING_TAIL] :])
+        longest = 7 + kind[4]
+        assert state[RING_TAIL] == 0 or len(stored) == 9 or wanted > 50 - 2 * longest
+        built = ring.sums.clone()
+        items = 50 if ring.by_row else 9
+        cpu.tree_build_(built, items)
+        assert torch.equal(built, ring.sums)
+        assert int((ring.sums[:items] > 0).sum()) == state[RING_COUNTS + DRAWABLE]
+        if ring.with_minima and minima_size(items):
+            least = ring.minima.clone()
+            cpu.minima_build_(least, ring.sums, items)
+            assert torch.equal(least, ring.minima)
+
+
+def test_a_large_ring_that_is_full_many_times_over(native: Ops, cpu: Ops) -> None:
+    """Several levels of the tree, adds of many trajectories, and the end of the ring inside an add."""
+    torch.manual_seed(0)
+    both = [Ring(ops, 5000, 1500, 1, 9, UNIT_STEP, ALL_ANCHORS, True, True) for ops in (cpu, native)]
+    for _ in range(40):
+        lengths = torch.randint(0, 10, (int(torch.randint(1, 300, ())),)).tolist()
+        placed = [ring.add(lengths) for ring in both]
+        assert torch.equal(*placed)
+        found = [ring.select(300, [1, 2, 1, 0, 0, NOT_NORMALIZED], [ONE_Q62]) for ring in both]
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+        values = torch.rand(300)
+        for ring, (resolutions, _) in zip(both, found, strict=True):
+            ring.update(resolutions, values)
+    for name, tensor in both[0].content.items():
+        assert torch.equal(tensor, both[1].content[name]), name
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from([1, 3, 11, 16]), st.integers(0, 3)
+)
+@settings(max_examples=20, deadline=None)
+def test_rows_are_written_to_their_places(native: Ops, lengths: list[int], width: int, shift: int) -> None:
+    reference = load_backend("reference")
+    placed = Ring(reference, 60, 20, 1, 5, UNIT_STEP, ALL_ANCHORS, False).add(lengths)
+    n = len(lengths)
+    values = [
+        torch.randint(0, 256, (n, 5, width), dtype=torch.uint8),
+        torch.randn(n, 6, width),
+        torch.randn(n, 2, dtype=torch.float64),
+    ]
+    columns = [torch.zeros(60, width, dtype=torch.uint8), torch.zeros(60, width), torch.zeros(20, 2).double()]
+    place = torch.zeros(60 * width + shift, dtype=torch.uint8)[shift:].view(60, width)
+    got = [place, columns[1].clone(), columns[2].clone()]
+    sources = [SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE, SOURCE_TRAJECTORY]
+    reference.scatter_(columns, values, placed, sources)
+    native.scatter_(got, values, placed, sources)
+    assert all(torch.equal(a, b) for a, b in zip(columns, got, strict=True))
+
+
+def test_what_cannot_be_is_refused(cpu: Ops, reference: Ops) -> None:
+    for ops in (cpu, reference):
+        ring = Ring(ops, 50, 9, 1, 7, UNIT_STEP, ALL_ANCHORS, True)
+        with pytest.raises((RuntimeError, ShapeError), match="must have"):
+            ring.select(3, [0, 0, 1, 0, 0, 0], [0])
+        with pytest.raises((RuntimeError, ShapeError), match="must fit"):
+            ring.add([1] * 6)
+        ring.add([3, 5])
+        assert set(ring.select(64, [0, 0, 1, 0, 0, 0], [0])[0][:, R_ID].tolist()) == {0, 1}
+        column, values = torch.zeros(50, 2), torch.zeros(1, 7, 2)
+        with pytest.raises((RuntimeError, ShapeError), match="must lie in the columns"):
+            ops.scatter_([column], [values], torch.tensor([[0, 45, 6]]), [SOURCE_STEPS])
+        with pytest.raises((RuntimeError, ShapeError), match="must lie in the columns"):
+            ops.scatter_([column], [values], torch.tensor([[0, 0, 8]]), [SOURCE_STEPS])
