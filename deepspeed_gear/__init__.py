@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.engine import attach, disable, enable, initialize
     from deepspeed_gear.errors import GearError
     from deepspeed_gear.parallel.topology import Place, Topology
-    from deepspeed_gear.replay import Replay
+    from deepspeed_gear.replay import DeviceReplay, Replay
     from deepspeed_gear.schema import Column, Schema
     from deepspeed_gear.store.dataset import Dataset, DatasetWriter
     from deepspeed_gear.writer.board import PolicyBoard
@@ -24,6 +24,7 @@ _HOMES = {
     "Column": "schema",
     "Dataset": "store.dataset",
     "DatasetWriter": "store.dataset",
+    "DeviceReplay": "replay",
     "GearError": "errors",
     "Place": "parallel.topology",
     "PolicyBoard": "writer.board",
@@ -43,6 +44,7 @@ __all__ = [
     "Column",
     "Dataset",
     "DatasetWriter",
+    "DeviceReplay",
     "GearError",
     "Place",
     "PolicyBoard",

@@ -29,7 +29,7 @@ class Batch(Mapping[str, torch.Tensor]):
         records: What the samples resolved to. [B, 8], int64.
         valid: False for samples that only fill up the last batch of an evaluation pass. [B], bool.
         step_items: Whether an item is a step, which has a mass of 1, rather than a trajectory.
-        total: Sum of the masses of all items.
+        total: Sum of the masses of all items. On a device [], int64.
         epoch: Epoch of each sample, 0 where the sampler has none. [B], int64.
         weight: Importance weights; None: all 1. [B], float32.
         source: Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
@@ -48,7 +48,7 @@ class Batch(Mapping[str, torch.Tensor]):
         records: torch.Tensor,
         valid: torch.Tensor,
         step_items: bool,
-        total: int,
+        total: int | torch.Tensor,
         epoch: torch.Tensor,
         weight: torch.Tensor | None = None,
         source: torch.Tensor | None = None,
@@ -175,9 +175,8 @@ class Batch(Mapping[str, torch.Tensor]):
         if self._probability is not None:
             return self._probability
         if self._step_items:
-            return torch.full(
-                (self.num_samples,), 1 / self._total, dtype=torch.float64, device=self._records.device
-            )
+            one = torch.ones(self.num_samples, dtype=torch.float64, device=self._records.device)
+            return one / self._total
         return self._records[:, _MASS].double() / self._total
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,10 +13,10 @@ from torch.autograd.graph import increment_version
 from deepspeed_gear.collection.hindsight import GoalField, GoalRows
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.schema import DTYPES
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.schema import DTYPES, Schema
 from deepspeed_gear.store.spec import RETURN_TO_GO
 from deepspeed_gear.store.statistics import ColumnStatistics
-from deepspeed_gear.store.table import Table
 
 SOURCES = {"T": 0, "T+1": 1, "1": 2}  # enum Source of ops/csrc/cpu/ops.h
 COMPUTED = {"timestep": 3, "position": 4}
@@ -24,6 +25,23 @@ PADS = {"zero": 0, "value": 0, "edge": 1}
 WIDE = (torch.float64, torch.int64, torch.int32)  # sources whose arithmetic needs float64
 PERIOD_ELEMENTS = 4096  # shift and gain are repeated up to this many elements, so that inner loops are long
 CONSTANT = 1e-7  # deviations below this part of the mean are rounding: the element is constant
+
+
+class Rows(Protocol):
+    """What batches are collected from: a Table, or a RingTable on a device."""
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def schema(self) -> Schema: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def collected(self, name: str) -> torch.Tensor:
+        """Return the rows of a column. [rows or slots, *shape]."""
+        ...
 
 
 @dataclass
@@ -63,7 +81,7 @@ class Collector:
     def __init__(
         self,
         fields: Sequence[ResolvedField],
-        table: Table,
+        table: Rows,
         statistics: Mapping[str, ColumnStatistics],
         n_step: NStepConfig | None,
         num_samples: int,
@@ -72,9 +90,10 @@ class Collector:
         threads: int,
     ) -> None:
         self._table, self._ops, self._threads = table, table.ops, threads
+        self._device = table.device
         self._fields = list(fields)
         self._n_step = n_step
-        self.counters = torch.zeros(3, dtype=torch.int64)  # real rows, all rows, bytes
+        self.counters = torch.zeros(3, dtype=torch.int64, device=self._device)  # real rows, all rows, bytes
         self._columns: list[torch.Tensor] = []
         self._shifts: list[torch.Tensor] = []
         self._gains: list[torch.Tensor] = []
@@ -92,7 +111,7 @@ class Collector:
         )
         if n_step is not None:
             self._prepare_n_step(n_step)
-        self.ring = [self._buffers(num_samples) for _ in range(depth)]
+        self.ring = [self.buffers(num_samples) for _ in range(depth)]
         self._turn = 0
 
     def _add(
@@ -104,7 +123,8 @@ class Collector:
     ) -> None:
         shape: tuple[int, ...] = ()
         if field.derived in COMPUTED:
-            source, column = COMPUTED[field.derived], torch.empty(0, dtype=torch.int64)
+            source = COMPUTED[field.derived]
+            column = torch.empty(0, dtype=torch.int64, device=self._device)
         elif field.derived == "return_to_go":
             source, column = SOURCES["T"], self._table.collected(RETURN_TO_GO)
         else:
@@ -114,7 +134,8 @@ class Collector:
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
         if field.mask_only and field.derived not in COMPUTED:
             column, shape, dtype = column.reshape(len(column), -1)[:, :0], (0,), column.dtype
-        shift, gain = _affine(field, statistics, column.dtype, dtype, shape)
+        affine = _affine(field, statistics, column.dtype, dtype, shape)
+        shift, gain = (part.to(self._device) for part in affine)
         follows = field.offset == "n_step"
         offset = 0 if field.offset == "n_step" else int(field.offset)
         length, part = field.length or 1, field.collected_length
@@ -153,7 +174,7 @@ class Collector:
             self._goal_fields.append(GoalField(out, mask, achieved, rows, shift, gain, shape, dtype))
 
     def _prepare_n_step(self, n_step: NStepConfig) -> None:
-        schema = self._table.spec.schema
+        schema = self._table.schema
         columns = {role: schema.role(role) for role in ("reward", "terminated", "truncated")}
         self._reward, self._terminated, self._truncated = (
             None if column is None else self._table.collected(column.name) for column in columns.values()
@@ -161,23 +182,24 @@ class Collector:
         powers = [1.0]
         for _ in range(n_step.n):
             powers.append(powers[-1] * n_step.gamma)
-        self._powers = torch.tensor(powers, dtype=torch.float64)
+        self._powers = torch.tensor(powers, dtype=torch.float64, device=self._device)
 
-    def _buffers(self, num_samples: int) -> Buffers:
-        outs = [torch.zeros(num_samples, *shape, dtype=dtype) for shape, dtype in self._shapes]
+    def buffers(self, num_samples: int) -> Buffers:
+        """Allocate the tensors of a batch."""
+
+        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=self._device)
+
+        outs = [zeros(num_samples, *shape, dtype=dtype) for shape, dtype in self._shapes]
         masks = [
-            torch.zeros((num_samples,) if length is None else (num_samples, length), dtype=torch.bool)
+            zeros(num_samples, *(() if length is None else (length,)), dtype=torch.bool)
             for length in self._mask_lengths
         ]
         n_step: list[torch.Tensor] = []
         tensors = {f.name: out for f, out in zip(self._fields, outs, strict=True) if not f.mask_only}
         mask = {name: masks[index] for name, index in self._mask_of.items()}
         if self._n_step is not None:
-            n_step = [
-                torch.zeros(num_samples),
-                torch.zeros(num_samples),
-                torch.zeros(num_samples, dtype=torch.int64),
-            ]
+            n_step = [zeros(num_samples), zeros(num_samples), zeros(num_samples, dtype=torch.int64)]
             tensors.update(zip(("return_n", "discount", "steps_n"), n_step, strict=True))
         return Buffers(outs, masks, n_step, tensors, mask, [*outs, *masks, *n_step])
 

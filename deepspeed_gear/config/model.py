@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, field_serializer, field_validator, 
 from deepspeed_gear.config import digest
 from deepspeed_gear.config.burn_in import check_burn_in
 from deepspeed_gear.config.checks import check_options
+from deepspeed_gear.config.device import check_device
 from deepspeed_gear.config.hindsight import check_hindsight
 from deepspeed_gear.config.life import RateConfig, RemoveKind, VersionConfig, Writers
 from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
@@ -174,6 +175,21 @@ class TableConfig(GearModel):
     )
     rate: RateConfig | None = Field(
         default=None, description="Who waits for whom. null: nobody waits, but for the first item."
+    )
+    placement: Literal["host", "device"] = Field(
+        default="host",
+        description=(
+            'Where the table lies: "host", in memory that all processes of a node share; "device", in the '
+            "memory of each rank's own accelerator, where drawing, training step and updates can be one CUDA "
+            "graph. A DeviceReplay has one such table."
+        ),
+    )
+    scope: Literal["table", "shard"] = Field(
+        default="table",
+        description=(
+            'What probabilities of a table on devices are of: "table", the same distribution for all '
+            'replicas; "shard", each replica draws from what it holds itself.'
+        ),
     )
     schema_: SchemaConfig | None = Field(
         default=None,
@@ -401,6 +417,7 @@ class GearConfig(GearModel):
     @model_validator(mode="after")
     def _options_agree(self) -> GearConfig:
         check_options(self)
+        check_device(self)
         check_hindsight(self)
         check_burn_in(self)
         return self
@@ -409,6 +426,11 @@ class GearConfig(GearModel):
     def resolved_tables(self) -> dict[str, TableConfig]:
         """All tables by name; the short form `data` is the table "main"."""
         return {"main": TableConfig(data=self.data)} if self.data is not None else dict(self.tables)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether batches come from a table in the memory of the ranks' own devices."""
+        return self.resolved_tables[self.sampled_tables[0]].placement == "device"
 
     @property
     def item_sampler(self) -> ItemSampler:

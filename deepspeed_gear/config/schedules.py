@@ -93,6 +93,16 @@ def value_at(schedule: Any, step: int, name: str) -> float:
     return float(first + (last - first) * done)
 
 
+def end_of(schedule: Any) -> int | None:
+    """Return the global batch from which on a schedule stays as it is; None for a function."""
+    if not isinstance(schedule, dict):
+        return None if callable(schedule) else 0
+    ((kind, given),) = schedule.items()
+    if kind == "callable":
+        return None
+    return int(given[-1][0]) if kind == "piecewise" else int(given[2])
+
+
 def imported(path: str, name: str) -> Callable[..., Any]:
     """Return what "module:attribute" names.
 

@@ -104,7 +104,9 @@ def mask_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> to
     return fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
 
 
-def reduce_steps(values: torch.Tensor, mask: torch.Tensor, how: str, eta: float) -> torch.Tensor:
+def reduce_steps(
+    values: torch.Tensor, mask: torch.Tensor, how: str, eta: float, is_checked: bool = True
+) -> torch.Tensor:
     """Reduce priorities over the steps that count.
 
     Args:
@@ -112,6 +114,7 @@ def reduce_steps(values: torch.Tensor, mask: torch.Tensor, how: str, eta: float)
         mask: [B, T], bool.
         how: "max", "mean" or "mix".
         eta: Part of the maximum in "mix".
+        is_checked: Look at the mask, which waits for its device; else such a sample gives NaN.
     Returns:
         [B], of the values' dtype, at least float32.
     Raises:
@@ -122,7 +125,7 @@ def reduce_steps(values: torch.Tensor, mask: torch.Tensor, how: str, eta: float)
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()  # a sum of them is more than they can hold
     counts = mask.sum(1)
-    if not bool((counts > 0).all()):
+    if is_checked and not bool((counts > 0).all()):
         at = int(torch.nonzero(counts == 0)[0])
         raise ShapeError(f"mask of sample {at}", "must have a step that counts", None, "give another mask")
     zero = torch.zeros((), dtype=values.dtype, device=values.device)

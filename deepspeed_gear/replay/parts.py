@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.prefetch import Prefetcher
 from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
+from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.plan import Needs, needs_of
@@ -156,6 +157,18 @@ def agree_on(
     )
 
 
+def refuse_device(plan: Plan) -> None:
+    """Refuse a config of which a DeviceReplay is made.
+
+    Raises:
+        ConfigError: Its table lies on devices.
+    """
+    if plan.config.on_device:
+        plan.exchange.close()
+        at = f"gear.tables.{plan.config.sampled_tables[0]}.placement"
+        raise ConfigError(at, 'must be "host" for a Replay', "device", "use DeviceReplay, or an engine")
+
+
 def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device) -> Parts:
     """Create or attach the node's stores, and make what reads them. Collective.
 
@@ -251,19 +264,22 @@ def _train(config: GearConfig, streams: Mapping[str, Mapping[str, Stream]]) -> l
     return [streams[table][TRAIN] for table in config.sampled_tables]
 
 
+def statistics_of_plan(plan: Plan, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
+    """Return the statistics of the training split that fields are normalised with, where they are."""
+    dataset = setup.statistics_source(plan.config, plan.datasets)
+    if dataset is None or not any(field.normalize for field in fields):
+        return {}
+    split = next(split for table, split in plan.splits.items() if table in plan.datasets)
+    return dataset.statistics if dict(dataset.split) == split else statistics_of(dataset, split)
+
+
 def _maker(plan: Plan, train: list[Stream], engine_dtype: torch.dtype, device: torch.device) -> BatchMaker:
     config, fields, mine = plan.config, plan.fields, plan.needs.fields
-    statistics: Mapping[str, ColumnStatistics] = {}
-    dataset = setup.statistics_source(config, plan.datasets)
-    if dataset is not None and any(field.normalize for field in mine):
-        split = next(split for table, split in plan.splits.items() if table in plan.datasets)
-        same = dict(dataset.split) == split
-        statistics = dataset.statistics if same else statistics_of(dataset, split)
     return BatchMaker(
         config,
         plan.needs,
         train,
-        statistics,
+        statistics_of_plan(plan, mine),
         plan.info,
         engine_dtype,
         device,

@@ -20,7 +20,7 @@ from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.inference import InferenceLoader
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.parts import agree_on, build, release
+from deepspeed_gear.replay.parts import agree_on, build, refuse_device, release
 from deepspeed_gear.replay.passes import Passes
 from deepspeed_gear.replay.questions import Questions
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo, Turns
@@ -68,6 +68,7 @@ class Replay(Contents):
     ) -> None:
         plan = agree_on(config, process_group, schemas, info, place)
         self.config, self.topology, self.batch_info = plan.config, plan.topology, plan.info
+        refuse_device(plan)
         self.datasets, self.schemas, self.fields = plan.datasets, plan.schemas, plan.fields
         self.device = torch.device(device)
         parts = build(plan, None if info is None else turns, engine_dtype, self.device)

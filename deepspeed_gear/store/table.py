@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.functional import Ops
-from deepspeed_gear.schema import Column
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.columns import Columns, as_tensor, part_of
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.extents import (
@@ -197,6 +197,16 @@ class Table:
             KeyError: There is no such column, or the derived one is not kept.
         """
         return self._columns.arrivals(name)
+
+    @property
+    def schema(self) -> Schema:
+        """The columns."""
+        return self.spec.schema
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows lie."""
+        return torch.device("cpu")
 
     def collected(self, name: str) -> torch.Tensor:
         """Return what batches are collected from, of a column or of RETURN_TO_GO; never write to it.

@@ -1,0 +1,48 @@
+"""A batch of fixed tensors on a device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.collection.burn_in import BurnIn
+from deepspeed_gear.collection.collector import Buffers
+
+
+class DeviceBatch(Batch):
+    """A batch of fixed tensors on a device, which `DeviceReplay.sample_` fills.
+
+    Args:
+        buffers: Fields, masks and n-step returns.
+        records: What the samples resolved to. [B, 8], int64.
+        weight: Importance weights; None: all 1. [B], float32.
+        step_items: Whether an item is a step of mass 1.
+        total: Total mass of the latest selection. [], int64.
+        burn_in: Which steps only warm up.
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        records: Tensor,
+        weight: Tensor | None,
+        step_items: bool,
+        total: Tensor,
+        burn_in: BurnIn | None,
+    ) -> None:
+        self.buffers, self.micro = buffers, 0
+        valid = torch.ones(len(records), dtype=torch.bool, device=records.device)
+        epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
+        facts = (records, valid, step_items, total, epoch, weight)
+        super().__init__(dict(buffers.tensors), dict(buffers.mask), *facts, burn_in=burn_in)
+
+    @property
+    def records(self) -> Tensor:
+        """What the samples resolved to. [B, 8], int64."""
+        return self._records
+
+    @property
+    def importance(self) -> Tensor | None:
+        """Where the importance weights are written to; None: they are all 1."""
+        return self._weight

@@ -1,0 +1,81 @@
+"""What a table in the memory of the ranks' own devices cannot do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_gear.config.schedules import end_of
+from deepspeed_gear.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepspeed_gear.config.model import GearConfig, TableConfig
+
+KINDS = ("uniform", "length", "prioritized")
+_ON_HOST = 'give the table "placement": "host"'
+
+
+def check_device(config: GearConfig) -> None:
+    """Refuse options that need the host where a table lies on devices.
+
+    Raises:
+        ConfigError: One does, or an option that such a table needs is missing.
+    """
+    tables = config.resolved_tables
+    for name, table in tables.items():
+        at = f"gear.tables.{name}"
+        if table.placement == "device":
+            _check_table(table, at)
+            if len(tables) > 1:
+                raise ConfigError(at, "must be the only table where it lies on devices", None, _ON_HOST)
+        elif table.scope != "table":
+            raise ConfigError(f"{at}.scope", 'must be "table" for a table in host memory', table.scope)
+    if config.on_device:
+        _check_selection(config)
+
+
+def _check_table(table: TableConfig, at: str) -> None:
+    if table.data is not None:
+        return
+    needed: dict[str, Any] = {"max_length": table.max_length}
+    for option, value in needed.items():
+        if value is None:
+            raise ConfigError(f"{at}.{option}", "must be given for a table on devices", None, _ON_HOST)
+    if table.remove != "fifo":
+        rule = 'must be "fifo" for a table on devices: it is a ring, and the oldest go'
+        raise ConfigError(f"{at}.remove", rule, table.remove, 'write "remove": "fifo"')
+    given = {
+        "writers": table.writers,
+        "max_times_sampled": table.max_times_sampled,
+        "max_age": table.max_age,
+        "version": table.version,
+        "rate": table.rate,
+    }
+    for option, wrong in given.items():
+        if wrong:
+            raise ConfigError(f"{at}.{option}", "must not be given for a table on devices", wrong, _ON_HOST)
+
+
+def _check_selection(config: GearConfig) -> None:
+    sampler = config.item_sampler
+    if sampler.kind not in KINDS:
+        rule = f"must be one of {', '.join(KINDS)} for a table on devices"
+        raise ConfigError("gear.sampler.kind", rule, sampler.kind, _ON_HOST)
+    has_data = config.resolved_tables[config.sampled_tables[0]].data is not None
+    given = {
+        "sampler.where": None if has_data else sampler.where,
+        "hindsight": config.hindsight,
+        "prefetch": config.prefetch,
+        "verify_every": config.verify_every,
+        "count_draws": config.count_draws,
+        "pipeline": config.pipeline,
+    }
+    for option, value in given.items():
+        if value:
+            raise ConfigError(f"gear.{option}", "must not be given for a table on devices", value, _ON_HOST)
+    if sampler.kind == "prioritized":
+        if not isinstance(sampler.alpha, (int, float)):
+            rule = "must be a number for a table on devices: all masses follow from it"
+            raise ConfigError("gear.sampler.alpha", rule, sampler.alpha, _ON_HOST)
+        if end_of(sampler.beta) is None:
+            rule = "must be a number or a schedule with an end for a table on devices"
+            raise ConfigError("gear.sampler.beta", rule, sampler.beta, 'write it as "piecewise"')

@@ -1,0 +1,472 @@
+"""A replay whose table lies in the memory of one device: nothing of a step touches the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.collection.burn_in import BurnIn
+from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.config import GearConfig, PrioritizedSampler
+from deepspeed_gear.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    SchemaError,
+    ShapeError,
+    StoreError,
+)
+from deepspeed_gear.ops.constants import (
+    APPLIED,
+    BY_BATCH,
+    BY_TABLE,
+    CLAMPED,
+    DRAWABLE,
+    HIGHEST_SO_FAR,
+    NOT_NORMALIZED,
+    ONE_Q62,
+    RESOLUTION_WORDS,
+    RING_BATCH,
+    RING_COUNTS,
+    RING_NEXT,
+    RING_REFUSED,
+    RING_STEPS,
+    RING_TAIL,
+    RING_TOTAL,
+    STALE,
+    UNIT_LENGTH,
+    UNIT_STEP,
+    UNIT_TRAJECTORY,
+)
+from deepspeed_gear.parallel.topology import Place
+from deepspeed_gear.replay.device_parts import betas_of, ops_of, table_of, train_spec
+from deepspeed_gear.replay.feedback import mask_of, reduce_steps
+from deepspeed_gear.replay.parts import Plan, agree_on, statistics_of_plan
+from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.selection.rules import UNIT_CODES
+
+_NORMALIZE = {None: NOT_NORMALIZED, "batch": BY_BATCH, "table": BY_TABLE}
+FORMAT = 1
+
+
+class DeviceReplay:
+    """The replay system of a config whose table has `"placement": "device"`.
+
+    Table, tree, cursors and counters lie in the memory of this rank's device. `sample_`, `add_` and
+    `update_priorities_` mutate fixed tensors, never wait for the device, and take everything that changes
+    from its memory: they can be captured in a CUDA graph together with the training step, and traced by
+    `torch.compile`. The content is lost with the process unless `state_dict` or `save` keeps it.
+
+    A data set is copied to the device of each rank; all replicas draw from one distribution. Trajectories
+    that are added belong to this rank's replica alone; its tensor and sequence ranks add the same ones. With
+    several replicas such a table needs `"scope": "shard"`: each draws from its own, with the probabilities
+    and weights of its own.
+
+    Construction, `state_dict` and `close` are collective. Not thread-safe.
+
+    Args:
+        config: The `gear` section, or the path of a JSON file.
+        device: Where everything lies; "cpu" runs the same program on the host.
+        process_group: Ranks of the run; None for all.
+        schemas: Schemas of tables that have none in the config.
+        info: Batch sizes where an engine decides them.
+        place: Where this rank sits; None: each rank is a replica.
+        engine_dtype: What `"as": "engine"` means.
+    Raises:
+        ConfigError, DataError, BuildError: On every rank, before anything is left behind.
+    Cost: `table.num_bytes` of the device.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | GearConfig | str | Path,
+        device: torch.device | str = "cuda",
+        process_group: Any = None,
+        schemas: Mapping[str, Schema] | None = None,
+        *,
+        info: BatchInfo | None = None,
+        place: Place | None = None,
+        engine_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        plan = agree_on(config, process_group, schemas, info, place)
+        self._plan, self.config, self.topology, self.batch_info = plan, plan.config, plan.topology, plan.info
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        try:
+            plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
+        except BaseException:
+            plan.exchange.close()
+            raise
+        self._closed, self._next_micro, self._turn = False, 0, 0
+
+    def _build(self, plan: Plan, engine_dtype: torch.dtype) -> None:
+        config, name = plan.config, plan.config.sampled_tables[0]
+        options = config.resolved_tables[name]
+        if not config.on_device:
+            rule = 'must be "device" for a DeviceReplay'
+            raise ConfigError(f"gear.tables.{name}.placement", rule, options.placement, "use Replay")
+        replicas, is_shard = plan.info.data_world, options.scope == "shard"
+        self._prioritized = isinstance(config.item_sampler, PrioritizedSampler)
+        if replicas > 1 and not is_shard and (options.data is None or self._prioritized):
+            rule = f'must be "shard" where {replicas} replicas change tables of their own'
+            remedy = "or use a table in host memory, whose distribution is exact over all"
+            raise ConfigError(f"gear.tables.{name}.scope", rule, options.scope, remedy)
+        self._spec = train_spec(plan, name)
+        self._num_parts = plan.info.accumulation if is_shard else plan.info.num_micro
+        self._first_part = 0 if is_shard else plan.topology.place.data_rank
+        self._part_step = 1 if is_shard else replicas
+        self._draw = [
+            config.seed,
+            self._spec.key,
+            replicas if is_shard else 1,
+            plan.topology.place.data_rank if is_shard else 0,
+            int(self._spec.kind == "stratified"),
+            _NORMALIZE[self._spec.priorities.normalize] if self._spec.priorities is not None else 0,
+        ]
+        ops = ops_of(config, plan.ops, self.device)
+        self._rule, self._betas = self._spec.rule.anchors.as_list(), betas_of(config, self._spec, self.device)
+        masses = self._spec.rule
+        self._unit = UNIT_LENGTH if masses.by_length else UNIT_CODES[masses.unit]
+        self._select_unit = self._unit
+        if self._prioritized:
+            self._select_unit = UNIT_STEP if masses.unit == "step" else UNIT_TRAJECTORY
+        self._alpha, self._initial = 0, HIGHEST_SO_FAR
+        if self._spec.priorities is not None:
+            self._alpha = int(self._spec.priorities.alpha(0) * ONE_Q62)
+            if self._spec.priorities.initial is not None:
+                self._initial = int(np.float32(self._spec.priorities.initial).view(np.int32))
+        self.table = table_of(plan, name, self._spec, ops, self.device, self._alpha)
+        self.schema, self.datasets = self.table.schema, plan.datasets
+        needs, micro = plan.needs, plan.info.micro
+        self._depth = max(2, plan.info.accumulation)
+        self._collector = Collector(
+            needs.fields,
+            self.table,
+            statistics_of_plan(plan, needs.fields),
+            config.n_step if needs.n_step else None,
+            micro,
+            0,
+            engine_dtype,
+            config.threads,
+        )
+        self._burn_in = BurnIn.of(config, plan.fields, needs.fields)
+        self._is_filled = options.data is not None
+        self._all = self._records(micro * self._num_parts)
+        self._all_weights = self._weights(micro * self._num_parts)
+        self._ring: list[DeviceBatch] = []
+        self._reported: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _records(self, count: int) -> Tensor:
+        return torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64, device=self.device)
+
+    def _weights(self, count: int) -> Tensor:
+        return torch.ones(count if self._prioritized else 0, device=self.device)
+
+    # ---- sampling --------------------------------------------------------------------------------
+
+    def new_batch(self) -> DeviceBatch:
+        """Return tensors that `sample_` can fill; they belong to the caller."""
+        micro = self.batch_info.micro
+        rule, total = self._spec.rule, self.table.state[RING_TOTAL]
+        weight = self._weights(micro) if self._prioritized else None
+        step_items = rule.unit == "step" and not self._prioritized
+        batch = DeviceBatch(
+            self._collector.buffers(micro), self._records(micro), weight, step_items, total, self._burn_in
+        )
+        for tensor in (*batch.buffers.all, batch.records, *([] if weight is None else [weight])):
+            torch._dynamo.mark_static_address(tensor)
+        return batch
+
+    def sample_(self, out: DeviceBatch) -> None:
+        """Fill a batch with this rank's next micro batch. Waits for nothing; can be captured.
+
+        A graph that is captured holds the calls of whole global batches: as many as accumulation steps.
+
+        Args:
+            out: From `new_batch`.
+        Raises:
+            StoreError: Nothing was added yet, or the replay is closed.
+        """
+        self._check_open()
+        if not self._is_filled:
+            raise StoreError("the table on the device", "must hold a trajectory", None, "add_ comes first")
+        if self._num_parts == 1:
+            self._select(out.records, self._all_weights if out.importance is None else out.importance)
+        else:
+            if self._next_micro == 0:
+                self._select(self._all, self._all_weights)
+            part = self._first_part + self._next_micro * self._part_step
+            out.records.copy_(self._all[part :: self._num_parts])
+            if out.importance is not None:
+                out.importance.copy_(self._all_weights[part :: self._num_parts])
+            out.micro = self._next_micro
+            self._next_micro = (self._next_micro + 1) % self.batch_info.accumulation
+        self._collector.fill(out.buffers, out.records)
+
+    def _select(self, records: Tensor, weights: Tensor) -> None:
+        table = self.table
+        known = (table.slots, table.sums, table.minima, table.row_slots, self._betas)
+        rest = (self._rule, table.shape, self._draw, self._select_unit)
+        table.ops.ring_select_(table.state, records, weights, *known, *rest)
+
+    def sample(self) -> DeviceBatch:
+        """Return this rank's next micro batch; its tensors are used again max(2, accumulation) calls on."""
+        if not self._ring:
+            self._ring = [self.new_batch() for _ in range(self._depth)]
+        batch = self._ring[self._turn]
+        self.sample_(batch)
+        self._turn = (self._turn + 1) % len(self._ring)
+        increment_version(batch.buffers.all)  # a backward pass that saved the old content must fail
+        return batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield self.sample()
+
+    def iterator(self, stream: str = TRAIN) -> Iterator[Batch]:
+        """Return an endless iterator over training batches.
+
+        Raises:
+            ConfigError: It is asked for a split: passes over one need a table in host memory.
+        """
+        if stream != TRAIN:
+            raise ConfigError("stream", f'must be "{TRAIN}" for a table on devices', stream)
+        return iter(self)
+
+    # ---- adding ----------------------------------------------------------------------------------
+
+    def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None = None) -> None:
+        """Add trajectories; the oldest go where there is no room. Waits for nothing; can be captured.
+
+        Args:
+            columns: By name, on the device, of the columns' dtypes: [E, T, *shape], [E, T + 1, *shape] for a
+                column of T+1 rows, [E, *shape] for a value per trajectory. T at most `max_length`.
+            lengths: Steps of each; 0 adds nothing. Others than [0, T] are refused on the device: nothing is
+                added, and `statistics` counts them. None: all T. [E], int64.
+        Raises:
+            SchemaError, ShapeError, DataError: A column is missing or does not fit.
+            StoreError: The table holds a data set.
+        """
+        self._check_open()
+        if self.config.resolved_tables[self.config.sampled_tables[0]].data is not None:
+            raise StoreError("a table of a data set", "must not be added to")
+        count, steps = self.table.check(columns, lengths)
+        if lengths is not None and steps < self.table.most_steps:
+            lengths = torch.where(lengths <= steps, lengths, -1)
+        rest = (self._rule, self._unit, self._alpha, self._initial)
+        self.table.add_(columns, lengths, count, steps, *rest)
+        self._is_filled = True
+
+    def add_transitions_(self, columns: Mapping[str, Tensor], following: Mapping[str, Tensor]) -> None:
+        """Add transitions, one of each environment, as trajectories of one step.
+
+        Args:
+            columns: Every column, without a time axis. [E, *shape].
+            following: What columns of T+1 rows hold after the step. [E, *shape].
+        Raises:
+            SchemaError, ShapeError, DataError: As `add_`.
+        """
+        named: dict[str, Tensor] = {}
+        for name, values in columns.items():
+            rows = self.schema[name].rows if name in self.table.columns else "1"
+            if rows == "T+1" and name in following:
+                named[name] = torch.stack([values, following[name]], 1)
+            else:
+                named[name] = values if rows == "1" else values.unsqueeze(1)
+        self.add_(named)
+
+    def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Write columns of trajectories that are stored; those that are gone are left out.
+
+        Args:
+            ids: As `batch.id`. [n], int64.
+            columns: By name. [n, T (+ 1), *shape], or [n, *shape] for a value per trajectory.
+        Raises:
+            SchemaError: A column is unknown or of another dtype.
+        """
+        self._check_open()
+        for name, values in columns.items():
+            if name not in self.table.columns or values.dtype != self.table.columns[name].dtype:
+                raise SchemaError(
+                    f"column {name}", "must be of the table, and of its dtype", str(values.dtype)
+                )
+        self.table.fill_(ids, columns)
+
+    # ---- priorities ------------------------------------------------------------------------------
+
+    def update_priorities_(self, batch: DeviceBatch, priorities: Tensor, mask: Tensor | None = None) -> None:
+        """Set the priorities of a batch's items; the next selection sees them. Waits for nothing.
+
+        Of several values of an item the one with the highest sample number wins. Negative, infinite and NaN
+        ones change nothing; `statistics` counts them, and `check` raises. With accumulation the values of all
+        micro batches count together, behind the last one's.
+
+        Args:
+            batch: From `sample` or `sample_`.
+            priorities: [B], or [B, T] to be reduced as `sampler.reduce` says. Any floating dtype.
+            mask: Which steps count, as in `Replay.update_priorities`. [B, T], bool.
+        Raises:
+            ConfigError: The sampler has no priorities.
+            ShapeError: A wrong shape.
+        """
+        self._check_open()
+        sampler = self.config.item_sampler
+        if not isinstance(sampler, PrioritizedSampler):
+            raise ConfigError("gear.sampler.kind", 'must be "prioritized"', sampler.kind)
+        values = priorities.detach()
+        if values.dim() == 2:
+            values = reduce_steps(
+                values, mask_of(batch, values, mask), sampler.reduce, sampler.eta, is_checked=False
+            )
+        if values.shape != (batch.num_samples,):
+            rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
+            raise ShapeError("priorities", rule, list(priorities.shape))
+        values = values.to(self.device, torch.float32).contiguous()
+        accumulation = self.batch_info.accumulation
+        if accumulation == 1:
+            self._update(batch.records, values)
+            return
+        self._reported[batch.micro] = (batch.records.clone(), values)
+        if batch.micro == accumulation - 1:
+            self._apply_reports()
+
+    update_priorities = update_priorities_
+
+    def _apply_reports(self) -> None:
+        """Apply what micro batches of one global batch have reported, by sample number."""
+        if not self._reported:
+            return
+        parts = [self._reported[micro] for micro in sorted(self._reported)]
+        self._reported.clear()
+        records = torch.stack([records for records, _ in parts], 1).reshape(-1, RESOLUTION_WORDS)
+        self._update(records, torch.stack([values for _, values in parts], 1).reshape(-1))
+
+    def _update(self, records: Tensor, values: Tensor) -> None:
+        table = self.table
+        known = (table.state, table.sums, table.minima, table.priorities, table.slots)
+        unit = UNIT_STEP if table.items_are_rows else UNIT_TRAJECTORY
+        table.ops.ring_update_(*known, records, values, table.shape, unit, self._alpha)
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are stored. Waits for the device."""
+        return int(self.table.state[RING_STEPS])
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories that are stored. Waits for the device."""
+        state = self.table.state.tolist()
+        return int(state[RING_NEXT] - state[RING_TAIL])
+
+    def __len__(self) -> int:
+        return self.num_trajectories
+
+    def statistics(self) -> dict[str, Any]:
+        """Return sizes, and what updates did. Waits for the device."""
+        state = self.table.state.tolist()
+        counts = state[RING_COUNTS:]
+        found: dict[str, Any] = {
+            "steps": state[RING_STEPS],
+            "trajectories": state[RING_NEXT] - state[RING_TAIL],
+            "added": state[RING_NEXT],
+            "global_batches": state[RING_BATCH],
+            "refused": state[RING_REFUSED],
+            "bytes": self.table.num_bytes,
+        }
+        if self._prioritized:
+            found |= {
+                "priorities_applied": counts[APPLIED],
+                "priorities_ignored": counts[STALE],
+                "priorities_clamped": counts[CLAMPED],
+                "items": counts[DRAWABLE],
+            }
+        return found
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what goes to DeepSpeed's monitor. Waits for the device."""
+        found = self.statistics()
+        return {name: float(found[name]) for name in ("steps", "trajectories", "refused")}
+
+    def check(self) -> None:
+        """Raise if the device has refused a length or a priority. Waits for the device.
+
+        Raises:
+            DataError: It has.
+        """
+        refused = int(self.table.state[RING_REFUSED])
+        if refused:
+            rule = "must be in range: lengths in [0, T], priorities finite and at least 0"
+            raise DataError("what was given to the device", rule, f"{refused} that were not")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the content and the position, in host memory. Waits for the device."""
+        self._check_open()
+        self._apply_reports()
+        data = self.config.resolved_tables[self.config.sampled_tables[0]].data is not None
+        content = {name: tensor.to("cpu", copy=True) for name, tensor in self.table.content.items()}
+        if data:
+            content = {name: tensor for name, tensor in content.items() if not name.startswith("column/")}
+        return {
+            "format": FORMAT,
+            "digest": self.config.resume_digest,
+            "fingerprints": {name: dataset.fingerprint for name, dataset in self.datasets.items()},
+            "content": content,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken, in the same tensors: graphs that were captured stay good.
+
+        Raises:
+            CheckpointError: It is of another format, config, size or data set; nothing has changed.
+        """
+        self._check_open()
+        if state.get("format") != FORMAT:
+            raise CheckpointError("the state's format", f"must be {FORMAT}", state.get("format"))
+        known = {name: dataset.fingerprint for name, dataset in self.datasets.items()}
+        for name, here in (("digest", self.config.resume_digest), ("fingerprints", known)):
+            if state[name] != here:
+                raise CheckpointError(f"the state's {name}", "must be that of this config", state[name])
+        for name, values in state["content"].items():
+            if name not in self.table.content or self.table.content[name].shape != values.shape:
+                raise CheckpointError(
+                    f"the state's {name}", "must be of a table of this size", list(values.shape)
+                )
+        for name, values in state["content"].items():
+            self.table.content[name].copy_(values)
+        self._is_filled = self._is_filled or int(self.table.state[RING_NEXT]) > 0
+        self._next_micro = 0
+        self._reported.clear()
+
+    def clear(self) -> None:
+        """Take everything out that was added."""
+        self._check_open()
+        self.table.clear()
+        self._is_filled = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the replay", "must be open", None, "it was closed")
+
+    def close(self) -> None:
+        """Leave the process group; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._plan.exchange.close()
+
+    def __enter__(self) -> DeviceReplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,86 @@
+"""What a DeviceReplay is made of: its ops, its table, and what its draws follow."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepspeed_gear.config import GearConfig, PrioritizedSampler
+from deepspeed_gear.config.schedules import end_of
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops.constants import ONE_Q62
+from deepspeed_gear.replay import setup
+from deepspeed_gear.replay.parts import Plan
+from deepspeed_gear.replay.samplers import stream_specs
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.store.ring_table import RingTable
+from deepspeed_gear.store.trajectory import as_numbers
+
+
+def train_spec(plan: Plan, name: str) -> StreamSpec:
+    specs = stream_specs(
+        plan.config, name, plan.fields, plan.splits[name], plan.info, plan.datasets.get(name), None
+    )
+    return specs[0]
+
+
+def ops_of(config: GearConfig, ops: Ops, device: torch.device) -> Ops:
+    if device.type == "cpu":
+        return ops
+    if device.type != "cuda":
+        raise ConfigError("device", "must be a CPU or CUDA device", str(device))
+    if config.backend not in ("auto", "cuda"):
+        rule = 'must be "auto" or "cuda" for a table in the memory of a GPU'
+        raise ConfigError("gear.backend", rule, config.backend)
+    return load_backend("cuda")
+
+
+def betas_of(config: GearConfig, spec: StreamSpec, device: torch.device) -> Tensor:
+    """Return the exponent of the weights by global batch, Q62, until it changes no more. [n], int64."""
+    sampler = config.item_sampler
+    if spec.priorities is None or not isinstance(sampler, PrioritizedSampler):
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    end = end_of(sampler.beta) or 0
+    values = [int(spec.priorities.beta(key) * ONE_Q62) for key in range(end + 1)]
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def table_of(
+    plan: Plan, name: str, spec: StreamSpec, ops: Ops, device: torch.device, alpha: int
+) -> RingTable:
+    options, rule = plan.config.resolved_tables[name], spec.rule
+    needs_returns = any(field.derived == "return_to_go" for field in plan.fields)
+    priorities = spec.priorities
+    by_row = priorities is not None and rule.unit == "step"
+    has_minima = priorities is not None and priorities.normalize == "table"
+    dataset = plan.datasets.get(name)
+    if dataset is None:
+        schema = plan.schemas[name]
+        steps, slots = setup.capacity_of(name, options, schema, 1)
+        assert options.max_length is not None
+        if options.capacity_trajectories is None:
+            slots = max(slots, -(-steps // options.max_length))
+        final = int(schema.has_final_row)
+        rows = steps + slots * final + options.max_length + final  # what a turn of the ring may leave out
+        more = (by_row, priorities is not None, has_minima, needs_returns, ops, device)
+        return RingTable(schema, rows, slots, options.max_length, *more)
+    if len(dataset) != dataset.num_trajectories_of_whole:
+        raise ConfigError(f"gear.tables.{name}.data", "must be whole on every node for a table on devices")
+    ids = np.arange(len(dataset)) + dataset.first_id
+
+    def column(of: str) -> np.ndarray:
+        assert dataset is not None
+        return as_numbers(dataset.columns[of], dataset.schema[of])
+
+    masses = rule.masses(ids, dataset.lengths, column)
+    admitted = None
+    if by_row:
+        final = int(dataset.schema.has_final_row)
+        owners = np.repeat(np.arange(len(dataset)), dataset.lengths + final)
+        steps_of = np.arange(dataset.num_rows) - dataset.first_rows[owners]
+        admitted = rule.anchors.admits(steps_of, dataset.lengths[owners])
+    initial = None if priorities is None else (priorities.initial or 1.0)
+    more_of = (has_minima, needs_returns, ops, device, alpha)
+    return RingTable.of_dataset(dataset, masses, admitted, initial, *more_of)

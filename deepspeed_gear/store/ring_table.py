@@ -1,0 +1,318 @@
+"""A table in the memory of one device: columns, tree and state are tensors that no other process sees.
+
+Rows and slots are rings (common/ring.h): a trajectory never wraps, and the oldest ones go. Whatever changes
+lies in tensors of fixed addresses, so that adding, drawing and updates can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepspeed_gear.errors import DataError, SchemaError, ShapeError
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import (
+    COMMITTED,
+    DRAWABLE,
+    HIGHEST_PRIORITY,
+    PLACED_WORDS,
+    RING_COUNTS,
+    RING_HEAD,
+    RING_NEXT,
+    RING_STEPS,
+    RING_TAIL,
+    RING_WORDS,
+    SLOT_FIRST_ROW,
+    SLOT_ID,
+    SLOT_NUM_ROWS,
+    SLOT_NUM_STEPS,
+    SLOT_STATE,
+    SLOT_WORDS,
+    SOURCE_STEPS,
+    SOURCE_STEPS_PLUS_ONE,
+    SOURCE_TRAJECTORY,
+    minima_size,
+    tree_size,
+)
+from deepspeed_gear.schema import DTYPES, Schema
+from deepspeed_gear.store.columns import as_tensor
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.spec import RETURN_TO_GO
+
+_SOURCES = {"T": SOURCE_STEPS, "T+1": SOURCE_STEPS_PLUS_ONE, "1": SOURCE_TRAJECTORY}
+_ONE = 0x3F800000  # bits of 1.0
+_PRIORITY_COUNTS = slice(RING_COUNTS, RING_COUNTS + 5)
+
+
+class RingTable:
+    """Trajectories in the memory of one device. Not thread-safe; every call runs on the current stream.
+
+    Args:
+        schema: Columns.
+        num_rows: Rows of the ring.
+        num_slots: Trajectories of it.
+        most_steps: Of the longest trajectory.
+        items_are_rows: Whether each row has a priority of its own.
+        has_priorities: Whether items have priorities.
+        has_minima: Whether the least mass of the table is kept.
+        return_to_go: Whether the derived column is kept.
+        ops: Of the device.
+        device: Where it lies.
+    Cost: `num_bytes`; 64 bytes a slot, 8.3 an item of the tree and as much again for the minima, 4 for
+        a priority.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        num_rows: int,
+        num_slots: int,
+        most_steps: int,
+        items_are_rows: bool,
+        has_priorities: bool,
+        has_minima: bool,
+        return_to_go: bool,
+        ops: Ops,
+        device: torch.device,
+    ) -> None:
+        self.schema, self.ops, self.device = schema, ops, device
+        self.num_rows, self.num_slots, self.most_steps = num_rows, num_slots, most_steps
+        self.items_are_rows = items_are_rows
+        self.shape = [num_rows, num_slots, int(schema.has_final_row), most_steps]
+        self.num_items = num_rows if items_are_rows else num_slots
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.columns = {
+            column.name: zeros(
+                num_slots if column.rows == "1" else num_rows, *column.shape, dtype=DTYPES[column.dtype]
+            )
+            for column in schema
+        }
+        self.returns_to_go = zeros(num_rows if return_to_go else 0, dtype=torch.float32)
+        self.state = zeros(RING_WORDS)
+        self.slots, self.begins = zeros(num_slots, SLOT_WORDS), zeros(num_slots)
+        self.sums = zeros(tree_size(self.num_items))
+        self.minima = zeros(minima_size(self.num_items) if has_minima else 0)
+        self.priorities = zeros(self.num_items if has_priorities else 0, dtype=torch.float32)
+        self.row_slots = zeros(num_rows if items_are_rows else 0, dtype=torch.int32)
+        self.state[RING_COUNTS + HIGHEST_PRIORITY] = _ONE
+        self._sources = [_SOURCES[column.rows] for column in schema]
+        self._placed: dict[int, Tensor] = {}
+        self._full: dict[tuple[int, int], Tensor] = {}
+        for tensor in self.content.values():
+            torch._dynamo.mark_static_address(tensor)  # "reduce-overhead" then mutates it in place
+
+    @property
+    def content(self) -> dict[str, Tensor]:
+        """Everything that changes, by name."""
+        return {
+            **{f"column/{name}": column for name, column in self.columns.items()},
+            "returns_to_go": self.returns_to_go,
+            "state": self.state,
+            "slots": self.slots,
+            "begins": self.begins,
+            "sums": self.sums,
+            "minima": self.minima,
+            "priorities": self.priorities,
+            "row_slots": self.row_slots,
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the table on its device."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.content.values())
+
+    def collected(self, name: str) -> Tensor:
+        """Return the rows that batches are collected from. [rows or slots, *shape]."""
+        return self.returns_to_go if name == RETURN_TO_GO else self.columns[name]
+
+    # ---- content ---------------------------------------------------------------------------------
+
+    @classmethod
+    def of_dataset(
+        cls,
+        dataset: Dataset,
+        masses: np.ndarray,
+        admitted: np.ndarray | None,
+        initial: float | None,
+        has_minima: bool,
+        return_to_go: bool,
+        ops: Ops,
+        device: torch.device,
+        alpha: int = 0,
+    ) -> RingTable:
+        """Copy a data set to a device.
+
+        Args:
+            dataset: All of it, or this node's part.
+            masses: Of its trajectories. [n], int64.
+            admitted: Which rows are anchors, where items are rows. [rows], bool; None: items are slots.
+            initial: Priority of its items; None: they have none.
+            has_minima: As in the constructor.
+            return_to_go: Likewise.
+            ops: Likewise.
+            device: Likewise.
+            alpha: Exponent of the priorities, Q62.
+        """
+        schema, lengths = dataset.schema, dataset.lengths
+        final = int(schema.has_final_row)
+        num_rows, count, known = dataset.num_rows, len(lengths), initial is not None
+        more = (has_minima, return_to_go, ops, device)
+        table = cls(schema, num_rows, count, int(lengths.max()), admitted is not None, known, *more)
+        records = np.zeros((count, SLOT_WORDS), np.int64)
+        records[:, SLOT_STATE], records[:, SLOT_ID] = COMMITTED, np.arange(count) + dataset.first_id
+        records[:, SLOT_FIRST_ROW], records[:, SLOT_NUM_STEPS] = dataset.first_rows, lengths
+        records[:, SLOT_NUM_ROWS] = lengths + final
+        table.slots.copy_(torch.from_numpy(records))
+        for column in schema:
+            table.columns[column.name].copy_(as_tensor(dataset.columns[column.name], column.dtype))
+        if return_to_go:
+            reward = schema.role("reward")
+            assert reward is not None
+            extents = table.slots[:, [SLOT_FIRST_ROW, SLOT_NUM_STEPS]].contiguous()
+            ops.suffix_sum_(table.returns_to_go, table.columns[reward.name], extents)
+        table._weigh(masses, admitted, initial, alpha)
+        table.state[RING_NEXT], table.state[RING_HEAD] = count, num_rows
+        table.state[RING_STEPS] = int(lengths.sum())
+        return table
+
+    def _weigh(
+        self, masses: np.ndarray, admitted: np.ndarray | None, initial: float | None, alpha: int
+    ) -> None:
+        """Set the masses of a data set's items."""
+        leaves = self.sums[: self.num_items]
+        if initial is None:
+            leaves.copy_(torch.from_numpy(masses))
+        else:
+            has_mass = masses > 0
+            if admitted is not None:
+                owners = np.repeat(np.arange(self.num_slots), self.slots[:, SLOT_NUM_ROWS].cpu().numpy())
+                self.row_slots.copy_(torch.from_numpy(owners.astype(np.int32)))
+                has_mass = admitted & has_mass[owners]
+            self.priorities.copy_(torch.from_numpy(np.where(has_mass, np.float32(initial), np.float32(0))))
+            self.ops.mass_(leaves, self.priorities, alpha)
+        self.ops.tree_build_(self.sums, self.num_items)
+        if len(self.minima):
+            self.ops.minima_build_(self.minima, self.sums, self.num_items)
+        self.state[RING_COUNTS + DRAWABLE] = torch.count_nonzero(leaves)
+
+    def check(self, columns: Mapping[str, Tensor], lengths: Tensor | None) -> tuple[int, int]:
+        """Refuse what cannot be added, from shapes and dtypes alone.
+
+        Returns:
+            Trajectories, and steps of each.
+        Raises:
+            SchemaError, ShapeError, DataError: A column is missing, unknown, or of another shape, dtype or
+                device.
+        """
+        missing = [column.name for column in self.schema if column.name not in columns]
+        unknown = [name for name in columns if name not in self.columns]
+        if missing or unknown:
+            name = (missing or unknown)[0]
+            rule = "must be given" if missing else f"must be one of {', '.join(self.columns)}"
+            raise SchemaError(f"column {name}", rule)
+        count, steps = -1, -1
+        for column in self.schema:
+            given = columns[column.name]
+            if given.device != self.state.device:
+                raise DataError(f"column {column.name}", f"must be on {self.device}", str(given.device))
+            if given.dtype != DTYPES[column.dtype]:
+                raise SchemaError(f"column {column.name}", f"must be {column.dtype}", str(given.dtype))
+            axes = 1 if column.rows == "1" else 2
+            own = given.shape[1] - int(column.rows == "T+1") if axes == 2 and given.dim() > 1 else steps
+            count, steps = given.shape[0] if count < 0 else count, own if steps < 0 else steps
+            wrong = own != steps or given.dim() < axes or given.shape[axes:] != torch.Size(column.shape)
+            if wrong or given.shape[0] != count:
+                wanted = [count, steps + int(column.rows == "T+1")][:axes] + list(column.shape)
+                raise ShapeError(f"column {column.name}", f"must be {wanted}", list(given.shape))
+        if steps < 0:
+            steps = self.most_steps
+        if not 1 <= steps <= self.most_steps:
+            raise ShapeError("steps", f"must be in [1, {self.most_steps}], the table's max_length", steps)
+        most = min(self.num_slots, self.num_rows // (self.most_steps + self.shape[2]) - 1)
+        if not 1 <= count <= most:
+            raise ShapeError("trajectories", f"must be in [1, {most}], so that they fit at once", count)
+        if lengths is not None and (lengths.shape != (count,) or lengths.dtype != torch.int64):
+            raise ShapeError(
+                "lengths", f"must be [{count}], int64", f"{list(lengths.shape)}, {lengths.dtype}"
+            )
+        return count, steps
+
+    def add_(
+        self,
+        columns: Mapping[str, Tensor],
+        lengths: Tensor | None,
+        count: int,
+        steps: int,
+        rule: list[int],
+        unit: int,
+        alpha: int,
+        initial: int,
+    ) -> None:
+        """Add trajectories that `check` has seen. Mutates fixed tensors only."""
+        placed = self._placed_for(count)
+        self.ops.ring_add_(
+            self.state,
+            self.slots,
+            self.begins,
+            self.sums,
+            self.minima,
+            self.priorities,
+            self.row_slots,
+            placed,
+            self._full_lengths(count, steps) if lengths is None else lengths,
+            rule,
+            self.shape,
+            unit,
+            alpha,
+            initial,
+        )
+        values = [columns[column.name].contiguous() for column in self.schema]
+        self.ops.scatter_(list(self.columns.values()), values, placed, self._sources)
+        reward = self.schema.role("reward")
+        if len(self.returns_to_go) and reward is not None:
+            extents = placed[:, 1:3].contiguous()  # 0 steps where nothing was added
+            self.ops.suffix_sum_(self.returns_to_go, self.columns[reward.name], extents)
+
+    def _placed_for(self, count: int) -> Tensor:
+        if count not in self._placed:
+            size = (count, PLACED_WORDS)
+            self._placed[count] = torch.zeros(size, dtype=torch.int64, device=self.device)
+        return self._placed[count]
+
+    def _full_lengths(self, count: int, steps: int) -> Tensor:
+        if (count, steps) not in self._full:
+            self._full[count, steps] = torch.full((count,), steps, dtype=torch.int64, device=self.device)
+        return self._full[count, steps]
+
+    def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Write late columns of stored trajectories; ids that are gone are left out.
+
+        Args:
+            ids: [n], int64.
+            columns: Of the columns' dtypes. [n, steps (+ 1), *shape]; [n, *shape] for a value per trajectory.
+        """
+        slots = torch.remainder(ids, self.num_slots)
+        records = self.slots[slots]
+        is_there = (records[:, SLOT_ID] == ids) & (records[:, SLOT_STATE] == COMMITTED)
+        slot = torch.where(is_there, slots, -1)
+        placed = torch.stack([slot, records[:, SLOT_FIRST_ROW], records[:, SLOT_NUM_STEPS]], 1)
+        targets = [self.columns[name] for name in columns]
+        sources = [_SOURCES[self.schema[name].rows] for name in columns]
+        self.ops.scatter_(targets, [values.contiguous() for values in columns.values()], placed, sources)
+
+    def clear(self) -> None:
+        """Take everything out; ids go on."""
+        counts, following = self.state[_PRIORITY_COUNTS].clone(), self.state[RING_NEXT].clone()
+        head = self.state[RING_HEAD].clone()
+        for name in ("slots", "sums", "minima", "priorities", "row_slots", "begins"):
+            self.content[name].zero_()
+        counts[DRAWABLE] = 0
+        self.state[_PRIORITY_COUNTS] = counts
+        self.state[RING_NEXT], self.state[RING_TAIL], self.state[RING_HEAD] = following, following, head
+        self.state[RING_STEPS] = 0

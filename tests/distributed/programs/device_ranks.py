@@ -1,0 +1,71 @@
+"""Replicas with a table in the memory of each one's device.
+
+device_ranks.py DATA_SECTION ADDED_SECTION: batches of a data set against those of a table in shared memory;
+shards that each rank has added itself; what needs "scope": "shard" is refused on all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gear_support import SCHEMA
+
+from deepspeed_gear import DeviceReplay, Replay
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops.constants import R_NUMBER
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+
+def on_device(section: dict[str, Any], **table: Any) -> dict[str, Any]:
+    rest = {key: value for key, value in section.items() if key != "data"}
+    return {**rest, "tables": {"main": {"data": section["data"], "placement": "device", **table}}}
+
+
+shared = json.loads(sys.argv[1])
+with Replay(shared) as host, DeviceReplay(on_device(shared), "cpu") as device:
+    for _ in range(12):
+        expected, got = host.sample(), device.sample()
+        assert torch.equal(got.id, expected.id)
+        assert torch.equal(got.number, expected.number)
+        assert torch.equal(got["observation"], expected["observation"])
+
+added = json.loads(sys.argv[2])
+alone = {**added, "tables": {"main": {**added["tables"]["main"], "scope": "table"}}}
+refused = ""
+try:
+    DeviceReplay(alone, "cpu", schemas={"main": SCHEMA})
+except ConfigError as error:
+    refused = str(error)
+assert 'scope must be "shard"' in refused, refused
+
+numbers: list[int] = []
+with DeviceReplay(added, "cpu", schemas={"main": SCHEMA}) as replay:
+    codes = rank * 1000 + torch.arange(20).view(4, 5)
+    flags = torch.zeros(4, 4, dtype=torch.bool)
+    columns = {
+        "observation": codes[..., None].float().expand(4, 5, 3),
+        "action": codes[:, :4, None].float().expand(4, 4, 2),
+        "reward": codes[:, :4].float(),
+        "terminated": flags,
+        "truncated": flags,
+        "code": codes[:, :4],
+        "task": torch.full((4,), rank),
+    }
+    replay.add_(columns)
+    for _ in range(5):
+        batch = replay.sample()
+        assert set(batch["task"].tolist()) == {rank}
+        numbers += batch.records[:, R_NUMBER].tolist()
+        replay.update_priorities_(batch, torch.rand(batch.num_samples) + rank)
+gathered: list[list[int]] = [[] for _ in range(world)]
+dist.all_gather_object(gathered, numbers)
+every = sorted(number for part in gathered for number in part)
+assert every == list(range(len(every))), "the ranks' samples have numbers of their own"
+print("done", flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,27 @@
+"""Tables in the memory of each rank's device, with several replicas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gear_support import config_of, lengths_of, run_ranks, write_dataset
+
+
+def test_replicas_draw_their_parts_or_from_their_own_shards(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "set", lengths_of(30))
+    fields = {"observation": {"offset": -3, "length": 4}, "task": {}}
+    sampler = {"kind": "uniform", "unit": "step", "stratified": True}
+    options = {"fields": fields, "batch_size": 24, "gradient_accumulation_steps": 2}
+    shared = config_of(data, sampler=sampler, **options)
+    table = {
+        "capacity_steps": 100,
+        "max_length": 4,
+        "remove": "fifo",
+        "placement": "device",
+        "scope": "shard",
+    }
+    added = {**config_of(**options), "tables": {"main": table}}
+    added["sampler"] = {"kind": "prioritized", "unit": "step"}
+    for output in run_ranks("device_ranks.py", 2, json.dumps(shared), json.dumps(added)):
+        assert output.endswith("done\n")
