@@ -58,7 +58,7 @@ with DeviceReplay(added, "cpu", schemas={"main": SCHEMA}) as replay:
         "task": torch.full((4,), rank),
     }
     replay.add_(columns)
-    for _ in range(5):
+    for _ in range(6):
         batch = replay.sample()
         assert set(batch["task"].tolist()) == {rank}
         numbers += batch.records[:, R_NUMBER].tolist()
