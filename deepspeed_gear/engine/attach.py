@@ -21,7 +21,7 @@ from deepspeed_gear.ops.register import register
 from deepspeed_gear.parallel import compat
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Place
-from deepspeed_gear.replay import BatchInfo, Replay
+from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
 from deepspeed_gear.schema import Schema
 
 CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state
@@ -54,13 +54,17 @@ def initialize(
 
 
 def attach(
-    engine: Any, replay: Replay | None = None, config: Any = None, schemas: Mapping[str, Schema] | None = None
+    engine: Any,
+    replay: Replay | DeviceReplay | None = None,
+    config: Any = None,
+    schemas: Mapping[str, Schema] | None = None,
 ) -> Any:
     """Give an engine that somebody else made what `initialize` gives to its own. Collective.
 
     Args:
         engine: From `deepspeed.initialize`, Accelerate or a Trainer.
-        replay: A Replay to share, for example another engine's `gear`; None makes one.
+        replay: A Replay to share, for example another engine's `gear`; None makes one, which is a
+            DeviceReplay where the table has `"placement": "device"`.
         config: The gear section; None takes it from the engine's config.
         schemas: Schemas of tables that have a capacity and no schema in the config.
     Returns:
@@ -83,7 +87,7 @@ def attach(
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
     keep_sizes(engine)
-    if compat.is_pipeline(engine):
+    if compat.is_pipeline(engine) and isinstance(replay, Replay):
         attach_pipeline(engine, replay)  # after its section was checked, so that nothing can fail here
     if owns:
         _log_sizes(engine, replay)
@@ -151,19 +155,25 @@ def _section_in(config: Mapping[str, Any]) -> Any:
     return config["gear"]
 
 
-def _make_replay(engine: Any, config: Any, schemas: Mapping[str, Schema] | None) -> Replay:
+def _make_replay(engine: Any, config: Any, schemas: Mapping[str, Schema] | None) -> Replay | DeviceReplay:
     section = _section_in({"gear": compat.gear_section(engine) if config is None else config})
     exchange = Exchange()
 
-    def sizes() -> tuple[Place, BatchInfo]:
+    def sizes() -> tuple[Place, BatchInfo, bool]:
+        checked = parse(section)
         if compat.is_pipeline(engine):
-            check_section(parse(section))
-        return _sizes_of(engine)
+            check_section(checked)
+        return *_sizes_of(engine), checked.on_device
 
     try:
-        place, info = exchange.agree("the engine", sizes)
+        place, info, on_device = exchange.agree("the engine", sizes)
     finally:
         exchange.close()
+    if on_device:
+        dtype = compat.compute_dtype(engine)
+        return DeviceReplay(
+            section, engine.device, schemas=schemas, info=info, place=place, engine_dtype=dtype
+        )
     return Replay(
         section,
         schemas=schemas,
@@ -185,7 +195,7 @@ def _sizes_of(engine: Any) -> tuple[Place, BatchInfo]:
     return place, BatchInfo(micro, compat.accumulation_of(engine), *worlds)
 
 
-def _check_shared(engine: Any, replay: Replay) -> None:
+def _check_shared(engine: Any, replay: Replay | DeviceReplay) -> None:
     """Refuse a Replay whose batches are cut for another engine."""
     place, info = _sizes_of(engine)
     if (place, info) != (replay.topology.place, replay.batch_info):
@@ -195,7 +205,7 @@ def _check_shared(engine: Any, replay: Replay) -> None:
         )
 
 
-def _log_sizes(engine: Any, replay: Replay) -> None:
+def _log_sizes(engine: Any, replay: Replay | DeviceReplay) -> None:
     """Write the sizes to the log, once. It is ours, as DeepSpeed's own shows warnings only."""
     log = logging.getLogger("deepspeed_gear")
     if not log.handlers:
@@ -216,7 +226,7 @@ def _wrap(engine: Any, name: str, make: Callable[[Callable[..., Any]], Callable[
     setattr(engine, name, functools.wraps(original)(make(original)))
 
 
-def _carry_state(engine: Any, replay: Replay) -> None:
+def _carry_state(engine: Any, replay: Replay | DeviceReplay) -> None:
     """Let checkpoints hold the replay's position."""
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,7 +262,7 @@ def _carry_state(engine: Any, replay: Replay) -> None:
     _wrap(engine, "load_checkpoint", loading)
 
 
-def _report_metrics(engine: Any, replay: Replay) -> None:
+def _report_metrics(engine: Any, replay: Replay | DeviceReplay) -> None:
     """Write metrics to DeepSpeed's monitor after each optimizer step, where one is enabled."""
     if not replay.config.metrics or not getattr(getattr(engine, "monitor", None), "enabled", False):
         return
@@ -274,7 +284,7 @@ def _report_metrics(engine: Any, replay: Replay) -> None:
     _wrap(engine, "train_batch" if compat.is_pipeline(engine) else "step", stepping)
 
 
-def _close_with(engine: Any, replay: Replay) -> None:
+def _close_with(engine: Any, replay: Replay | DeviceReplay) -> None:
     def destroying(original: Callable[..., Any]) -> Callable[..., Any]:
         def destroy(*arguments: Any, **options: Any) -> Any:
             replay.close()

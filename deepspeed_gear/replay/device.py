@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -17,7 +16,6 @@ from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.collection.device_batch import DeviceBatch
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     SchemaError,
@@ -26,13 +24,8 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.ops.constants import (
     APPLIED,
-    BY_BATCH,
-    BY_TABLE,
     CLAMPED,
     DRAWABLE,
-    HIGHEST_SO_FAR,
-    NOT_NORMALIZED,
-    ONE_Q62,
     RESOLUTION_WORDS,
     RING_BATCH,
     RING_COUNTS,
@@ -42,20 +35,15 @@ from deepspeed_gear.ops.constants import (
     RING_TAIL,
     RING_TOTAL,
     STALE,
-    UNIT_LENGTH,
-    UNIT_STEP,
-    UNIT_TRAJECTORY,
 )
 from deepspeed_gear.parallel.topology import Place
+from deepspeed_gear.replay import device_state
 from deepspeed_gear.replay.device_parts import betas_of, ops_of, table_of, train_spec
 from deepspeed_gear.replay.feedback import mask_of, reduce_steps
 from deepspeed_gear.replay.parts import Plan, agree_on, statistics_of_plan
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.rules import UNIT_CODES
-
-_NORMALIZE = {None: NOT_NORMALIZED, "batch": BY_BATCH, "table": BY_TABLE}
-FORMAT = 1
+from deepspeed_gear.selection.on_ring import RingSelection
 
 
 class DeviceReplay:
@@ -116,36 +104,18 @@ class DeviceReplay:
             rule = 'must be "device" for a DeviceReplay'
             raise ConfigError(f"gear.tables.{name}.placement", rule, options.placement, "use Replay")
         replicas, is_shard = plan.info.data_world, options.scope == "shard"
-        self._prioritized = isinstance(config.item_sampler, PrioritizedSampler)
-        if replicas > 1 and not is_shard and (options.data is None or self._prioritized):
+        is_changed = options.data is None or isinstance(config.item_sampler, PrioritizedSampler)
+        if replicas > 1 and not is_shard and is_changed:
             rule = f'must be "shard" where {replicas} replicas change tables of their own'
             remedy = "or use a table in host memory, whose distribution is exact over all"
             raise ConfigError(f"gear.tables.{name}.scope", rule, options.scope, remedy)
-        self._spec = train_spec(plan, name)
+        place, spec = plan.topology.place, train_spec(plan, name)
         self._num_parts = plan.info.accumulation if is_shard else plan.info.num_micro
-        self._first_part = 0 if is_shard else plan.topology.place.data_rank
+        self._first_part = 0 if is_shard else place.data_rank
         self._part_step = 1 if is_shard else replicas
-        self._draw = [
-            config.seed,
-            self._spec.key,
-            replicas if is_shard else 1,
-            plan.topology.place.data_rank if is_shard else 0,
-            int(self._spec.kind == "stratified"),
-            _NORMALIZE[self._spec.priorities.normalize] if self._spec.priorities is not None else 0,
-        ]
-        ops = ops_of(config, plan.ops, self.device)
-        self._rule, self._betas = self._spec.rule.anchors.as_list(), betas_of(config, self._spec, self.device)
-        masses = self._spec.rule
-        self._unit = UNIT_LENGTH if masses.by_length else UNIT_CODES[masses.unit]
-        self._select_unit = self._unit
-        if self._prioritized:
-            self._select_unit = UNIT_STEP if masses.unit == "step" else UNIT_TRAJECTORY
-        self._alpha, self._initial = 0, HIGHEST_SO_FAR
-        if self._spec.priorities is not None:
-            self._alpha = int(self._spec.priorities.alpha(0) * ONE_Q62)
-            if self._spec.priorities.initial is not None:
-                self._initial = int(np.float32(self._spec.priorities.initial).view(np.int32))
-        self.table = table_of(plan, name, self._spec, ops, self.device, self._alpha)
+        self.table = table_of(plan, name, spec, ops_of(config, plan.ops, self.device), self.device)
+        numbers = (replicas, place.data_rank) if is_shard else (1, 0)
+        self._selection = RingSelection(self.table, spec, betas_of(config, spec, self.device), *numbers)
         self.schema, self.datasets = self.table.schema, plan.datasets
         needs, micro = plan.needs, plan.info.micro
         self._depth = max(2, plan.info.accumulation)
@@ -170,19 +140,16 @@ class DeviceReplay:
         return torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64, device=self.device)
 
     def _weights(self, count: int) -> Tensor:
-        return torch.ones(count if self._prioritized else 0, device=self.device)
+        return torch.ones(count if self._selection.is_prioritized else 0, device=self.device)
 
     # ---- sampling --------------------------------------------------------------------------------
 
     def new_batch(self) -> DeviceBatch:
         """Return tensors that `sample_` can fill; they belong to the caller."""
         micro = self.batch_info.micro
-        rule, total = self._spec.rule, self.table.state[RING_TOTAL]
-        weight = self._weights(micro) if self._prioritized else None
-        step_items = rule.unit == "step" and not self._prioritized
-        batch = DeviceBatch(
-            self._collector.buffers(micro), self._records(micro), weight, step_items, total, self._burn_in
-        )
+        weight = self._weights(micro) if self._selection.is_prioritized else None
+        facts = self._selection.has_step_items, self.table.state[RING_TOTAL], self._burn_in
+        batch = DeviceBatch(self._collector.buffers(micro), self._records(micro), weight, *facts)
         for tensor in (*batch.buffers.all, batch.records, *([] if weight is None else [weight])):
             torch._dynamo.mark_static_address(tensor)
         return batch
@@ -201,10 +168,12 @@ class DeviceReplay:
         if not self._is_filled:
             raise StoreError("the table on the device", "must hold a trajectory", None, "add_ comes first")
         if self._num_parts == 1:
-            self._select(out.records, self._all_weights if out.importance is None else out.importance)
+            self._selection.select_(
+                out.records, self._all_weights if out.importance is None else out.importance
+            )
         else:
             if self._next_micro == 0:
-                self._select(self._all, self._all_weights)
+                self._selection.select_(self._all, self._all_weights)
             part = self._first_part + self._next_micro * self._part_step
             out.records.copy_(self._all[part :: self._num_parts])
             if out.importance is not None:
@@ -212,12 +181,6 @@ class DeviceReplay:
             out.micro = self._next_micro
             self._next_micro = (self._next_micro + 1) % self.batch_info.accumulation
         self._collector.fill(out.buffers, out.records)
-
-    def _select(self, records: Tensor, weights: Tensor) -> None:
-        table = self.table
-        known = (table.slots, table.sums, table.minima, table.row_slots, self._betas)
-        rest = (self._rule, table.shape, self._draw, self._select_unit)
-        table.ops.ring_select_(table.state, records, weights, *known, *rest)
 
     def sample(self) -> DeviceBatch:
         """Return this rank's next micro batch; its tensors are used again max(2, accumulation) calls on."""
@@ -263,8 +226,7 @@ class DeviceReplay:
         count, steps = self.table.check(columns, lengths)
         if lengths is not None and steps < self.table.most_steps:
             lengths = torch.where(lengths <= steps, lengths, -1)
-        rest = (self._rule, self._unit, self._alpha, self._initial)
-        self.table.add_(columns, lengths, count, steps, *rest)
+        self._selection.add_(columns, lengths, count, steps)
         self._is_filled = True
 
     def add_transitions_(self, columns: Mapping[str, Tensor], following: Mapping[str, Tensor]) -> None:
@@ -334,7 +296,7 @@ class DeviceReplay:
         values = values.to(self.device, torch.float32).contiguous()
         accumulation = self.batch_info.accumulation
         if accumulation == 1:
-            self._update(batch.records, values)
+            self._selection.update_(batch.records, values)
             return
         self._reported[batch.micro] = (batch.records.clone(), values)
         if batch.micro == accumulation - 1:
@@ -349,13 +311,7 @@ class DeviceReplay:
         parts = [self._reported[micro] for micro in sorted(self._reported)]
         self._reported.clear()
         records = torch.stack([records for records, _ in parts], 1).reshape(-1, RESOLUTION_WORDS)
-        self._update(records, torch.stack([values for _, values in parts], 1).reshape(-1))
-
-    def _update(self, records: Tensor, values: Tensor) -> None:
-        table = self.table
-        known = (table.state, table.sums, table.minima, table.priorities, table.slots)
-        unit = UNIT_STEP if table.items_are_rows else UNIT_TRAJECTORY
-        table.ops.ring_update_(*known, records, values, table.shape, unit, self._alpha)
+        self._selection.update_(records, torch.stack([values for _, values in parts], 1).reshape(-1))
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -385,7 +341,7 @@ class DeviceReplay:
             "refused": state[RING_REFUSED],
             "bytes": self.table.num_bytes,
         }
-        if self._prioritized:
+        if self._selection.is_prioritized:
             found |= {
                 "priorities_applied": counts[APPLIED],
                 "priorities_ignored": counts[STALE],
@@ -414,16 +370,7 @@ class DeviceReplay:
         """Return the content and the position, in host memory. Waits for the device."""
         self._check_open()
         self._apply_reports()
-        data = self.config.resolved_tables[self.config.sampled_tables[0]].data is not None
-        content = {name: tensor.to("cpu", copy=True) for name, tensor in self.table.content.items()}
-        if data:
-            content = {name: tensor for name, tensor in content.items() if not name.startswith("column/")}
-        return {
-            "format": FORMAT,
-            "digest": self.config.resume_digest,
-            "fingerprints": {name: dataset.fingerprint for name, dataset in self.datasets.items()},
-            "content": content,
-        }
+        return device_state.state_of(self._plan, self.table)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken, in the same tensors: graphs that were captured stay good.
@@ -432,19 +379,30 @@ class DeviceReplay:
             CheckpointError: It is of another format, config, size or data set; nothing has changed.
         """
         self._check_open()
-        if state.get("format") != FORMAT:
-            raise CheckpointError("the state's format", f"must be {FORMAT}", state.get("format"))
-        known = {name: dataset.fingerprint for name, dataset in self.datasets.items()}
-        for name, here in (("digest", self.config.resume_digest), ("fingerprints", known)):
-            if state[name] != here:
-                raise CheckpointError(f"the state's {name}", "must be that of this config", state[name])
-        for name, values in state["content"].items():
-            if name not in self.table.content or self.table.content[name].shape != values.shape:
-                raise CheckpointError(
-                    f"the state's {name}", "must be of a table of this size", list(values.shape)
-                )
-        for name, values in state["content"].items():
-            self.table.content[name].copy_(values)
+        device_state.restore(self._plan, self.table, state)
+        self._go_on()
+
+    def save(self, folder: str | Path) -> dict[str, Any]:
+        """Write the tables of all replicas; return what `load` needs, JSON-able. Collective.
+
+        Raises:
+            CheckpointError: A file cannot be written, on every rank.
+        """
+        self._check_open()
+        self._apply_reports()
+        return device_state.save(self._plan, self.table, Path(folder))
+
+    def load(self, folder: str | Path, state: Mapping[str, Any]) -> None:
+        """Continue where `save` was called, on as many replicas. Collective.
+
+        Raises:
+            CheckpointError: A file is missing or changed, or the state does not fit; on every rank.
+        """
+        self._check_open()
+        device_state.load(self._plan, self.table, Path(folder), state)
+        self._go_on()
+
+    def _go_on(self) -> None:
         self._is_filled = self._is_filled or int(self.table.state[RING_NEXT]) > 0
         self._next_micro = 0
         self._reported.clear()

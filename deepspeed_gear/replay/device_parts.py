@@ -47,9 +47,7 @@ def betas_of(config: GearConfig, spec: StreamSpec, device: torch.device) -> Tens
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def table_of(
-    plan: Plan, name: str, spec: StreamSpec, ops: Ops, device: torch.device, alpha: int
-) -> RingTable:
+def table_of(plan: Plan, name: str, spec: StreamSpec, ops: Ops, device: torch.device) -> RingTable:
     options, rule = plan.config.resolved_tables[name], spec.rule
     needs_returns = any(field.derived == "return_to_go" for field in plan.fields)
     priorities = spec.priorities
@@ -82,5 +80,6 @@ def table_of(
         steps_of = np.arange(dataset.num_rows) - dataset.first_rows[owners]
         admitted = rule.anchors.admits(steps_of, dataset.lengths[owners])
     initial = None if priorities is None else (priorities.initial or 1.0)
+    alpha = 0 if priorities is None else int(priorities.alpha(0) * ONE_Q62)
     more_of = (has_minima, needs_returns, ops, device, alpha)
     return RingTable.of_dataset(dataset, masses, admitted, initial, *more_of)

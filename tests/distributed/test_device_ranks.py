@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gear_support import config_of, lengths_of, run_ranks, write_dataset
+from gear_support import config_of, launch, lengths_of, run_ranks, write_dataset
+
+TABLE = {"capacity_steps": 100, "max_length": 4, "remove": "fifo", "placement": "device", "scope": "shard"}
 
 
 def test_replicas_draw_their_parts_or_from_their_own_shards(tmp_path: Path) -> None:
@@ -21,7 +23,27 @@ def test_replicas_draw_their_parts_or_from_their_own_shards(tmp_path: Path) -> N
         "placement": "device",
         "scope": "shard",
     }
-    added = {**config_of(**options), "tables": {"main": table}}
+    added = {**config_of(**options), "tables": {"main": TABLE}}
     added["sampler"] = {"kind": "prioritized", "unit": "step"}
     for output in run_ranks("device_ranks.py", 2, json.dumps(shared), json.dumps(added)):
         assert output.endswith("done\n")
+
+
+def test_an_engine_trains_from_its_devices_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    table = {
+        "capacity_steps": 100,
+        "max_length": 4,
+        "remove": "fifo",
+        "placement": "device",
+        "scope": "shard",
+    }
+    section = {
+        **config_of(
+            fields={"observation": {"offset": -1, "length": 4}, "action": {}, "reward": {}, "code": {}}
+        ),
+        "tables": {"main": table},
+        "sampler": {"kind": "prioritized", "unit": "step"},
+    }
+    given = json.dumps({"section": section, "out": str(tmp_path / "checkpoints")})
+    output = launch("engine_device.py", 2, given)
+    assert output.count("done") == 2

@@ -1,0 +1,76 @@
+"""Selection on a table in the memory of one device: what is drawn, from state that lies there too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from deepspeed_gear.ops.constants import (
+    BY_BATCH,
+    BY_TABLE,
+    HIGHEST_SO_FAR,
+    NOT_NORMALIZED,
+    ONE_Q62,
+    UNIT_LENGTH,
+    UNIT_STEP,
+    UNIT_TRAJECTORY,
+)
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.rules import UNIT_CODES
+from deepspeed_gear.store.ring_table import RingTable
+
+_NORMALIZE = {None: NOT_NORMALIZED, "batch": BY_BATCH, "table": BY_TABLE}
+
+
+class RingSelection:
+    """Masses and draws of a RingTable. Every method mutates fixed tensors and waits for nothing.
+
+    Args:
+        table: Where the items lie.
+        spec: The stream.
+        betas: Exponent of the importance weights by global batch, Q62; the last one holds on. [n], int64.
+        stride: The i-th sample since the beginning has number i * stride + offset.
+        offset: See `stride`.
+    """
+
+    def __init__(self, table: RingTable, spec: StreamSpec, betas: Tensor, stride: int, offset: int) -> None:
+        self.table, self._betas = table, betas
+        rule, priorities = spec.rule, spec.priorities
+        self.is_prioritized = priorities is not None
+        self.has_step_items = rule.unit == "step" and not self.is_prioritized
+        self._rule = rule.anchors.as_list()
+        self._unit = self._drawn = UNIT_LENGTH if rule.by_length else UNIT_CODES[rule.unit]
+        if self.is_prioritized and not table.items_are_rows:
+            self._drawn = UNIT_TRAJECTORY
+        self._alpha, self._initial, normalize = 0, HIGHEST_SO_FAR, NOT_NORMALIZED
+        if priorities is not None:
+            self._alpha, normalize = int(priorities.alpha(0) * ONE_Q62), _NORMALIZE[priorities.normalize]
+            if priorities.initial is not None:
+                self._initial = int(np.float32(priorities.initial).view(np.int32))
+        self._draw = [spec.seed, spec.key, stride, offset, int(spec.kind == "stratified"), normalize]
+
+    def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
+        """Add trajectories that `RingTable.check` has seen."""
+        rest = (self._rule, self._unit, self._alpha, self._initial)
+        self.table.add_(columns, lengths, count, steps, *rest)
+
+    def select_(self, records: Tensor, weights: Tensor) -> None:
+        """Draw the next global batch.
+
+        Args:
+            records: Gets the resolutions. [B, 8], int64.
+            weights: Gets the importance weights; empty: there are none. [B], float32.
+        """
+        table = self.table
+        known = (table.slots, table.sums, table.minima, table.row_slots, self._betas)
+        rest = (self._rule, table.shape, self._draw, self._drawn)
+        table.ops.ring_select_(table.state, records, weights, *known, *rest)
+
+    def update_(self, records: Tensor, values: Tensor) -> None:
+        """Set the priorities of samples; of equal items the last wins. [B, 8], int64; [B], float32."""
+        table = self.table
+        known = (table.state, table.sums, table.minima, table.priorities, table.slots)
+        unit = UNIT_STEP if table.items_are_rows else UNIT_TRAJECTORY
+        table.ops.ring_update_(*known, records, values, table.shape, unit, self._alpha)
