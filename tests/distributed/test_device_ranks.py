@@ -16,13 +16,6 @@ def test_replicas_draw_their_parts_or_from_their_own_shards(tmp_path: Path) -> N
     sampler = {"kind": "uniform", "unit": "step", "stratified": True}
     options = {"fields": fields, "batch_size": 24, "gradient_accumulation_steps": 2}
     shared = config_of(data, sampler=sampler, **options)
-    table = {
-        "capacity_steps": 100,
-        "max_length": 4,
-        "remove": "fifo",
-        "placement": "device",
-        "scope": "shard",
-    }
     added = {**config_of(**options), "tables": {"main": TABLE}}
     added["sampler"] = {"kind": "prioritized", "unit": "step"}
     for output in run_ranks("device_ranks.py", 2, json.dumps(shared), json.dumps(added)):
