@@ -38,7 +38,8 @@ from deepspeed_gear.ops.constants import (
 )
 from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import device_state
-from deepspeed_gear.replay.device_parts import betas_of, ops_of, table_of, train_spec
+from deepspeed_gear.replay.device_parts import betas_of, ops_of, specs_of, table_of
+from deepspeed_gear.replay.device_passes import DevicePasses
 from deepspeed_gear.replay.feedback import mask_of, reduce_steps
 from deepspeed_gear.replay.parts import Plan, agree_on, statistics_of_plan
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
@@ -109,7 +110,8 @@ class DeviceReplay:
             rule = f'must be "shard" where {replicas} replicas change tables of their own'
             remedy = "or use a table in host memory, whose distribution is exact over all"
             raise ConfigError(f"gear.tables.{name}.scope", rule, options.scope, remedy)
-        place, spec = plan.topology.place, train_spec(plan, name)
+        place, specs = plan.topology.place, specs_of(plan, name)
+        spec = specs.pop(TRAIN)
         self._num_parts = plan.info.accumulation if is_shard else plan.info.num_micro
         self._first_part = 0 if is_shard else place.data_rank
         self._part_step = 1 if is_shard else replicas
@@ -130,6 +132,8 @@ class DeviceReplay:
             config.threads,
         )
         self._burn_in = BurnIn.of(config, plan.fields, needs.fields)
+        splits = specs if options.data is not None else {}
+        self._passes = DevicePasses(plan, self.table, splits, self._collector, self._burn_in)
         self._is_filled = options.data is not None
         self._all = self._records(micro * self._num_parts)
         self._all_weights = self._weights(micro * self._num_parts)
@@ -197,14 +201,23 @@ class DeviceReplay:
             yield self.sample()
 
     def iterator(self, stream: str = TRAIN) -> Iterator[Batch]:
-        """Return an endless iterator over training batches.
+        """Return an iterator over batches: endless for training, one pass over every item for a split.
+
+        In the last batches of a pass `valid` is False, and `weight` 0, for samples that only fill them up.
 
         Raises:
-            ConfigError: It is asked for a split: passes over one need a table in host memory.
+            ConfigError: There is no such stream.
         """
-        if stream != TRAIN:
-            raise ConfigError("stream", f'must be "{TRAIN}" for a table on devices', stream)
-        return iter(self)
+        self._check_open()
+        return iter(self) if stream == TRAIN else self._passes.batches(stream)
+
+    def num_batches(self, stream: str) -> int:
+        """Return how many batches of each rank one pass over a split has.
+
+        Raises:
+            ConfigError: There is no such split.
+        """
+        return self._passes.num_batches(stream)
 
     # ---- adding ----------------------------------------------------------------------------------
 

@@ -19,11 +19,22 @@ from deepspeed_gear.store.ring_table import RingTable
 from deepspeed_gear.store.trajectory import as_numbers
 
 
-def train_spec(plan: Plan, name: str) -> StreamSpec:
+def masses_of(plan: Plan, spec: StreamSpec) -> np.ndarray:
+    """Return the masses that a stream gives the trajectories of the data set. [n], int64."""
+    dataset = plan.datasets[plan.config.sampled_tables[0]]
+
+    def column(of: str) -> np.ndarray:
+        return as_numbers(dataset.columns[of], dataset.schema[of])
+
+    return spec.rule.masses(np.arange(len(dataset)) + dataset.first_id, dataset.lengths, column)
+
+
+def specs_of(plan: Plan, name: str) -> dict[str, StreamSpec]:
+    """Return the training stream, and one for each split of a data set."""
     specs = stream_specs(
         plan.config, name, plan.fields, plan.splits[name], plan.info, plan.datasets.get(name), None
     )
-    return specs[0]
+    return {spec.name: spec for spec in specs}
 
 
 def ops_of(config: GearConfig, ops: Ops, device: torch.device) -> Ops:
@@ -66,13 +77,7 @@ def table_of(plan: Plan, name: str, spec: StreamSpec, ops: Ops, device: torch.de
         return RingTable(schema, rows, slots, options.max_length, *more)
     if len(dataset) != dataset.num_trajectories_of_whole:
         raise ConfigError(f"gear.tables.{name}.data", "must be whole on every node for a table on devices")
-    ids = np.arange(len(dataset)) + dataset.first_id
-
-    def column(of: str) -> np.ndarray:
-        assert dataset is not None
-        return as_numbers(dataset.columns[of], dataset.schema[of])
-
-    masses = rule.masses(ids, dataset.lengths, column)
+    masses = masses_of(plan, spec)
     admitted = None
     if by_row:
         final = int(dataset.schema.has_final_row)

@@ -129,6 +129,22 @@ def test_a_data_set_gives_the_batches_of_shared_memory(
         assert device.num_steps == host.num_steps
 
 
+@pytest.mark.parametrize("sampler", ["uniform steps", "trajectories", "by the table"])
+def test_a_pass_over_a_split_is_that_of_shared_memory(data: Path, sampler: str) -> None:
+    section = config_of(data, sampler=SAMPLERS[sampler], fields=WINDOWS, batch_size=7, seed=5)
+    with Replay(section) as host, DeviceReplay(on_device(section), "cpu") as device:
+        assert device.num_batches("eval") == host.num_batches("eval")
+        for _ in range(2):
+            passes = zip(device.iterator("eval"), host.iterator("eval"), strict=True)
+            for got, expected in passes:
+                assert_same(got, expected)
+                assert torch.equal(got.valid, expected.valid)
+                assert torch.equal(got.epoch, expected.epoch)
+        assert_same(device.sample(), host.sample())
+        with pytest.raises(ConfigError, match="must be one of train, eval"):
+            device.iterator("test")
+
+
 @pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "prioritized trajectories"])
 def test_what_was_added_is_drawn_and_the_oldest_go(sampler: str) -> None:
     with DeviceReplay(online(SAMPLERS[sampler], seed=1), "cpu") as replay:

@@ -1,0 +1,110 @@
+"""Passes over evaluation splits of a data set in the memory of a device: every item once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from deepspeed_gear.collection.burn_in import BurnIn
+from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops.constants import RESOLUTION_WORDS, tree_size
+from deepspeed_gear.replay.device_parts import masses_of
+from deepspeed_gear.replay.parts import Plan
+from deepspeed_gear.replay.sizes import TRAIN
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.rules import UNIT_CODES
+from deepspeed_gear.store.ring_table import RingTable
+
+_RING = 2  # batches of a pass whose tensors are used in turn
+
+
+class DevicePasses:
+    """The passes of a DeviceReplay, in stored order and the same on all ranks.
+
+    What each item resolves to does not change, so it is found once, on the host, and kept on the device.
+
+    Args:
+        plan: What all ranks have agreed on.
+        table: Holds the data set.
+        splits: The stream of each split.
+        collector: Of this rank.
+        burn_in: Which steps only warm up.
+    Cost: 64 bytes an item of each split that is used.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        table: RingTable,
+        splits: Mapping[str, StreamSpec],
+        collector: Collector,
+        burn_in: BurnIn | None,
+    ) -> None:
+        self._plan, self._table, self._splits = plan, table, splits
+        self._collector, self._burn_in = collector, burn_in
+        self._found: dict[str, tuple[Tensor, int]] = {}
+        self._begun: dict[str, int] = {}
+
+    def num_batches(self, split: str) -> int:
+        """Return the batches of a rank in a pass.
+
+        Raises:
+            ConfigError: There is no such split.
+        """
+        return len(self._items(split)[0]) // self._spec(split).batch
+
+    def batches(self, split: str) -> Iterator[DeviceBatch]:
+        """Begin a pass; return its batches. The last one may hold samples that only fill it: not `valid`.
+
+        Raises:
+            ConfigError: There is no such split.
+        """
+        records, size = self._items(split)
+        number = self._begun.get(split, 0)
+        self._begun[split] = number + 1
+        return self._pass(self._spec(split), records, size, number)
+
+    def _pass(self, spec: StreamSpec, records: Tensor, size: int, number: int) -> Iterator[DeviceBatch]:
+        micro, place = self._plan.info.micro, self._plan.topology.place
+        total = torch.tensor(size, device=records.device)
+        facts = spec.rule.unit == "step", total, self._burn_in
+        ring = [
+            DeviceBatch(self._collector.buffers(micro), torch.zeros_like(records[:micro]), None, *facts)
+            for _ in range(_RING)
+        ]
+        for index in range(len(records) // spec.batch):
+            batch, first = ring[index % _RING], index * spec.batch
+            batch.records.copy_(records[first : first + spec.batch][place.data_rank :: place.data_world])
+            batch.valid = batch.number < size
+            batch.epoch = torch.full_like(batch.epoch, number)
+            self._collector.fill(batch.buffers, batch.records)
+            yield batch
+
+    def _spec(self, split: str) -> StreamSpec:
+        if split not in self._splits:
+            known = ", ".join((TRAIN, *self._splits))
+            raise ConfigError("stream", f"must be one of {known}", split, "give the data set a split")
+        return self._splits[split]
+
+    def _items(self, split: str) -> tuple[Tensor, int]:
+        """Return what the items of a split resolve to, with what fills its last batch; and their number."""
+        spec = self._spec(split)
+        if split not in self._found:
+            masses = torch.from_numpy(masses_of(self._plan, spec))
+            sums = torch.zeros(tree_size(len(masses)), dtype=torch.int64)
+            sums[: len(masses)] = masses
+            ops = self._plan.ops
+            ops.tree_build_(sums, len(masses))
+            size = int(masses.sum())
+            count = -(-size // spec.batch) * spec.batch
+            records = torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64)
+            if count:
+                rule, unit = spec.rule.anchors.as_list(), UNIT_CODES[spec.rule.unit]
+                known = (self._table.slots.cpu(), torch.arange(count) % size)
+                ops.resolve_(records, sums, *known, rule, unit, spec.seed, spec.key, 0)
+            self._found[split] = records.to(self._table.device), size
+        return self._found[split]
