@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,12 @@ class DeviceBatch(Batch):
         epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
         facts = (records, valid, step_items, total, epoch, weight)
         super().__init__(dict(buffers.tensors), dict(buffers.mask), *facts, burn_in=burn_in)
+
+    def again(self) -> DeviceBatch:
+        """Return a batch of the same tensors, of which a transform may set fields."""
+        other = copy.copy(self)
+        other._tensors, other.mask = dict(self.buffers.tensors), dict(self.buffers.mask)
+        return other
 
     @property
     def records(self) -> Tensor:

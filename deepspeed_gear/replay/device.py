@@ -37,10 +37,11 @@ from deepspeed_gear.ops.constants import (
     STALE,
 )
 from deepspeed_gear.parallel.topology import Place
-from deepspeed_gear.replay import device_state
+from deepspeed_gear.replay import device_state, position
 from deepspeed_gear.replay.device_parts import betas_of, ops_of, specs_of, table_of
 from deepspeed_gear.replay.device_passes import DevicePasses
 from deepspeed_gear.replay.feedback import mask_of, reduce_steps
+from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.parts import Plan, agree_on, statistics_of_plan
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
@@ -97,6 +98,8 @@ class DeviceReplay:
             plan.exchange.close()
             raise
         self._closed, self._next_micro, self._turn = False, 0, 0
+        #: As `Replay.transform`; `sample` calls it, `sample_` does not.
+        self.transform: Transform | None = None
 
     def _build(self, plan: Plan, engine_dtype: torch.dtype) -> None:
         config, name = plan.config, plan.config.sampled_tables[0]
@@ -186,7 +189,7 @@ class DeviceReplay:
             self._next_micro = (self._next_micro + 1) % self.batch_info.accumulation
         self._collector.fill(out.buffers, out.records)
 
-    def sample(self) -> DeviceBatch:
+    def sample(self) -> Batch:
         """Return this rank's next micro batch; its tensors are used again max(2, accumulation) calls on."""
         if not self._ring:
             self._ring = [self.new_batch() for _ in range(self._depth)]
@@ -194,7 +197,11 @@ class DeviceReplay:
         self.sample_(batch)
         self._turn = (self._turn + 1) % len(self._ring)
         increment_version(batch.buffers.all)  # a backward pass that saved the old content must fail
-        return batch
+        if self.transform is None:
+            return batch
+        selection = self._selection
+        keys = position.transform_keys(selection.seed, selection.key, batch.number)
+        return self.transform(batch.again(), keys)
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -279,7 +286,7 @@ class DeviceReplay:
 
     # ---- priorities ------------------------------------------------------------------------------
 
-    def update_priorities_(self, batch: DeviceBatch, priorities: Tensor, mask: Tensor | None = None) -> None:
+    def update_priorities_(self, batch: Batch, priorities: Tensor, mask: Tensor | None = None) -> None:
         """Set the priorities of a batch's items; the next selection sees them. Waits for nothing.
 
         Of several values of an item the one with the highest sample number wins. Negative, infinite and NaN
@@ -298,6 +305,10 @@ class DeviceReplay:
         sampler = self.config.item_sampler
         if not isinstance(sampler, PrioritizedSampler):
             raise ConfigError("gear.sampler.kind", 'must be "prioritized"', sampler.kind)
+        if not isinstance(batch, DeviceBatch):
+            raise DataError(
+                "batch", "must be from this replay's sample, or its new_batch", type(batch).__name__
+            )
         values = priorities.detach()
         if values.dim() == 2:
             values = reduce_steps(

@@ -37,6 +37,7 @@ class RingSelection:
 
     def __init__(self, table: RingTable, spec: StreamSpec, betas: Tensor, stride: int, offset: int) -> None:
         self.table, self._betas = table, betas
+        self.seed, self.key = spec.seed, spec.key
         rule, priorities = spec.rule, spec.priorities
         self.is_prioritized = priorities is not None
         self.has_step_items = rule.unit == "step" and not self.is_prioritized

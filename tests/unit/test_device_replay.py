@@ -129,6 +129,23 @@ def test_a_data_set_gives_the_batches_of_shared_memory(
         assert device.num_steps == host.num_steps
 
 
+def test_a_transform_gets_the_keys_of_shared_memory(data: Path) -> None:
+    section = config_of(data, sampler=SAMPLERS["uniform steps"], fields=WINDOWS, batch_size=8, seed=5)
+
+    def transform(batch: Any, key: Tensor) -> Any:
+        batch["noisy"] = batch["observation"] + (key % 7).float()[:, None, None]
+        return batch
+
+    with Replay(section) as host, DeviceReplay(on_device(section), "cpu") as device:
+        plain = set(device.sample())
+        host.sample()
+        host.transform = device.transform = transform
+        for _ in range(5):
+            assert_same(device.sample(), host.sample())
+        device.transform = None
+        assert set(device.sample()) == plain
+
+
 @pytest.mark.parametrize("sampler", ["uniform steps", "trajectories", "by the table"])
 def test_a_pass_over_a_split_is_that_of_shared_memory(data: Path, sampler: str) -> None:
     section = config_of(data, sampler=SAMPLERS[sampler], fields=WINDOWS, batch_size=7, seed=5)
