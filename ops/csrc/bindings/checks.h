@@ -204,6 +204,14 @@ inline FieldList FieldsOf(at::TensorList outs, at::TensorList masks, const at::T
   return fields;
 }
 
+// The order in which samples are taken, or null.
+inline const int64_t* OrderOf(const std::optional<at::Tensor>& order, int64_t count) {
+  if (!order) return nullptr;
+  CheckTensor(*order, "order", at::kLong);
+  TORCH_CHECK(order->numel() == count, "gear: order must have a value per resolution");
+  return order->const_data_ptr<int64_t>();
+}
+
 inline void CheckIndices(const at::Tensor& coordinates, int64_t first, int64_t size) {
   TORCH_CHECK(first >= 0 && size >= 0 && first <= size - coordinates.numel(),
               "gear: ", coordinates.numel(), " indices from ", first, " must lie in [0, ", size,

@@ -175,33 +175,29 @@ void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
 void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
-            at::ArrayRef<double> pad_values, int64_t /*threads*/) {
+            at::ArrayRef<double> pad_values, int64_t /*threads*/,
+            const std::optional<at::Tensor>& order) {
   const Resolution* records = Resolutions(resolutions);
   const int64_t count = resolutions.size(0);
   const FieldList fields = FieldsOf(outs, masks, counters, columns, shifts, gains, resolutions,
                                     n_steps, spec, pad_values);
+  const int64_t* taken = OrderOf(order, count);
   for (const at::TensorList& list : {outs, masks})
     for (const at::Tensor& t : list) CheckDevice(t, counters, "every tensor");
+  c10::SmallVector<int64_t, 16> held;
   for (size_t f = 0; f < fields.size(); ++f) {
     if (fields[f].column != nullptr) CheckDevice(columns[f], counters, "every column");
     if (fields[f].gain != nullptr) CheckDevice(shifts[f], counters, "shift and gain");
     if (fields[f].gain != nullptr) CheckDevice(gains[f], counters, "shift and gain");
+    held.push_back(columns[f].numel() / fields[f].elements);
   }
   CheckDevice(resolutions, counters, "resolutions");
   if (n_steps) CheckDevice(*n_steps, counters, "n_steps");
-  if (count == 0) return;
+  if (order) CheckDevice(*order, counters, "order");
   const OnDevice device(counters);
-  const int64_t* offsets = n_steps ? n_steps->const_data_ptr<int64_t>() : nullptr;
-  int64_t* counter = counters.mutable_data_ptr<int64_t>();
-  int64_t all = 0, bytes = 0;
-  for (size_t f = 0; f < fields.size(); ++f) {
-    const cpu::Field& field = fields[f];
-    cuda::Gather(field, columns[f].numel() / field.elements, records, offsets, count, counter,
-                 device.stream());
-    all += count * field.part.count;
-    bytes += count * field.part.count * field.elements * field.to_bytes;
-  }
-  cuda::AddToCounters(counter, all, bytes, device.stream());
+  cuda::Gather(fields.data(), held.data(), static_cast<int64_t>(fields.size()), records,
+               n_steps ? n_steps->const_data_ptr<int64_t>() : nullptr, taken, count,
+               counters.mutable_data_ptr<int64_t>(), device.stream());
 }
 
 }  // namespace

@@ -1,10 +1,9 @@
-// The kernel of collection: a team of lanes for each window.
+// How rows get into a batch: as they are, or converted; and what pads them.
 #pragma once
 #include <type_traits>
 
 #include "common/convert.h"
 #include "cuda/copy.h"
-#include "cuda/launch.h"
 #include "cuda/ops.h"
 
 namespace gear::cuda {
@@ -62,63 +61,22 @@ __device__ void Pad(const Field& field, const typename Rows::From* edge, typenam
   }
 }
 
+// Writes one window: what lies in it of a trajectory whose step t is row first_row + t, and padding
+// of the bits `pad` on both sides.
 template <typename Rows>
-__global__ void GatherKernel(const Field field, int64_t held,
-                             const Resolution* __restrict__ resolutions,
-                             const int64_t* __restrict__ n_steps, int64_t count,
-                             typename Rows::To pad, int team, uint64_t* counters) {
-  const Lane lane{static_cast<int>(threadIdx.x) & (team - 1), team};
-  const int64_t length = field.part.count;
-  uint64_t real = 0;
-  for (int64_t i = GlobalThread() / team; i < count; i += GlobalThreads() / team) {
-    const Resolution r = resolutions[i];
-    const auto* column = static_cast<const typename Rows::From*>(field.column);
-    int64_t first_row = r.slot;
-    Span span{0, 1, 0, 0, 0};
-    if (field.source != cpu::kTrajectoryRow) {
-      Require(IsAnchored(r));
-      const int64_t final_row = field.source == cpu::kStepRowsPlusOne ? 1 : 0;
-      Window window = field.window;
-      if (field.after_n_step) window.offset += n_steps[i];
-      span = Cut(Bounds(window, r.anchor, r.num_steps + final_row), field.part);
-      first_row = r.first_row;
-    }
-    Require(IsInside(first_row, span, length, field.pad, held));
-    const auto at = [&](int64_t step) { return column + (first_row + step) * field.elements; };
-    const int64_t rows = span.end - span.begin, behind = span.place + rows;
-    auto* out = static_cast<typename Rows::To*>(field.out) + i * length * field.elements;
-    Pad<Rows>(field, at(span.before), pad, out, span.place * field.elements, lane);
-    Rows::Rows(field, at(span.begin), out + span.place * field.elements, rows * field.elements,
-               lane);
-    Pad<Rows>(field, at(span.after), pad, out + behind * field.elements,
-              (length - behind) * field.elements, lane);
-    if (field.mask != nullptr)
-      for (int64_t t = lane.index; t < length; t += lane.team)
-        field.mask[i * length + t] = t >= span.place && t < behind;
-    real += static_cast<uint64_t>(rows);
-  }
-  if (lane.index == 0 && real != 0) AtomicAdd(counters, real);
+__device__ void WriteWindow(const Field& field, uint64_t pad, int64_t sample, int64_t first_row,
+                            const Span& span, Lane lane) {
+  using To = typename Rows::To;
+  To value;
+  memcpy(&value, &pad, sizeof value);
+  const auto* column = static_cast<const typename Rows::From*>(field.column);
+  const auto at = [&](int64_t step) { return column + (first_row + step) * field.elements; };
+  const int64_t length = field.part.count, rows = span.end - span.begin, behind = span.place + rows;
+  auto* out = static_cast<To*>(field.out) + sample * length * field.elements;
+  Pad<Rows>(field, at(span.before), value, out, span.place * field.elements, lane);
+  Rows::Rows(field, at(span.begin), out + span.place * field.elements, rows * field.elements, lane);
+  Pad<Rows>(field, at(span.after), value, out + behind * field.elements,
+            (length - behind) * field.elements, lane);
 }
-
-// Lanes of a team: about 32 bytes of the window each.
-inline int TeamOf(int64_t window_bytes) {
-  int team = 4;
-  while (team < kThreads && team * 32 < window_bytes) team *= 2;
-  return team;
-}
-
-template <typename Rows>
-void LaunchGather(const Field& field, int64_t held, const Resolution* resolutions,
-                  const int64_t* n_steps, int64_t count, typename Rows::To pad, int64_t* counters,
-                  void* stream) {
-  const int team = TeamOf(field.part.count * field.elements * field.to_bytes);
-  GatherKernel<Rows><<<Blocks(count * team), kThreads, 0, AsStream(stream)>>>(
-      field, held, resolutions, n_steps, count, pad, team, reinterpret_cast<uint64_t*>(counters));
-  CheckLaunch("Gather");
-}
-
-// Collects a field whose elements change their type or are scaled.
-void GatherConverted(const Field& field, int64_t held, const Resolution* resolutions,
-                     const int64_t* n_steps, int64_t count, int64_t* counters, void* stream);
 
 }  // namespace gear::cuda

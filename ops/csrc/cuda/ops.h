@@ -53,11 +53,11 @@ void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_
 void NStepReturn(const NStep& n_step, int64_t num_rows, const Resolution* resolutions,
                  int64_t count, float* returns, float* discount, int64_t* steps, void* stream);
 
-// Collects all samples of one field. `held`: rows of its column. counters[0] += real rows.
-void Gather(const Field& field, int64_t held, const Resolution* resolutions, const int64_t* n_steps,
+// Collects all samples of all fields, in launches of up to 16 fields. `held`: rows of each column.
+// `order`: the samples in the order in which they are taken, or null; each is in it once.
+// counters += real rows, rows, bytes.
+void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
+            const Resolution* resolutions, const int64_t* n_steps, const int64_t* order,
             int64_t count, int64_t* counters, void* stream);
-
-// counters[i] += amount[i], for what the host knows.
-void AddToCounters(int64_t* counters, int64_t rows, int64_t bytes, void* stream);
 
 }  // namespace gear::cuda
