@@ -32,14 +32,9 @@ OP_NAMES = (
     "pack_reports_",
     "unpack_reports_",
 )
-#: Ops of the host's store, which have no kernels.
+#: Ops without kernels: what nodes tell each other about draws and reports. It comes out of the host's store and
+#: goes into the host's network, a few bytes a sample.
 HOST_ONLY = (
-    "slot_masses_",
-    "top_k_",
-    "report_",
-    "prioritize_",
-    "pack_rows_",
-    "unpack_rows_",
     "assign_draws_",
     "send_draws_",
     "take_draws_",

@@ -145,6 +145,7 @@ inline unsigned __ballot_sync(unsigned, bool value) {
   });
 }
 
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
@@ -163,6 +164,13 @@ template <typename T>
 T atomicAdd(T* to, T x) {
   const T old = *to;
   *to += x;
+  return old;
+}
+
+template <typename T>
+T atomicExch(T* to, T x) {
+  const T old = *to;
+  *to = x;
   return old;
 }
 

@@ -60,13 +60,8 @@ void TreeUpdate(at::Tensor& sums, int64_t num_items, const at::Tensor& items,
 
 void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log, int64_t first,
                 int64_t last, at::IntArrayRef rule, int64_t unit) {
-  CheckRecords(slots, "slots", kSlotWords);
-  CheckTree(sums, slots.size(0));
-  CheckRule(rule);
-  CheckTensor(log, "log", at::kLong);
+  CheckSlotMasses(sums, slots, log, first, last, rule);
   const int64_t size = log.numel(), num_slots = slots.size(0);
-  TORCH_CHECK(0 <= first && first <= last && last - first <= size,
-              "gear: entries must be in a log of ", size, ", got [", first, ", ", last, ")");
   const int64_t* ring = log.const_data_ptr<int64_t>();
   for (int64_t i = first; i < last; ++i) {
     const int64_t slot = ring[i % size];

@@ -11,6 +11,13 @@ struct Lane {
   int index, team;
 };
 
+// Lanes of a team that copies so many bytes: about 32 each.
+GEAR_HOST_DEVICE int TeamOf(int64_t bytes, int most) {
+  int team = 4;
+  while (team < most && team * 32 < bytes) team *= 2;
+  return team;
+}
+
 inline constexpr int kInFlight = 4;  // loads of a lane under way at once
 
 // Both aligned to 16 bytes. The rows are read once, so they are not kept in the caches.

@@ -1,5 +1,5 @@
-// Collection: one launch for all fields of a batch. Every field has blocks of its own, and in them a
-// team of lanes for each window.
+// Collection: one launch for all fields of a batch. Every field has blocks of its own, and in them
+// a team of lanes for each window.
 #include "cuda/gather.h"
 
 #include "cuda/launch.h"
@@ -9,7 +9,7 @@ namespace {
 
 inline constexpr int kMostFields = 16;  // of a launch
 
-// How the elements of a field get into the batch. A conversion is kConverts + 16 * from + to.
+// How the elements of a field get into the batch.
 enum Kind : int { kComputes = 0, kCopies1, kCopies2, kCopies4, kCopies8, kConverts };
 
 struct Task {
@@ -57,9 +57,8 @@ __device__ uint64_t Compute(const Batch& batch, const Task& task, int64_t thread
         Cut(Bounds(WindowOf(batch, field, sample), r.anchor, r.num_steps), field.part);
     const bool is_real = t >= span.place && t < span.place + span.end - span.begin;
     const int64_t edge = t < span.place ? span.before : span.after;
-    const int64_t step =
-        is_real ? span.begin + t - span.place
-                : (field.pad == kPadEdge ? edge : static_cast<int64_t>(task.pad));
+    const int64_t step = is_real ? span.begin + t - span.place
+                                 : (field.pad == kPadEdge ? edge : static_cast<int64_t>(task.pad));
     const int64_t to = sample * length + t;
     static_cast<int64_t*>(field.out)[to] =
         field.source == cpu::kPosition ? field.part.first + t : step;
@@ -69,33 +68,28 @@ __device__ uint64_t Compute(const Batch& batch, const Task& task, int64_t thread
   return real;
 }
 
-// Where the rows of one window lie.
-struct Read {
-  int64_t sample, first_row;
-  Span span;
-};
-
 // The pairs that IsConversion admits; others never come here.
 template <typename From>
 __device__ void ConvertFrom(const Task& task, const Read& read, Lane lane) {
-  const auto write = [&](auto rows) {
-    WriteWindow<decltype(rows)>(task.field, task.pad, read.sample, read.first_row, read.span, lane);
+  const auto write = [&](auto elements) {
+    ConvertWindow<decltype(elements)>(task.field, read, lane);
+    PadWindow<decltype(elements)>(task.field, task.pad, read, lane);
   };
   if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
-    if (task.field.to == kInt64) return write(ConvertRows<From, int64_t>{});
+    if (task.field.to == kInt64) return write(ConvertedElements<From, int64_t>{});
   }
   if constexpr (std::is_integral_v<From> && sizeof(From) <= 2) {
-    if (task.field.to == kInt32) return write(ConvertRows<From, int32_t>{});
+    if (task.field.to == kInt32) return write(ConvertedElements<From, int32_t>{});
   }
   switch (task.field.to) {
     case kFloat16:
-      return write(ConvertRows<From, Half>{});
+      return write(ConvertedElements<From, Half>{});
     case kBfloat16:
-      return write(ConvertRows<From, Bfloat>{});
+      return write(ConvertedElements<From, Bfloat>{});
     case kFloat32:
-      return write(ConvertRows<From, float>{});
+      return write(ConvertedElements<From, float>{});
     case kFloat64:
-      return write(ConvertRows<From, double>{});
+      return write(ConvertedElements<From, double>{});
   }
 }
 
@@ -124,21 +118,17 @@ __device__ void Convert(const Task& task, const Read& read, Lane lane) {
 }
 
 __device__ void Write(const Task& task, const Read& read, Lane lane) {
-  const auto copy = [&](auto unit) {  // only the size of an element matters
-    WriteWindow<CopyRows<decltype(unit)>>(task.field, task.pad, read.sample, read.first_row,
-                                          read.span, lane);
-  };
-  switch (task.kind) {
+  if (task.kind == kConverts) return Convert(task, read, lane);
+  CopyWindow(task.field, read, lane);
+  switch (task.kind) {  // only the size of an element matters
     case kCopies1:
-      return copy(uint8_t{});
+      return PadWindow<SameElements<uint8_t>>(task.field, task.pad, read, lane);
     case kCopies2:
-      return copy(uint16_t{});
+      return PadWindow<SameElements<uint16_t>>(task.field, task.pad, read, lane);
     case kCopies4:
-      return copy(uint32_t{});
-    case kCopies8:
-      return copy(uint64_t{});
+      return PadWindow<SameElements<uint32_t>>(task.field, task.pad, read, lane);
     default:
-      return Convert(task, read, lane);
+      return PadWindow<SameElements<uint64_t>>(task.field, task.pad, read, lane);
   }
 }
 
@@ -170,7 +160,8 @@ __device__ uint64_t Collect(const Batch& batch, const Task& task, int64_t thread
   return real;
 }
 
-// Three blocks a multiprocessor: as many as keep its memory busy, in registers enough for every pair.
+// Three blocks a multiprocessor: as many as keep its memory busy, in registers enough for every
+// pair.
 __global__ void __launch_bounds__(kThreads, 3) GatherKernel(const __grid_constant__ Batch batch) {
   int t = 0;
   while (t + 1 < batch.num_tasks && blockIdx.x >= batch.tasks[t + 1].first_block) ++t;
@@ -225,16 +216,9 @@ int KindOf(const Field& field) {
   return bytes == 1 ? kCopies1 : bytes == 2 ? kCopies2 : bytes == 4 ? kCopies4 : kCopies8;
 }
 
-// Lanes of a team: about 32 bytes of the window each.
-int TeamOf(int64_t window_bytes) {
-  int team = 4;
-  while (team < kThreads && team * 32 < window_bytes) team *= 2;
-  return team;
-}
-
 Task TaskOf(const Field& field, int64_t held, int64_t count, unsigned first_block) {
   const int kind = KindOf(field);
-  const int team = TeamOf(field.part.count * field.elements * field.to_bytes);
+  const int team = TeamOf(field.part.count * field.elements * field.to_bytes, kThreads);
   const int64_t threads = count * (kind == kComputes ? field.part.count : team);
   return {field, held, PadOf(field), kind, team, first_block, Blocks(threads)};
 }
@@ -259,8 +243,8 @@ void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
       batch.tasks[t] = TaskOf(field, held[first + t], count, blocks);
       blocks += batch.tasks[t].num_blocks;
       batch.rows += static_cast<uint64_t>(count * field.part.count);
-      batch.bytes += static_cast<uint64_t>(count * field.part.count * field.elements *
-                                           field.to_bytes);
+      batch.bytes +=
+          static_cast<uint64_t>(count * field.part.count * field.elements * field.to_bytes);
     }
     GatherKernel<<<blocks, kThreads, 0, AsStream(stream)>>>(batch);
     CheckLaunch("Gather");

@@ -8,25 +8,20 @@
 
 namespace gear::cuda {
 
-// Elements of whole rows that are copied as they are. T: an unsigned integer of their size.
+// Elements that stay as they are. T: an unsigned integer of their size.
 template <typename T>
-struct CopyRows {
+struct SameElements {
   using From = T;
   using To = T;
 
   __device__ static T At(const Field&, const T* row, int64_t element, int64_t) {
     return row[element];
   }
-
-  __device__ static void Rows(const Field&, const T* from, T* to, int64_t count, Lane lane) {
-    CopyBytes(reinterpret_cast<const char*>(from), reinterpret_cast<char*>(to),
-              count * static_cast<int64_t>(sizeof(T)), lane);
-  }
 };
 
 // (x - shift) * gain; shift and gain repeat every `period` elements.
 template <typename F, typename T>
-struct ConvertRows {
+struct ConvertedElements {
   using From = F;
   using To = T;
   using C = std::conditional_t<NeedsDouble<F>::value || NeedsDouble<T>::value, double, float>;
@@ -50,33 +45,61 @@ struct ConvertRows {
   }
 };
 
+// Where the rows of one window lie: step t of its trajectory is row first_row + t.
+struct Read {
+  int64_t sample, first_row;
+  Span span;
+};
+
 // Fills `count` elements with the padding: a value, or whole rows like `edge`.
-template <typename Rows>
-__device__ void Pad(const Field& field, const typename Rows::From* edge, typename Rows::To value,
-                    typename Rows::To* to, int64_t count, Lane lane) {
+template <typename Elements>
+__device__ void Pad(const Field& field, const typename Elements::From* edge,
+                    typename Elements::To value, typename Elements::To* to, int64_t count,
+                    Lane lane) {
   for (int64_t i = lane.index; i < count; i += lane.team) {
     const int64_t element = i % field.elements;
-    to[i] = field.pad == kPadEdge ? Rows::At(field, edge, element, field.period > 1 ? element : 0)
-                                  : value;
+    to[i] = field.pad == kPadEdge
+                ? Elements::At(field, edge, element, field.period > 1 ? element : 0)
+                : value;
   }
 }
 
-// Writes one window: what lies in it of a trajectory whose step t is row first_row + t, and padding
-// of the bits `pad` on both sides.
-template <typename Rows>
-__device__ void WriteWindow(const Field& field, uint64_t pad, int64_t sample, int64_t first_row,
-                            const Span& span, Lane lane) {
-  using To = typename Rows::To;
+// Pads a window on both sides. `pad`: the bits of the value.
+template <typename Elements>
+__device__ void PadWindow(const Field& field, uint64_t pad, const Read& read, Lane lane) {
+  using To = typename Elements::To;
   To value;
   memcpy(&value, &pad, sizeof value);
-  const auto* column = static_cast<const typename Rows::From*>(field.column);
-  const auto at = [&](int64_t step) { return column + (first_row + step) * field.elements; };
-  const int64_t length = field.part.count, rows = span.end - span.begin, behind = span.place + rows;
-  auto* out = static_cast<To*>(field.out) + sample * length * field.elements;
-  Pad<Rows>(field, at(span.before), value, out, span.place * field.elements, lane);
-  Rows::Rows(field, at(span.begin), out + span.place * field.elements, rows * field.elements, lane);
-  Pad<Rows>(field, at(span.after), value, out + behind * field.elements,
-            (length - behind) * field.elements, lane);
+  const auto* column = static_cast<const typename Elements::From*>(field.column);
+  const auto at = [&](int64_t step) { return column + (read.first_row + step) * field.elements; };
+  const Span& span = read.span;
+  const int64_t length = field.part.count, behind = span.place + span.end - span.begin;
+  auto* out = static_cast<To*>(field.out) + read.sample * length * field.elements;
+  Pad<Elements>(field, at(span.before), value, out, span.place * field.elements, lane);
+  Pad<Elements>(field, at(span.after), value, out + behind * field.elements,
+                (length - behind) * field.elements, lane);
+}
+
+// Copies the real rows of a window as they are. They are bytes, whatever their type.
+__device__ inline void CopyWindow(const Field& field, const Read& read, Lane lane) {
+  const Span& span = read.span;
+  const int64_t row_bytes = field.elements * field.to_bytes;
+  const char* from =
+      static_cast<const char*>(field.column) + (read.first_row + span.begin) * row_bytes;
+  char* to =
+      static_cast<char*>(field.out) + (read.sample * field.part.count + span.place) * row_bytes;
+  CopyBytes(from, to, (span.end - span.begin) * row_bytes, lane);
+}
+
+// Converts the real rows of a window.
+template <typename Elements>
+__device__ void ConvertWindow(const Field& field, const Read& read, Lane lane) {
+  const Span& span = read.span;
+  const auto* from = static_cast<const typename Elements::From*>(field.column) +
+                     (read.first_row + span.begin) * field.elements;
+  auto* to = static_cast<typename Elements::To*>(field.out) +
+             (read.sample * field.part.count + span.place) * field.elements;
+  Elements::Rows(field, from, to, (span.end - span.begin) * field.elements, lane);
 }
 
 }  // namespace gear::cuda
