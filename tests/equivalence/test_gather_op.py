@@ -196,7 +196,9 @@ def test_parts_of_windows(
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 33, 300])
-def test_order_changes_nothing(reference: Ops, cpu: Ops, native: Ops, same_bits: SameBits, count: int) -> None:
+def test_order_changes_nothing(
+    reference: Ops, cpu: Ops, native: Ops, same_bits: SameBits, count: int
+) -> None:
     torch.manual_seed(count)
     resolutions, n_steps = resolutions_of(count), torch.randint(0, 3, (count,))
     column = random_bits(torch.float32, NUM_ROWS, 5)
@@ -219,7 +221,9 @@ def test_an_order_that_is_none_is_refused(reference: Ops, cpu: Ops, kernels_on_h
     field, resolutions = Field(torch.zeros(NUM_ROWS, 2)), resolutions_of(3)
     for bad in ([0, 1, 1], [0, 1, 3], [-1, 0, 1]):
         for ops in (reference, cpu, cpu.on_host()):
-            with pytest.raises((ValueError, RuntimeError), match=r"order must have every index of \[0, 3\) once"):
+            with pytest.raises(
+                (ValueError, RuntimeError), match=r"order must have every index of \[0, 3\) once"
+            ):
                 gather(ops, [field], resolutions, None, 1, torch.tensor(bad))
     for bad in ([0, 1, 3], [-1, 0, 1]):
         with pytest.raises(RuntimeError, match="leads outside"):
