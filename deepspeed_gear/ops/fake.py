@@ -32,8 +32,8 @@ OP_NAMES = (
     "pack_reports_",
     "unpack_reports_",
 )
-#: Ops without kernels: what nodes tell each other about draws and reports. It comes out of the host's store and
-#: goes into the host's network, a few bytes a sample.
+#: Ops without kernels: what nodes tell each other about draws and reports. A few bytes a sample come out of
+#: the host's store and go into the host's network, so that a device would only add two copies.
 HOST_ONLY = (
     "assign_draws_",
     "send_draws_",

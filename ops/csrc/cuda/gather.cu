@@ -119,7 +119,7 @@ __device__ void Convert(const Task& task, const Read& read, Lane lane) {
 
 __device__ void Write(const Task& task, const Read& read, Lane lane) {
   if (task.kind == kConverts) return Convert(task, read, lane);
-  CopyWindow(task.field, read, lane);
+  CopyWindow(task.field, task.held, read, lane);
   switch (task.kind) {  // only the size of an element matters
     case kCopies1:
       return PadWindow<SameElements<uint8_t>>(task.field, task.pad, read, lane);

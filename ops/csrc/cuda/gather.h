@@ -80,15 +80,16 @@ __device__ void PadWindow(const Field& field, uint64_t pad, const Read& read, La
                 (length - behind) * field.elements, lane);
 }
 
-// Copies the real rows of a window as they are. They are bytes, whatever their type.
-__device__ inline void CopyWindow(const Field& field, const Read& read, Lane lane) {
+// Copies the real rows of a window as they are: they are bytes, whatever their type. `held`: rows
+// of the column.
+__device__ inline void CopyWindow(const Field& field, int64_t held, const Read& read, Lane lane) {
   const Span& span = read.span;
   const int64_t row_bytes = field.elements * field.to_bytes;
-  const char* from =
-      static_cast<const char*>(field.column) + (read.first_row + span.begin) * row_bytes;
+  const auto* column = static_cast<const char*>(field.column);
   char* to =
       static_cast<char*>(field.out) + (read.sample * field.part.count + span.place) * row_bytes;
-  CopyBytes(from, to, (span.end - span.begin) * row_bytes, lane);
+  CopyBytes(column + (read.first_row + span.begin) * row_bytes, column + held * row_bytes, to,
+            (span.end - span.begin) * row_bytes, lane);
 }
 
 // Converts the real rows of a window.

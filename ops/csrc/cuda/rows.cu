@@ -392,11 +392,15 @@ __global__ void CopyRowsKernel(const Plan plan, const Where where) {
           FirstOf(plan.NumReads(), [&](int64_t k) { return plan.before[k] > row; }) - 1;
       const int64_t peer = plan.peers[TrajectoryOf(plan.reads[read])];
       const int64_t place = plan.places[read] + row - plan.before[read];
-      char* column = plan.columns[c].data + place * row_bytes + skip;
-      char* message = plan.messages[peer].data + plan.offsets[c * peers + peer] +
-                      (row - plan.first_rows[cell + peer]) * row_bytes + skip;
-      CopyBytes(kToColumn ? message : column, kToColumn ? column : message,
-                Min(kPieceBytes, row_bytes - skip), lane);
+      const Bytes column = plan.columns[c], message = plan.messages[peer];
+      char* stored = column.data + place * row_bytes + skip;
+      char* packed = message.data + plan.offsets[c * peers + peer] +
+                     (row - plan.first_rows[cell + peer]) * row_bytes + skip;
+      const int64_t bytes = Min(kPieceBytes, row_bytes - skip);
+      if (kToColumn)
+        CopyBytes(packed, message.data + message.size, stored, bytes, lane);
+      else
+        CopyBytes(stored, column.data + column.size, packed, bytes, lane);
     }
   }
 }
