@@ -319,9 +319,9 @@ def gather(
         The rows [first, first + count) of the window ([B, count, *shape], or [B, *shape] without a time axis)
         and where they are real ([B, count] or [B], bool).
     Raises:
-        ShapeError: Wrong shape, dtype or range, or a row that is read (a real one, or the nearest one as the
-            edge's padding) lies outside the column: step t is row first_row + t, and other steps need not be
-            there.
+        ShapeError: Wrong shape, dtype or range, an index is missing in the order, or a row that is read (a
+            real one, or the nearest one as the edge's padding) lies outside the column: step t is row
+            first_row + t, and other steps need not be there.
     """
     check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
     target = dtype or column.dtype
@@ -335,6 +335,7 @@ def gather(
     elements = math.prod(column.shape[1:])
     if order is not None:
         check_tensor("order", order, torch.int64, (len(resolutions),))
+        reference.check_order(order, len(resolutions))
     kind = PAD_EDGE if pad == "edge" else PAD_VALUE
     spec = [source, offset, steps, align, 0, kind, elements, 0, first, rows_wanted]
     assert len(spec) == FIELD_INTS

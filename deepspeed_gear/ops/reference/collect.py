@@ -25,7 +25,7 @@ from ..constants import (
     SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
 )
-from .checks import Reads, check_rows
+from .checks import Reads, check_order, check_rows
 from .convert import convert, narrow
 
 
@@ -135,8 +135,8 @@ def gather_(
     for field in fields:
         _check_field(field, n_steps)
     check_windows(fields, columns, resolutions, n_steps)
-    if order is not None and not torch.equal(order.sort().values, torch.arange(len(resolutions))):
-        raise ShapeError("order", f"must have every index of [0, {len(resolutions)}) once", order.tolist())
+    if order is not None:
+        check_order(order, len(resolutions))
     written = {-1}
     for each in zip(fields, outs, columns, shifts, gains, pad_values, strict=True):
         field, out, column, shift, gain, pad = each
