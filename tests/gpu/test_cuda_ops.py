@@ -219,6 +219,21 @@ def test_runs_on_the_current_stream_and_waits_for_nothing(reference: Ops, cuda: 
     assert_equal(got, expected)
 
 
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_can_be_captured(reference: Ops, cuda: Ops, name: str) -> None:
+    """In a CUDA graph an op does nothing until it is replayed, then the same."""
+    expected, got = arguments(name), moved(arguments(name))
+    getattr(cuda, name)(*moved(arguments(name)))  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        getattr(cuda, name)(*got)
+    assert_equal(got, expected)
+    getattr(reference, name)(*expected)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(got, expected)
+
+
 @pytest.mark.parametrize("elements", [1, 3, 44, 61, 7056])
 @pytest.mark.parametrize("shift", [0, 1, 4, 7, 13])
 def test_rows_at_any_address(reference: Ops, cuda: Ops, elements: int, shift: int) -> None:

@@ -2,7 +2,8 @@
 // by an error check, which throws std::runtime_error; an empty input returns before it. Nothing
 // waits for the device. What only the device can see (an index in memory) is checked there: a wrong
 // one ends the kernel with an error, before it reads or writes outside, and torch reports it at the
-// next synchronisation, as for its own indexing.
+// next synchronisation, as for its own indexing. What nodes tell each other about draws and reports
+// (AssignDraws and on in cpu/ops.h) runs on the host only.
 #pragma once
 #include <cstdint>
 
