@@ -90,11 +90,16 @@ class Field:
 
 
 def gather(
-    ops: Ops, fields: list[Field], resolutions: Tensor, n_steps: Tensor | None = None, threads: int = 1
+    ops: Ops,
+    fields: list[Field],
+    resolutions: Tensor,
+    n_steps: Tensor | None = None,
+    threads: int = 1,
+    *order: Tensor | None,
 ) -> list[Tensor]:
     """Run the op; returns the fields, the masks and the counters."""
     arguments = arguments_of(fields, resolutions, n_steps, threads)
-    ops.gather_(*arguments)
+    ops.gather_(*arguments, *order)
     return [*arguments[0], *arguments[1], arguments[2]]
 
 

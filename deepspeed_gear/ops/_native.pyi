@@ -107,6 +107,7 @@ def gather_(
     spec: Sequence[int],
     pad_values: Sequence[float],
     threads: int,
+    order: Tensor | None = None,
     /,
 ) -> None: ...
 

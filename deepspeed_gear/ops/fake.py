@@ -34,14 +34,9 @@ OP_NAMES = (
 )
 #: Ops of a table in the memory of one device: only through torch's dispatcher, so that they can be traced.
 RING_NAMES = ("ring_add_", "ring_select_", "ring_update_", "scatter_")
-#: Ops of the host's store, which have no kernels.
+#: Ops without kernels: what nodes tell each other about draws and reports. A few bytes a sample come out of
+#: the host's store and go into the host's network, so that a device would only add two copies.
 HOST_ONLY = (
-    "slot_masses_",
-    "top_k_",
-    "report_",
-    "prioritize_",
-    "pack_rows_",
-    "unpack_rows_",
     "assign_draws_",
     "send_draws_",
     "take_draws_",

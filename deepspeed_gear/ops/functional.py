@@ -296,6 +296,7 @@ def gather(
     dtype: torch.dtype | None = None,
     first: int = 0,
     count: int | None = None,
+    order: Tensor | None = None,
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Collect one window of one column for every resolution.
@@ -311,14 +312,16 @@ def gather(
         dtype: Of the result; None keeps the column's.
         first: The first row of the window that is wanted.
         count: Rows of the window that are wanted; None: up to its end.
+        order: The order in which a GPU takes the samples, each index once; None: as they come. The result is
+            the same; rows of host memory are read faster by rising address. [B], int64.
         ops: The backend; None for "auto".
     Returns:
         The rows [first, first + count) of the window ([B, count, *shape], or [B, *shape] without a time axis)
         and where they are real ([B, count] or [B], bool).
     Raises:
-        ShapeError: Wrong shape, dtype or range, or a row that is read (a real one, or the nearest one as the
-            edge's padding) lies outside the column: step t is row first_row + t, and other steps need not be
-            there.
+        ShapeError: Wrong shape, dtype or range, an index is missing in the order, or a row that is read (a
+            real one, or the nearest one as the edge's padding) lies outside the column: step t is row
+            first_row + t, and other steps need not be there.
     """
     check_tensor("resolutions", resolutions, torch.int64, (None, RESOLUTION_WORDS))
     target = dtype or column.dtype
@@ -330,6 +333,9 @@ def gather(
     check_range("first", first, 0, steps)
     rows_wanted = steps - first if count is None else check_range("count", count, 1, steps - first + 1)
     elements = math.prod(column.shape[1:])
+    if order is not None:
+        check_tensor("order", order, torch.int64, (len(resolutions),))
+        reference.check_order(order, len(resolutions))
     kind = PAD_EDGE if pad == "edge" else PAD_VALUE
     spec = [source, offset, steps, align, 0, kind, elements, 0, first, rows_wanted]
     assert len(spec) == FIELD_INTS
@@ -339,7 +345,7 @@ def gather(
     none = torch.empty(0)
     counters, value = torch.zeros(3, dtype=torch.int64), 0.0 if isinstance(pad, str) else float(pad)
     run = (ops or load_backend()).gather_
-    run([out], [mask], counters, [column], [none], [none], resolutions, None, spec, [value], 1)
+    run([out], [mask], counters, [column], [none], [none], resolutions, None, spec, [value], 1, order)
     return (out[:, 0], mask[:, 0]) if length is None else (out, mask)
 
 

@@ -71,7 +71,7 @@ def _bytes(x: Tensor) -> Tensor:
 def build_kernels_for_host(folder: Path) -> Path:
     """Compile the kernels with the host's compiler; only launches and the names of ops are rewritten."""
     launch = re.compile(
-        r"([\w:]+(?:<[^<>;]*(?:<[^<>;]*>)?[^<>;]*>)?)<<<(.+?), (\w+), 0, .+?>>>\((.*?)\);", re.DOTALL
+        r"([\w:]+(?:<[^<>;]*(?:<[^<>;]*>)?[^<>;]*>)?)\s*<<<(.+?), (\w+), 0, .+?>>>\((.*?)\);", re.DOTALL
     )
     (folder / "cuda").mkdir()
     for file in (CSRC / "cuda").iterdir():

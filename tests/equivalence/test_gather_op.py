@@ -195,6 +195,60 @@ def test_parts_of_windows(
         assert counters.tolist() == [1 + real, 2 + 6 * count * part, 3 + count * part * row_bytes]
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 33, 300])
+def test_order_changes_nothing(
+    reference: Ops, cpu: Ops, native: Ops, same_bits: SameBits, count: int
+) -> None:
+    torch.manual_seed(count)
+    resolutions, n_steps = resolutions_of(count), torch.randint(0, 3, (count,))
+    column = random_bits(torch.float32, NUM_ROWS, 5)
+    fields = [
+        Field(column, offset=-2, length=7, pad="edge", mask=0),
+        Field(column, SOURCE_STEPS_PLUS_ONE, after_n_step=1, mask=1, dtype=torch.float16),
+        Field(random_bits(torch.uint8, len(LENGTHS), 3), SOURCE_TRAJECTORY),
+        Field(NONE, SOURCE_TIMESTEP, -3, 5, dtype=torch.int64, after_n_step=1),
+        Field(NONE, SOURCE_POSITION, 0, 5, dtype=torch.int64),
+    ]
+    expected = gather(reference, fields, resolutions, n_steps)
+    by_row = resolutions[:, 3].argsort(stable=True)
+    for order in (None, torch.arange(count), torch.arange(count).flip(0), torch.randperm(count), by_row):
+        for ops in (reference, native, cpu.on_host()):
+            got = gather(ops, fields, resolutions, n_steps, 1, order)
+            assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_an_order_that_is_none_is_refused(reference: Ops, cpu: Ops, kernels_on_host: Ops) -> None:
+    field, resolutions = Field(torch.zeros(NUM_ROWS, 2)), resolutions_of(3)
+    for bad in ([0, 1, 1], [0, 1, 3], [-1, 0, 1]):
+        for ops in (reference, cpu, cpu.on_host()):
+            with pytest.raises(
+                (ValueError, RuntimeError), match=r"order must have every index of \[0, 3\) once"
+            ):
+                gather(ops, [field], resolutions, None, 1, torch.tensor(bad))
+    for bad in ([0, 1, 3], [-1, 0, 1]):
+        with pytest.raises(RuntimeError, match="leads outside"):
+            gather(kernels_on_host, [field], resolutions, None, 1, torch.tensor(bad))
+    for ops in (cpu, kernels_on_host):
+        with pytest.raises(RuntimeError, match="order must have a value per resolution"):
+            gather(ops, [field], resolutions, None, 1, torch.arange(2))
+        with pytest.raises(RuntimeError, match="order must be Long"):
+            gather(ops, [field], resolutions, None, 1, torch.arange(3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("num_fields", [15, 16, 17, 33])
+def test_more_fields_than_one_launch_takes(
+    reference: Ops, native: Ops, same_bits: SameBits, num_fields: int
+) -> None:
+    torch.manual_seed(num_fields)
+    columns = [random_bits(torch.float32, NUM_ROWS, 1 + i % 5) for i in range(num_fields)]
+    some = [torch.float32, torch.float64, torch.bfloat16]
+    fields = [
+        Field(column, offset=i % 7 - 3, length=1 + i % 4, mask=i, dtype=some[i % 3])
+        for i, column in enumerate(columns)
+    ]
+    check(reference, native, same_bits, fields, resolutions_of(70))
+
+
 def test_nothing_to_collect(reference: Ops, native: Ops, same_bits: SameBits) -> None:
     check(reference, native, same_bits, [], resolutions_of(7))
 

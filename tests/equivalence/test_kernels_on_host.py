@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import tree_size
+from deepspeed_gear.ops.constants import COMMITTED, tree_size
 
 OUTSIDE = pytest.raises(RuntimeError, match="index that leads outside")
 
@@ -90,3 +90,91 @@ def test_window_of_one_row_too_few(
     for first_row in (-steps[0] - 1, -steps[0] + 1):
         with OUTSIDE:
             gather(first_row)
+
+
+def test_log_of_changes(kernels_on_host: Ops) -> None:
+    sums, slots = torch.zeros(tree_size(3), dtype=torch.int64), torch.ones(3, 8, dtype=torch.int64)
+    for bad in (-1, 3, 1 << 62):
+        with OUTSIDE:
+            kernels_on_host.slot_masses_(sums, slots, torch.tensor([0, bad]), 0, 2, (0, 0, 1, 9, 0), 0)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("inf"), float("nan")])
+def test_what_is_no_priority(kernels_on_host: Ops, bad: float) -> None:
+    bits = int(torch.tensor(bad).view(torch.int32)) & 0xFFFFFFFF
+    log, resolutions = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)
+    with OUTSIDE:
+        kernels_on_host.report_(log, resolutions, torch.tensor([1.0, bad]), 0, 0)
+    slots = torch.tensor([[COMMITTED, 1, 0, 0, 4, 4, 0, 0]])
+    updates = torch.tensor([[0, 1, 0, 0x3F800000], [-1, 0, 0, bits]])  # also of a trajectory that is gone
+    kept = [torch.zeros(tree_size(1), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)]
+    kept += [torch.zeros(1), torch.zeros(5, dtype=torch.int64)]
+    with OUTSIDE:
+        kernels_on_host.prioritize_(*kept, slots, updates, 1, 0)
+    assert not any(t.any() for t in kept)
+
+
+@pytest.mark.parametrize(("word", "value"), [(3, -3), (3, 8), (3, 1 << 62)])
+def test_item_of_an_update(kernels_on_host: Ops, word: int, value: int) -> None:
+    slots = torch.tensor([[COMMITTED, 1, 0, 0, 4, 4, 0, 0], [COMMITTED, 1, 0, 4, 4, 4, 0, 0]])
+    updates = torch.tensor([[0, 1, 1, 0x3F800000], [1, 1, 2, 0x3F800000]])
+    kept = [torch.zeros(tree_size(8), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)]
+    kept += [torch.zeros(8), torch.zeros(5, dtype=torch.int64)]
+    kernels_on_host.prioritize_(*[t.clone() for t in kept], slots, updates, 1, 1)
+    slots[1, word] = value
+    with OUTSIDE:
+        kernels_on_host.prioritize_(*kept, slots, updates, 1, 1)
+    assert not any(t.any() for t in kept)
+
+
+@pytest.mark.parametrize(
+    ("which", "row", "word", "value"),
+    [
+        ("samples", 1, 0, 2),  # peer
+        ("samples", 1, 0, -1),
+        ("samples", 1, 1, 1),  # need
+        ("samples", 1, 2, 3),  # slot
+        ("samples", 1, 3, 0),  # steps
+        ("samples", 1, 4, 9),  # anchor
+        ("samples", 1, 5, 10),  # n-step steps
+        ("samples", 1, 6, -2),  # goal
+        ("windows", 0, 0, 1),  # group
+        ("windows", 1, 0, 2),
+        ("windows", 1, 3, -5),  # end
+        ("windows", 1, 6, 2),  # final row
+        ("columns", 0, 0, 2),  # group
+        ("columns", 1, 1, 3),  # members
+        ("columns", 1, 2, -1),  # bytes
+        ("heads", 1, 0, -8),
+        ("which", 1, 0, 2),
+        ("which", 1, 0, -1),
+    ],
+)
+def test_rows_of_no_plan(kernels_on_host: Ops, which: str, row: int, word: int, value: int) -> None:
+    given = {
+        "samples": torch.tensor([[0, 0, 0, 9, 3, 0, -1], [1, 0, 2, 9, 8, 0, 2]]),
+        "windows": torch.tensor([[0, 0, -1, 2, 0, 0, 0], [1, 0, 0, 1, 0, 1, 1]]),
+        "members": torch.ones(3, 1, dtype=torch.bool),
+        "columns": torch.tensor([[0, 0, 4], [-1, 2, 8]]),
+        "heads": torch.tensor([[8], [8]]),
+    }
+    places = torch.tensor([[0], [1]])
+    slots = torch.tensor([[0, 0, 0, 10 * i, 0, 0, 0, 0] for i in range(3)])
+    stored = [torch.zeros(4 * 30).byte(), torch.zeros(8 * 3).byte()]
+
+    def run() -> None:
+        sizes, needed, message = torch.zeros(2).long(), torch.zeros(2).long(), torch.zeros(40).long()
+        ring = torch.zeros(2, 8, dtype=torch.int64)
+        plan = [*list(given.values())[:-1], given["heads"][:, 0].contiguous()]
+        kernels_on_host.pack_rows_(message, sizes, stored, *plan, slots)
+        assert sizes.tolist() == [20, 16]
+        room = [0, 30, 0, 3, 0, 0]
+        arrivals = [part.clone() for part in stored]
+        at = places[:, 0].contiguous()
+        kernels_on_host.unpack_rows_(arrivals, ring, sizes, needed, [message] * 2, at, *plan, room)
+        assert needed.tolist() == [5, 2]
+
+    run()
+    ({**given, "which": places})[which][row, word] = value
+    with OUTSIDE:
+        run()

@@ -51,12 +51,6 @@ def careful(request: pytest.FixtureRequest) -> Ops:
     return ops
 
 
-@pytest.fixture
-def on_host(cpu: Ops) -> Ops:
-    """The one native backend of the ops that have no kernel."""
-    return cpu
-
-
 def any_priorities(count: int) -> Tensor:
     """Finite floats of any magnitude, and zeros of both signs."""
     priorities = torch.randint(0, 0x7F800000, (count,), dtype=torch.int32).view(torch.float32)
@@ -301,13 +295,13 @@ def orders(count: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("order", orders(0))
 @pytest.mark.parametrize("num_items", [0, 1, 7, 33, 63, 64, 65, 1025, 20000])
-def test_top_k(reference: Ops, on_host: Ops, num_items: int, order: str) -> None:
+def test_top_k(reference: Ops, native: Ops, num_items: int, order: str) -> None:
     torch.manual_seed(num_items)
     priorities, masses = orders(num_items)[order], masses_of(num_items + 3)
     for k in (0, 1, 7, 33, 300, max(num_items - 1, 0), num_items + 1):
         expected, got = torch.full((k,), 5), torch.full((k,), 5)
         reference.top_k_(expected, priorities, masses)
-        on_host.top_k_(got, priorities, masses)
+        native.top_k_(got, priorities, masses)
         assert torch.equal(got, expected)
         leaves = [i for i in range(num_items) if masses[i] > 0] if num_items < 2000 else None
         if leaves is not None:
@@ -354,7 +348,7 @@ class Kept:
 @pytest.mark.parametrize("num_slots", [1, 7, 33, 1025])
 def test_prioritize(
     reference: Ops,
-    on_host: Ops,
+    native: Ops,
     same_bits: SameBits,
     num_slots: int,
     unit: int,
@@ -370,7 +364,7 @@ def test_prioritize(
         updates = updates_of(slots, count)
         expected, got = kept.copies(), kept.copies()
         reference.prioritize_(*expected, slots, updates, alpha, unit)
-        on_host.prioritize_(*got, slots, updates, alpha, unit)
+        native.prioritize_(*got, slots, updates, alpha, unit)
         assert all(map(same_bits, got, expected))
         by_hand = prioritize_by_hand(kept, slots, updates, alpha, unit, reference)
         assert all(map(same_bits, got, by_hand))
@@ -382,7 +376,7 @@ def samples_of(count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 33, 100])
-def test_report(reference: Ops, on_host: Ops, size: int) -> None:
+def test_report(reference: Ops, native: Ops, size: int) -> None:
     torch.manual_seed(size)
     expected = torch.randint(-9, 9, (size, REPORT_WORDS))
     got, tail = expected.clone(), (1 << 40) + 5
@@ -392,7 +386,7 @@ def test_report(reference: Ops, on_host: Ops, size: int) -> None:
         samples, priorities = samples_of(count), any_priorities(count)
         by_hand = expected.clone()
         reference.report_(expected, samples, priorities, tail, count - 2)
-        on_host.report_(got, samples, priorities, tail, count - 2)
+        native.report_(got, samples, priorities, tail, count - 2)
         assert torch.equal(got, expected)
         bits = [x & 0xFFFFFFFF for x in priorities.view(torch.int32).tolist()]
         for i, (sample, word) in enumerate(zip(samples.tolist(), bits, strict=True)):
@@ -427,7 +421,7 @@ def test_report_refuses(careful: Ops, cpu: Ops) -> None:
 @pytest.mark.parametrize("count", [*SIZES, 300])
 @pytest.mark.parametrize("kind", ["in order", "two halves", "any"])
 def test_reports_count_by_batch_and_number(
-    reference: Ops, on_host: Ops, same_bits: SameBits, kind: str, count: int
+    reference: Ops, native: Ops, same_bits: SameBits, kind: str, count: int
 ) -> None:
     """Equal ones in the order in which they stand."""
     torch.manual_seed(count)
@@ -444,7 +438,7 @@ def test_reports_count_by_batch_and_number(
     reports = torch.cat([updates, keys], dim=1)
     expected = kept.copies()
     reference.prioritize_(*expected, slots, updates[order], 1, UNIT_TRAJECTORY)
-    for ops in (reference, on_host):
+    for ops in (reference, native):
         got, given = kept.copies(), reports.clone()
         ops.prioritize_(*got, slots, given, 1, UNIT_TRAJECTORY)
         assert all(map(same_bits, got, expected))

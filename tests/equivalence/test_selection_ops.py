@@ -80,21 +80,21 @@ def test_tree(reference: Ops, native: Ops, num_items: int) -> None:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize("unit", [UNIT_TRAJECTORY, UNIT_STEP, UNIT_LENGTH])
 @pytest.mark.parametrize("num_slots", [1, 33, 1500])
-def test_slot_masses(reference: Ops, cpu: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> None:
+def test_slot_masses(reference: Ops, native: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> None:
     torch.manual_seed(num_slots)
     slots = torch.randint(0, 1 << 62, (num_slots, 8))
     slots[:, 0], slots[:, 4] = torch.randint(0, 4, (num_slots,)), torch.randint(1, 40, (num_slots,))
     log, sums = torch.randint(0, num_slots, (50,)), torch.zeros(tree_size(num_slots), dtype=torch.int64)
     sums[:num_slots] = 7
-    cpu.tree_build_(sums, num_slots)
+    native.tree_build_(sums, num_slots)
     anchors = anchors_by_hand(rule, slots[:, 4].tolist())
     for first, last in ((0, 0), (3, 40), (130, 180)):  # the last one: all round the ring
-        found = both(reference, cpu, "slot_masses_", sums, slots, log, first, last, rule, unit)
+        found = both(reference, native, "slot_masses_", sums, slots, log, first, last, rule, unit)
         for slot in {int(log[i % 50]) for i in range(first, last)}:
             steps, some = int(slots[slot, 4]), anchors[slot]
             mass = {UNIT_TRAJECTORY: bool(some), UNIT_STEP: len(some), UNIT_LENGTH: steps * bool(some)}[unit]
             assert found[slot] == (mass if slots[slot, 0] == SLOT_COMMITTED else 0)
-        assert torch.equal(both(reference, cpu, "tree_build_", found, num_slots), found)
+        assert torch.equal(both(reference, native, "tree_build_", found, num_slots), found)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops, fake, load_backend
-from deepspeed_gear.ops.constants import ONE_Q62, SOURCE_STEPS, minima_size, tree_size
+from deepspeed_gear.ops.constants import (
+    COMMITTED,
+    NUM_UPDATE_COUNTS,
+    ONE_Q62,
+    SOURCE_STEPS,
+    minima_size,
+    tree_size,
+)
 from deepspeed_gear.ops.functional import powers_of
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +54,25 @@ def window(column: Tensor, offset: int, length: int) -> list[int]:
     return [SOURCE_STEPS, offset, length, 0, 0, 0, column[0].numel(), 0, 0, length]
 
 
+def plan_of_rows() -> tuple[Tensor, ...]:
+    """Samples of three peers, windows of two groups, members, columns of steps and of trajectories, heads."""
+    resolutions = resolutions_of(COUNT)
+    samples = torch.zeros(COUNT, 7, dtype=torch.int64)
+    samples[:, 0], samples[:, 1] = torch.randint(0, 3, (COUNT,)), torch.randint(0, 2, (COUNT,))
+    samples[:, 2:5], samples[:, 5] = resolutions[:, (1, 4, 5)], torch.randint(0, 3, (COUNT,))
+    samples[:, 6] = torch.where(torch.rand(COUNT) < 0.5, -1, resolutions[:, 5])
+    windows = torch.tensor([[0, 0, -3, 4, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0], [1, 1, 0, 1, 0, 0, 0]])
+    members = torch.tensor([[True, False], [True, True], [False, True], [True, True]])
+    columns = torch.tensor([[0, 0, 44], [0, 0, 1], [1, 0, 9000], [-1, 3, 12]])
+    return samples, windows, members, columns, torch.tensor([8, 12, 0])
+
+
+def columns_of_rows() -> list[Tensor]:
+    rows = NUM_SLOTS * LENGTH
+    sizes = rows * 44, rows, 9000 * rows // 100, 12 * NUM_SLOTS
+    return [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+
+
 def arguments(name: str) -> tuple[Any, ...]:
     """Arguments of an op in host memory, outputs first."""
     torch.manual_seed(0)
@@ -71,18 +97,32 @@ def arguments(name: str) -> tuple[Any, ...]:
     table[:, 3], table[:, 4] = torch.arange(NUM_SLOTS) * 5, 5
     row_slots = (torch.arange(NUM_SLOTS) // 5).to(torch.int32)
     minima, alpha = torch.zeros(minima_size(NUM_SLOTS), dtype=torch.int64), round(0.6 * ONE_Q62)
+    mended = minima.clone()
+    table[:, 0], table[:, 1] = COMMITTED, 3
+    reference, priorities = load_backend("reference"), (torch.rand(NUM_SLOTS) * 8).floor()
+    reference.minima_build_(mended, built, NUM_SLOTS)
+    reports = torch.randint(0, 5, (500, 6))
+    reports[:, 1], reports[:, 3] = (
+        3 - (torch.rand(500) < 0.1).long(),
+        torch.rand(500).view(torch.int32).long(),
+    )
+    counts, two, three = (torch.zeros(n, dtype=torch.int64) for n in (NUM_UPDATE_COUNTS, 2, 3))
     weighed = torch.cat((resolutions[:, :6], masses[:COUNT, None] + 1, resolutions[:, 7:]), dim=1)
     return {
         "draw_": (out, 5, 1, 100, (1 << 62) - 1),
         "permute_": (out, 5, 1, 2, 3, 1000),
         "tree_build_": (sums, NUM_SLOTS),
         "tree_update_": (built, NUM_SLOTS, items, torch.randint(0, 1 << 40, (500,))),
+        "slot_masses_": (built, table, items[:50], 130, 180, ALL_ANCHORS, 1),
         "resolve_": (resolutions * 0, built, slots, coordinates, ALL_ANCHORS, 0, 5, 1, 100),
         "resolve_rows_": (resolutions * 0, built, table, row_slots, coordinates, 100),
         "mass_": (out, torch.rand(COUNT), alpha),
         "importance_": (torch.zeros(COUNT), weighed, 1 << 40, 7, alpha),
         "minima_build_": (minima, built, NUM_SLOTS),
         "minima_update_": (minima, built, NUM_SLOTS, items),
+        "top_k_": (torch.zeros(700, dtype=torch.int64), priorities, built),
+        "report_": (torch.zeros(50, 6, dtype=torch.int64), weighed, torch.rand(COUNT), 40, 7),
+        "prioritize_": (built, mended, priorities, counts, table, reports, alpha, 0),
         "suffix_sum_": (reward * 0, reward, extents),
         "n_step_": (returns[0], returns[1], out, reward, ends, ends, powers_of(0.9, 5), resolutions, 5),
         "gather_": (
@@ -97,8 +137,32 @@ def arguments(name: str) -> tuple[Any, ...]:
             spec,
             [0.0, 1.0],
             1,
+            torch.randperm(COUNT),
+        ),
+        "pack_rows_": (
+            torch.zeros(400_000).long(),
+            three,
+            columns_of_rows(),
+            *plan_of_rows(),
+            rows_of(slots),
+        ),
+        "unpack_rows_": (
+            [column * 0 for column in columns_of_rows()],
+            torch.zeros(COUNT, 8, dtype=torch.int64),
+            three,
+            two,
+            [torch.randint(-9, 9, (100_000,)) for _ in range(3)],
+            torch.randperm(COUNT),
+            *plan_of_rows(),
+            [3, 300, 2, 60, 100, 50],
         ),
     }[name]
+
+
+def rows_of(slots: Tensor) -> Tensor:
+    """The slot table of trajectories that share so few rows that all columns have them."""
+    slots[:, 3] = torch.arange(len(slots)) % 10 * LENGTH
+    return slots
 
 
 def moved(value: Any) -> Any:
@@ -155,6 +219,21 @@ def test_runs_on_the_current_stream_and_waits_for_nothing(reference: Ops, cuda: 
     assert_equal(got, expected)
 
 
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_can_be_captured(reference: Ops, cuda: Ops, name: str) -> None:
+    """In a CUDA graph an op does nothing until it is replayed, then the same."""
+    expected, got = arguments(name), moved(arguments(name))
+    getattr(cuda, name)(*moved(arguments(name)))  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        getattr(cuda, name)(*got)
+    assert_equal(got, expected)
+    getattr(reference, name)(*expected)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(got, expected)
+
+
 @pytest.mark.parametrize("elements", [1, 3, 44, 61, 7056])
 @pytest.mark.parametrize("shift", [0, 1, 4, 7, 13])
 def test_rows_at_any_address(reference: Ops, cuda: Ops, elements: int, shift: int) -> None:
@@ -176,6 +255,39 @@ def test_rows_at_any_address(reference: Ops, cuda: Ops, elements: int, shift: in
         if device == "cpu":
             expected.copy_(out)
     assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("k", [1, 1000, 5000])
+@pytest.mark.parametrize("values", [1 << 20, 4])
+def test_the_highest_of_many(cuda: Ops, values: int, k: int) -> None:
+    """Also where millions are equal to the last one that counts."""
+    torch.manual_seed(k)
+    priorities, masses = (torch.rand(10_000_000) * values).floor(), torch.randint(0, 3, (10_000_000,))
+    expected = torch.zeros(k, dtype=torch.int64)
+    cuda.top_k_(expected, priorities, masses)  # by the CPU
+    got = moved(expected * 0)
+    cuda.top_k_(got, moved(priorities), moved(masses))
+    assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("num_items", [40, 1_000_000])
+def test_many_reports_at_once(cuda: Ops, num_items: int) -> None:
+    """Thousands of threads meet at few items; what they leave is what one after the other leaves."""
+    torch.manual_seed(num_items)
+    slots, count = torch.zeros(num_items, 8, dtype=torch.int64), 300_000
+    slots[:, 0], slots[:, 4] = COMMITTED, 1
+    reports = torch.zeros(count, 6, dtype=torch.int64)
+    reports[:, 0], reports[:, 3] = (
+        torch.randint(0, num_items, (count,)),
+        torch.rand(count).view(torch.int32).long(),
+    )
+    reports[:, 4:] = torch.randint(0, 50, (count, 2))
+    sums, minima = (torch.zeros(size(num_items), dtype=torch.int64) for size in (tree_size, minima_size))
+    kept = [sums, minima, torch.zeros(num_items), torch.zeros(NUM_UPDATE_COUNTS, dtype=torch.int64)]
+    got = moved(kept)
+    cuda.prioritize_(*kept, slots, reports, ONE_Q62 // 2, 0)  # by the CPU
+    cuda.prioritize_(*got, moved(slots), moved(reports), ONE_Q62 // 2, 0)
+    assert_equal(got, kept)
 
 
 def test_column_beyond_4_gib(cuda: Ops) -> None:

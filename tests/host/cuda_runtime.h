@@ -15,6 +15,8 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
@@ -162,6 +164,13 @@ template <typename T>
 T atomicAdd(T* to, T x) {
   const T old = *to;
   *to += x;
+  return old;
+}
+
+template <typename T>
+T atomicExch(T* to, T x) {
+  const T old = *to;
+  *to = x;
   return old;
 }
 

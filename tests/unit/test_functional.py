@@ -245,6 +245,10 @@ REFUSED: dict[str, tuple[Callable[[Ops], object], str]] = {
         lambda o: functional.gather(COLUMN, RESOLUTIONS, length=3, first=1, count=3, ops=o),
         r"count must be in \[1, 3\), got 3",
     ),
+    "order of other samples": (
+        lambda o: functional.gather(COLUMN, RESOLUTIONS, order=torch.tensor([1]), ops=o),
+        r"order must have every index of \[0, 1\) once, got \[1\]",
+    ),
     "window of a trajectory's row": (
         lambda o: functional.gather(COLUMN, RESOLUTIONS, source=SOURCE_TRAJECTORY, length=3, ops=o),
         "source must",
@@ -273,6 +277,9 @@ def test_results() -> None:
     assert [x.tolist() for x in part] == [[[[4.0, 5.0]]], [[True]]]
     rest, _ = functional.gather(COLUMN, RESOLUTIONS, offset=-2, length=3, pad=9, first=1)
     assert rest.tolist() == [[[4.0, 5.0], [6.0, 7.0]]]
+    two = RESOLUTIONS.repeat(2, 1)
+    values, _ = functional.gather(COLUMN, two, order=torch.tensor([1, 0]))
+    assert torch.equal(values, functional.gather(COLUMN, two)[0])
     reward, ends = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]), torch.zeros(7, dtype=torch.bool)
     returns, discount, steps = functional.n_step(reward, ends, None, RESOLUTIONS, 2, 0.5)
     assert (returns.tolist(), discount.tolist(), steps.tolist()) == ([16.0], [0.25], [2])

@@ -8,7 +8,7 @@ least mass, updates; their powers in `power`), `collect` (windows and padding), 
 
 from __future__ import annotations
 
-from .checks import check_extents, check_rows
+from .checks import check_extents, check_order, check_rows
 from .collect import FieldSpec, Span, bounds, check_windows, gather_, window_rows
 from .convert import arithmetic_dtype, convert, is_allowed
 from .draws import assign_draws_, pack_reports_, send_draws_, take_draws_, unpack_reports_
@@ -53,6 +53,7 @@ __all__ = [
     "check_coordinates",
     "check_extents",
     "check_items",
+    "check_order",
     "check_rows",
     "check_windows",
     "convert",

@@ -59,3 +59,13 @@ def check_extents(extents: Tensor, num_rows: int) -> None:
     if not good.all():
         i = int(torch.nonzero(~good)[0])
         raise ShapeError(f"extent {i}", f"must lie in {num_rows} rows", extents[i].tolist())
+
+
+def check_order(order: Tensor, count: int) -> None:
+    """Check that an order takes every sample once.
+
+    Raises:
+        ShapeError: It does not.
+    """
+    if not torch.equal(order.sort().values, torch.arange(count)):
+        raise ShapeError("order", f"must have every index of [0, {count}) once", order.tolist())

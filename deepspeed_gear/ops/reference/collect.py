@@ -25,7 +25,7 @@ from ..constants import (
     SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
 )
-from .checks import Reads, check_rows
+from .checks import Reads, check_order, check_rows
 from .convert import convert, narrow
 
 
@@ -108,6 +108,7 @@ def gather_(
     spec: Sequence[int],
     pad_values: Sequence[float],
     threads: int,
+    order: Tensor | None = None,
 ) -> None:
     """Collect all fields of a batch.
 
@@ -125,14 +126,17 @@ def gather_(
         spec: `FIELD_INTS` integers for every field.
         pad_values: Every field's padding, in units of its output.
         threads: Not used here.
+        order: The order in which samples are taken, each index once; it changes the time alone. [B], int64.
     Raises:
-        ShapeError: A row that is read lies outside its column, a part outside its window, or there is no
-            conversion between two dtypes.
+        ShapeError: A row that is read lies outside its column, a part outside its window, there is no
+            conversion between two dtypes, or an index is missing in the order.
     """
     fields = [FieldSpec(*spec[i : i + FIELD_INTS]) for i in range(0, len(spec), FIELD_INTS)]
     for field in fields:
         _check_field(field, n_steps)
     check_windows(fields, columns, resolutions, n_steps)
+    if order is not None:
+        check_order(order, len(resolutions))
     written = {-1}
     for each in zip(fields, outs, columns, shifts, gains, pad_values, strict=True):
         field, out, column, shift, gain, pad = each

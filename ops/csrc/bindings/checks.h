@@ -204,6 +204,14 @@ inline FieldList FieldsOf(at::TensorList outs, at::TensorList masks, const at::T
   return fields;
 }
 
+// The order in which samples are taken, or null.
+inline const int64_t* OrderOf(const std::optional<at::Tensor>& order, int64_t count) {
+  if (!order) return nullptr;
+  CheckTensor(*order, "order", at::kLong);
+  TORCH_CHECK(order->numel() == count, "gear: order must have a value per resolution");
+  return order->const_data_ptr<int64_t>();
+}
+
 inline void CheckIndices(const at::Tensor& coordinates, int64_t first, int64_t size) {
   TORCH_CHECK(first >= 0 && size >= 0 && first <= size - coordinates.numel(),
               "gear: ", coordinates.numel(), " indices from ", first, " must lie in [0, ", size,
@@ -213,6 +221,16 @@ inline void CheckIndices(const at::Tensor& coordinates, int64_t first, int64_t s
 inline void CheckRule(at::IntArrayRef rule) {
   TORCH_CHECK(rule.size() == 5 && rule[2] > 0,
               "gear: rule must be first, trim, stride, most, from_end");
+}
+
+inline void CheckSlotMasses(const at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log,
+                            int64_t first, int64_t last, at::IntArrayRef rule) {
+  CheckRecords(slots, "slots", kSlotWords);
+  CheckTree(sums, slots.size(0));
+  CheckRule(rule);
+  CheckTensor(log, "log", at::kLong);
+  TORCH_CHECK(0 <= first && first <= last && last - first <= log.numel(),
+              "gear: entries must be in a log of ", log.numel(), ", got [", first, ", ", last, ")");
 }
 
 inline void CheckResolve(const at::Tensor& resolutions, const at::Tensor& sums,

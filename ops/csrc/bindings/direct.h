@@ -12,6 +12,7 @@
 #include <exception>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace gear::direct {
@@ -124,13 +125,27 @@ void CallWith(void (*op)(Ts...), PyObject* const* given, std::index_sequence<Is.
   op(std::get<Is>(arguments).value...);
 }
 
+// How many arguments an op has at least: those that may be None are left out at the end.
+template <typename... Ts>
+constexpr size_t NumNeeded() {
+  constexpr bool kMayBeNone[] = {std::is_same_v<std::decay_t<Ts>, std::optional<at::Tensor>>...};
+  size_t needed = sizeof...(Ts);
+  while (needed > 0 && kMayBeNone[needed - 1]) --needed;
+  return needed;
+}
+
 template <typename... Ts>
 void CallChecked(void (*op)(Ts...), PyObject* const* given, Py_ssize_t count) {
-  if (count != static_cast<Py_ssize_t>(sizeof...(Ts))) {
-    PyErr_Format(PyExc_TypeError, "gear: expected %zu arguments, got %zd", sizeof...(Ts), count);
+  constexpr size_t kNeeded = NumNeeded<Ts...>(), kMost = sizeof...(Ts);
+  const auto have = static_cast<size_t>(count);
+  if (have < kNeeded || have > kMost) {
+    PyErr_Format(PyExc_TypeError, "gear: expected %zu arguments, got %zd", kMost, count);
     throw PythonError{};
   }
-  CallWith(op, given, std::index_sequence_for<Ts...>{});
+  if (have == kMost) return CallWith(op, given, std::index_sequence_for<Ts...>{});
+  PyObject* all[kMost];
+  for (size_t i = 0; i < kMost; ++i) all[i] = i < have ? given[i] : Py_None;
+  CallWith(op, all, std::index_sequence_for<Ts...>{});
 }
 
 // The op as a METH_FASTCALL function.

@@ -60,13 +60,8 @@ void TreeUpdate(at::Tensor& sums, int64_t num_items, const at::Tensor& items,
 
 void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log, int64_t first,
                 int64_t last, at::IntArrayRef rule, int64_t unit) {
-  CheckRecords(slots, "slots", kSlotWords);
-  CheckTree(sums, slots.size(0));
-  CheckRule(rule);
-  CheckTensor(log, "log", at::kLong);
+  CheckSlotMasses(sums, slots, log, first, last, rule);
   const int64_t size = log.numel(), num_slots = slots.size(0);
-  TORCH_CHECK(0 <= first && first <= last && last - first <= size,
-              "gear: entries must be in a log of ", size, ", got [", first, ", ", last, ")");
   const int64_t* ring = log.const_data_ptr<int64_t>();
   for (int64_t i = first; i < last; ++i) {
     const int64_t slot = ring[i % size];
@@ -280,12 +275,27 @@ static void CheckWindows(const FieldList& fields, at::TensorList columns, const 
   });
 }
 
+// Here samples are taken as they come: what is read of them waits in the caches anyway.
+static void CheckOrder(const std::optional<at::Tensor>& order, int64_t count) {
+  const int64_t* samples = OrderOf(order, count);
+  if (samples == nullptr) return;
+  std::vector<bool> is_there(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t sample = samples[i];
+    TORCH_CHECK(sample >= 0 && sample < count && !is_there[static_cast<size_t>(sample)],
+                "gear: order must have every index of [0, ", count, ") once");
+    is_there[static_cast<size_t>(sample)] = true;
+  }
+}
+
 void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
-            at::ArrayRef<double> pad_values, int64_t threads) {
+            at::ArrayRef<double> pad_values, int64_t threads,
+            const std::optional<at::Tensor>& order) {
   const Resolution* records = Resolutions(resolutions);
   const int64_t count = resolutions.size(0);
+  CheckOrder(order, count);
   const FieldList fields = FieldsOf(outs, masks, counters, columns, shifts, gains, resolutions,
                                     n_steps, spec, pad_values);
   const int64_t* offsets = n_steps ? n_steps->const_data_ptr<int64_t>() : nullptr;
@@ -355,7 +365,7 @@ TORCH_LIBRARY(gear, m) {
       "gather_(Tensor(a!)[] outs, Tensor(b!)[] masks, Tensor(c!) counters, Tensor[] columns, "
       "Tensor[] shifts, "
       "Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, float[] pad_values, int "
-      "threads) -> ()");
+      "threads, Tensor? order=None) -> ()");
   m.def(
       "pack_rows_(Tensor(a!) message, Tensor(b!) sizes, Tensor[] stored, Tensor samples, Tensor "
       "windows, Tensor members, Tensor columns, Tensor heads, Tensor slots) -> ()");

@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "bindings/check_priorities.h"
+#include "bindings/check_rows.h"
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
 #include "cuda/ops.h"
@@ -50,11 +51,21 @@ void TreeUpdate(at::Tensor sums, int64_t num_items, const at::Tensor& items,
   CheckDevice(masses, sums, "masses");
   TORCH_CHECK(items.numel() == masses.numel(), "gear: items and masses must have equal sizes");
   const OnDevice device(sums);
-  // From torch's allocator: it is reused only behind this stream's kernels.
-  at::Tensor scratch = at::empty({cuda::TreeUpdateScratch(items.numel())}, items.options());
+  at::Tensor scratch = ScratchFor(cuda::TreeUpdateScratch(items.numel()), items);
   cuda::TreeUpdate(Unsigned(sums), num_items, items.const_data_ptr<int64_t>(),
                    masses.const_data_ptr<int64_t>(), items.numel(),
                    scratch.mutable_data_ptr<int64_t>(), device.stream());
+}
+
+void SlotMasses(at::Tensor sums, const at::Tensor& slots, const at::Tensor& log, int64_t first,
+                int64_t last, at::IntArrayRef rule, int64_t unit) {
+  CheckSlotMasses(sums, slots, log, first, last, rule);
+  CheckDevice(slots, sums, "slots");
+  CheckDevice(log, sums, "log");
+  const OnDevice device(sums);
+  cuda::SlotMasses(Unsigned(sums), Records<Slot>(slots), slots.size(0),
+                   log.const_data_ptr<int64_t>(), log.numel(), first, last,
+                   AnchorRule{rule[0], rule[1], rule[2], rule[3], rule[4]}, unit, device.stream());
 }
 
 void Resolve(at::Tensor resolutions, const at::Tensor& sums, const at::Tensor& slots,
@@ -124,6 +135,45 @@ void MinimaUpdate(at::Tensor minima, const at::Tensor& sums, int64_t num_items,
                      Unsigned(minima), device.stream());
 }
 
+void TopK(at::Tensor items, const at::Tensor& priorities, const at::Tensor& sums) {
+  CheckTopK(items, priorities, sums);
+  CheckDevice(priorities, items, "priorities");
+  CheckDevice(sums, items, "sums");
+  const OnDevice device(items);
+  const int64_t num_items = priorities.numel(), k = items.numel();
+  at::Tensor scratch = ScratchFor(cuda::TopKScratch(num_items, k), items);
+  cuda::TopK(priorities.const_data_ptr<float>(), Unsigned(sums), num_items, k,
+             items.mutable_data_ptr<int64_t>(), scratch.mutable_data_ptr<int64_t>(),
+             device.stream());
+}
+
+void WriteReports(at::Tensor log, const at::Tensor& resolutions, const at::Tensor& priorities,
+                  int64_t tail, int64_t batch) {
+  CheckReport(log, resolutions, priorities, tail);
+  CheckDevice(resolutions, log, "resolutions");
+  CheckDevice(priorities, log, "priorities");
+  const OnDevice device(log);
+  cuda::WriteReports(reinterpret_cast<Report*>(log.mutable_data_ptr<int64_t>()), log.size(0),
+                     Resolutions(resolutions), priorities.const_data_ptr<float>(),
+                     priorities.numel(), tail, batch, device.stream());
+}
+
+void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::Tensor counts,
+                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit) {
+  CheckPrioritize(sums, minima, priorities, counts, slots, updates, alpha, unit);
+  for (const at::Tensor& t : {minima, priorities, counts, slots, updates})
+    CheckDevice(t, sums, "every tensor");
+  const OnDevice device(sums);
+  const int64_t count = updates.size(0);
+  at::Tensor scratch = ScratchFor(cuda::PrioritizeScratch(count), sums);
+  const cpu::Priorities target{Unsigned(sums), minima.numel() > 0 ? Unsigned(minima) : nullptr,
+                               priorities.mutable_data_ptr<float>(), priorities.numel()};
+  cuda::Prioritize(target, Records<Slot>(slots), slots.size(0), unit,
+                   {updates.const_data_ptr<int64_t>(), updates.size(1)}, count,
+                   static_cast<uint64_t>(alpha), counts.mutable_data_ptr<int64_t>(),
+                   scratch.mutable_data_ptr<int64_t>(), device.stream());
+}
+
 void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& extents) {
   CheckTensor(out, "out", at::kFloat);
   CheckRecords(extents, "extents", 2);
@@ -154,33 +204,99 @@ void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
 void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
-            at::ArrayRef<double> pad_values, int64_t /*threads*/) {
+            at::ArrayRef<double> pad_values, int64_t /*threads*/,
+            const std::optional<at::Tensor>& order) {
   const Resolution* records = Resolutions(resolutions);
   const int64_t count = resolutions.size(0);
   const FieldList fields = FieldsOf(outs, masks, counters, columns, shifts, gains, resolutions,
                                     n_steps, spec, pad_values);
+  const int64_t* taken = OrderOf(order, count);
   for (const at::TensorList& list : {outs, masks})
     for (const at::Tensor& t : list) CheckDevice(t, counters, "every tensor");
+  c10::SmallVector<int64_t, 16> held;
   for (size_t f = 0; f < fields.size(); ++f) {
     if (fields[f].column != nullptr) CheckDevice(columns[f], counters, "every column");
     if (fields[f].gain != nullptr) CheckDevice(shifts[f], counters, "shift and gain");
     if (fields[f].gain != nullptr) CheckDevice(gains[f], counters, "shift and gain");
+    held.push_back(columns[f].numel() / fields[f].elements);
   }
   CheckDevice(resolutions, counters, "resolutions");
   if (n_steps) CheckDevice(*n_steps, counters, "n_steps");
-  if (count == 0) return;
+  if (order) CheckDevice(*order, counters, "order");
   const OnDevice device(counters);
-  const int64_t* offsets = n_steps ? n_steps->const_data_ptr<int64_t>() : nullptr;
-  int64_t* counter = counters.mutable_data_ptr<int64_t>();
-  int64_t all = 0, bytes = 0;
-  for (size_t f = 0; f < fields.size(); ++f) {
-    const cpu::Field& field = fields[f];
-    cuda::Gather(field, columns[f].numel() / field.elements, records, offsets, count, counter,
-                 device.stream());
-    all += count * field.part.count;
-    bytes += count * field.part.count * field.elements * field.to_bytes;
+  cuda::Gather(fields.data(), held.data(), static_cast<int64_t>(fields.size()), records,
+               n_steps ? n_steps->const_data_ptr<int64_t>() : nullptr, taken, count,
+               counters.mutable_data_ptr<int64_t>(), device.stream());
+}
+
+cuda::RowRequest RequestOf(const at::Tensor& samples, const at::Tensor& windows,
+                           const at::Tensor& members, const at::Tensor& columns,
+                           const at::Tensor& heads, int64_t num_slots) {
+  CheckRecords(samples, "samples", kSampleWords);
+  CheckTensor(heads, "heads", at::kLong);
+  for (const at::Tensor& t : {windows, members, columns, heads})
+    CheckDevice(t, samples, "every tensor");
+  const cpu::RowLayout layout = ShapeOfLayout(windows, members, columns);
+  constexpr int64_t kMost = int64_t{1} << 31;  // so that a group and a trajectory are one word
+  TORCH_CHECK(samples.size(0) < kMost && layout.num_windows + layout.num_columns < kMost,
+              "gear: too many samples, windows or columns");
+  TORCH_CHECK(samples.size(0) == 0 || heads.numel() > 0, "gear: samples must have peers");
+  return {Records<cpu::RowSample>(samples), samples.size(0), layout, members.size(0), num_slots,
+          heads.const_data_ptr<int64_t>(),  heads.numel()};
+}
+
+c10::SmallVector<cuda::Bytes, 16> ColumnsOf(at::TensorList tensors, const cpu::RowLayout& layout,
+                                            const at::Tensor& samples) {
+  CheckNumColumns(tensors, layout);
+  c10::SmallVector<cuda::Bytes, 16> columns;
+  for (const at::Tensor& tensor : tensors) {
+    columns.push_back({CharsOf(tensor), BytesOf(tensor, "columns")});
+    CheckDevice(tensor, samples, "every column");
   }
-  cuda::AddToCounters(counter, all, bytes, device.stream());
+  return columns;
+}
+
+void PackRows(at::Tensor message, at::Tensor sizes, at::TensorList stored,
+              const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
+              const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots) {
+  CheckRecords(slots, "slots", kSlotWords);
+  CheckTensor(message, "message", at::kLong);
+  for (const at::Tensor& t : {message, sizes, slots}) CheckDevice(t, samples, "every tensor");
+  const cuda::RowRequest request =
+      RequestOf(samples, windows, members, columns, heads, slots.size(0));
+  const auto data = ColumnsOf(stored, request.layout, samples);
+  int64_t* filled = LongsOf(sizes, "sizes", request.num_peers);
+  const OnDevice device(message);
+  at::Tensor scratch = ScratchFor(cuda::RowsScratch(request), samples);
+  cuda::PackRows(request, Records<Slot>(slots), data.data(), filled, CharsOf(message),
+                 kWordBytes * message.numel(), scratch.mutable_data_ptr<int64_t>(),
+                 device.stream());
+}
+
+void UnpackRows(at::TensorList arrivals, at::Tensor ring, at::Tensor sizes, at::Tensor needed,
+                at::TensorList messages, const at::Tensor& which, const at::Tensor& samples,
+                const at::Tensor& windows, const at::Tensor& members, const at::Tensor& columns,
+                const at::Tensor& heads, at::IntArrayRef room) {
+  CheckRecords(ring, "ring", kResolutionWords);
+  CheckTensor(which, "which", at::kLong);
+  for (const at::Tensor& t : {ring, sizes, needed, which}) CheckDevice(t, samples, "every tensor");
+  const cuda::RowRequest request = RequestOf(samples, windows, members, columns, heads, kMostSteps);
+  TORCH_CHECK(which.numel() == request.count,
+              "gear: which must have an index of the ring per sample");
+  const auto data = ColumnsOf(arrivals, request.layout, samples);
+  CheckMessages(messages, request.num_peers);
+  c10::SmallVector<cuda::Bytes, 16> said;
+  for (const at::Tensor& message : messages) {
+    CheckDevice(message, samples, "every message");
+    said.push_back({CharsOf(message), kWordBytes * message.numel()});
+  }
+  int64_t* filled = LongsOf(sizes, "sizes", request.num_peers);
+  const OnDevice device(ring);
+  at::Tensor scratch = ScratchFor(cuda::RowsScratch(request), samples);
+  cuda::UnpackRows(request, data.data(), said.data(), RoomOf(room), which.const_data_ptr<int64_t>(),
+                   ring.size(0), reinterpret_cast<Resolution*>(ring.mutable_data_ptr<int64_t>()),
+                   filled, LongsOf(needed, "needed", 2), scratch.mutable_data_ptr<int64_t>(),
+                   device.stream());
 }
 
 }  // namespace
@@ -191,15 +307,21 @@ TORCH_LIBRARY_IMPL(gear, CUDA, m) {
   m.impl("permute_", gear::Permute);
   m.impl("tree_build_", gear::TreeBuild);
   m.impl("tree_update_", gear::TreeUpdate);
+  m.impl("slot_masses_", gear::SlotMasses);
   m.impl("resolve_", gear::Resolve);
   m.impl("resolve_rows_", gear::ResolveRows);
   m.impl("mass_", gear::MassOf);
   m.impl("importance_", gear::Importance);
   m.impl("minima_build_", gear::MinimaBuild);
   m.impl("minima_update_", gear::MinimaUpdate);
+  m.impl("top_k_", gear::TopK);
+  m.impl("report_", gear::WriteReports);
+  m.impl("prioritize_", gear::Prioritize);
   m.impl("suffix_sum_", gear::SuffixSum);
   m.impl("n_step_", gear::NStepReturn);
   m.impl("gather_", gear::Gather);
+  m.impl("pack_rows_", gear::PackRows);
+  m.impl("unpack_rows_", gear::UnpackRows);
 }
 
 // The name under which DeepSpeed's jit_load imports the shared library.

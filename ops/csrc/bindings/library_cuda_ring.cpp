@@ -1,6 +1,5 @@
 // The binding of the kernels of the ring, for the schemas that library_ring.cpp registers.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "bindings/check_ring.h"
@@ -76,7 +75,7 @@ void RingUpdate(at::Tensor state, at::Tensor sums, at::Tensor minima, at::Tensor
                         minima.numel() > 0 ? Unsigned(minima) : nullptr,
                         priorities.mutable_data_ptr<float>(),
                         nullptr};
-  at::Tensor scratch = at::empty({cuda::RingUpdateScratch(values.numel())}, state.options());
+  at::Tensor scratch = ScratchFor(cuda::RingUpdateScratch(values.numel()), state);
   cuda::RingUpdate(ring, ring_shape, ring_rule, Resolutions(resolutions),
                    values.const_data_ptr<float>(), values.numel(),
                    scratch.mutable_data_ptr<int64_t>(), device.stream());

@@ -1,10 +1,9 @@
 // The ops on rows that travel between nodes.
 #include <ATen/core/Tensor.h>
 
-#include <c10/util/SmallVector.h>
-
 #include <algorithm>
 
+#include "bindings/check_rows.h"
 #include "bindings/checks.h"
 #include "bindings/ops.h"
 #include "cpu/ops.h"
@@ -12,28 +11,9 @@
 namespace gear {
 namespace {
 
-constexpr int64_t kSampleWords = sizeof(cpu::RowSample) / sizeof(int64_t);
-constexpr int64_t kWindowWords = sizeof(cpu::RowWindow) / sizeof(int64_t);
-constexpr int64_t kWordBytes = sizeof(int64_t);
-constexpr int64_t kColumnWords = sizeof(cpu::RowColumn) / sizeof(int64_t);
-
-// Bytes of a tensor that is nothing but bytes.
-int64_t BytesOf(const at::Tensor& tensor, const char* name) {
-  CheckTensor(tensor, name, at::kByte);
-  TORCH_CHECK(tensor.dim() == 1, "gear: ", name, " must be [n], got ", tensor.sizes());
-  return tensor.numel();
-}
-
 cpu::RowLayout LayoutOf(const at::Tensor& windows, const at::Tensor& members,
                         const at::Tensor& columns) {
-  CheckRecords(windows, "windows", kWindowWords);
-  CheckRecords(columns, "columns", kColumnWords);
-  CheckTensor(members, "members", at::kBool);
-  TORCH_CHECK(members.dim() == 2 && members.size(0) >= windows.size(0),
-              "gear: members must be [windows or more, needs], got ", members.sizes());
-  const cpu::RowLayout layout{Records<cpu::RowWindow>(windows), windows.size(0),
-                              members.const_data_ptr<bool>(),   members.size(1),
-                              Records<cpu::RowColumn>(columns), columns.size(0)};
+  const cpu::RowLayout layout = ShapeOfLayout(windows, members, columns);
   int64_t groups = 0;
   for (int64_t w = 0; w < layout.num_windows; ++w) {
     const cpu::RowWindow& window = layout.windows[w];
@@ -70,14 +50,11 @@ void CheckSamples(const cpu::RowSample* samples, int64_t count, int64_t num_peer
 
 // The bytes of columns, and the rows that each has.
 struct Columns {
-  Columns(at::TensorList tensors, const cpu::RowLayout& layout, bool are_written) {
-    TORCH_CHECK(static_cast<int64_t>(tensors.size()) == layout.num_columns, "gear: there must be ",
-                layout.num_columns, " columns, got ", tensors.size());
+  Columns(at::TensorList tensors, const cpu::RowLayout& layout) {
+    CheckNumColumns(tensors, layout);
     for (int64_t c = 0; c < layout.num_columns; ++c) {
       const int64_t bytes = BytesOf(tensors[c], "columns"), row = layout.columns[c].row_bytes;
-      data.push_back(static_cast<char*>(are_written
-                                            ? tensors[c].mutable_data_ptr()
-                                            : const_cast<void*>(tensors[c].const_data_ptr())));
+      data.push_back(CharsOf(tensors[c]));
       num_rows.push_back(row == 0 ? kMostSteps : bytes / row);
     }
   }
@@ -86,13 +63,6 @@ struct Columns {
   c10::SmallVector<char*, 16> data;
   c10::SmallVector<int64_t, 16> num_rows;
 };
-
-int64_t* LongsOf(at::Tensor& tensor, const char* name, int64_t count) {
-  CheckTensor(tensor, name, at::kLong);
-  TORCH_CHECK(tensor.numel() == count, "gear: ", name, " must have ", count, " values, got ",
-              tensor.numel());
-  return tensor.mutable_data_ptr<int64_t>();
-}
 
 // Bytes in front of the rows of each message.
 const int64_t* HeadsOf(const at::Tensor& heads) {
@@ -112,7 +82,7 @@ void PackRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
   CheckRecords(samples, "samples", kSampleWords);
   CheckRecords(slots, "slots", kSlotWords);
   const cpu::RowLayout layout = LayoutOf(windows, members, columns);
-  const Columns data(stored, layout, false);
+  const Columns data(stored, layout);
   const int64_t count = samples.size(0), num_peers = heads.numel();
   const auto* records = Records<cpu::RowSample>(samples);
   CheckSamples(records, count, num_peers, layout.num_needs, slots.size(0));
@@ -132,7 +102,7 @@ void UnpackRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at
   CheckRecords(ring, "ring", kResolutionWords);
   CheckTensor(which, "which", at::kLong);
   const cpu::RowLayout layout = LayoutOf(windows, members, columns);
-  const Columns data(arrivals, layout, true);
+  const Columns data(arrivals, layout);
   const int64_t count = samples.size(0), num_peers = heads.numel();
   const auto* records = Records<cpu::RowSample>(samples);
   CheckSamples(records, count, num_peers, layout.num_needs, kMostSteps);
@@ -141,23 +111,17 @@ void UnpackRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at
                   std::all_of(at, at + count,
                               [&](int64_t index) { return index >= 0 && index < ring.size(0); }),
               "gear: which must have an index of the ring per sample");
-  TORCH_CHECK(
-      room.size() == 6 && std::all_of(room.begin(), room.end(),
-                                      [](int64_t word) { return word >= 0 && word <= kMostSteps; }),
-      "gear: room must be first row, rows, first slot, slots, base row, base slot");
-  TORCH_CHECK(static_cast<int64_t>(messages.size()) == num_peers,
-              "gear: there must be a message of each peer");
+  const cpu::RowRoom place = RoomOf(room);
+  CheckMessages(messages, num_peers);
   c10::SmallVector<char*, 16> said;
   c10::SmallVector<int64_t, 16> bytes;
   for (const at::Tensor& message : messages) {
-    CheckTensor(message, "messages", at::kLong);
     bytes.push_back(kWordBytes * message.numel());
-    said.push_back(static_cast<char*>(const_cast<void*>(message.const_data_ptr())));
+    said.push_back(CharsOf(message));
   }
   const cpu::RowsTaken taken = cpu::UnpackRows(
-      records, count, layout, data.View(), {room[0], room[1], room[2], room[3], room[4], room[5]},
-      HeadsOf(heads), num_peers, said.data(), bytes.data(), at,
-      reinterpret_cast<Resolution*>(ring.mutable_data_ptr<int64_t>()),
+      records, count, layout, data.View(), place, HeadsOf(heads), num_peers, said.data(),
+      bytes.data(), at, reinterpret_cast<Resolution*>(ring.mutable_data_ptr<int64_t>()),
       LongsOf(sizes, "sizes", num_peers), LongsOf(needed, "needed", 2));
   TORCH_CHECK(taken != cpu::RowsTaken::kShort, "gear: messages must hold the rows of samples");
   TORCH_CHECK(taken != cpu::RowsTaken::kOutside, "gear: the room must lie in the arrivals");

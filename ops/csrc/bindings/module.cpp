@@ -96,7 +96,7 @@ PyMethodDef kMethods[] = {
     Method<gear::Gather>(
         "gather_",
         "gather_(outs, masks, counters, columns, shifts, gains, resolutions, n_steps, spec, "
-        "pad_values, threads) -> None"),
+        "pad_values, threads, order) -> None"),
     Function<gear::direct::OpenStoreAt>("store_open", "store_open(words) -> store"),
     Function<gear::direct::SetColumns>("store_columns", "store_columns(store, columns) -> None"),
     Function<gear::direct::SetLife>("store_life", "store_life(store, pins, removal, rate) -> None"),

@@ -1,6 +1,7 @@
 // What the bindings of the kernels share.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
@@ -24,6 +25,11 @@ class OnDevice {
 inline void CheckDevice(const at::Tensor& tensor, const at::Tensor& out, const char* name) {
   TORCH_CHECK(tensor.device() == out.device(), "gear: ", name, " must be on ", out.device(),
               ", got ", tensor.device());
+}
+
+// From torch's allocator: it is reused only behind this stream's kernels.
+inline at::Tensor ScratchFor(int64_t words, const at::Tensor& like) {
+  return at::empty({words}, like.options().dtype(at::kLong));
 }
 
 }  // namespace gear

@@ -55,7 +55,8 @@ void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& steps,
 void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
-            at::ArrayRef<double> pad_values, int64_t threads);
+            at::ArrayRef<double> pad_values, int64_t threads,
+            const std::optional<at::Tensor>& order);
 
 void PackRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
               const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,

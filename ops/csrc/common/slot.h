@@ -43,6 +43,11 @@ struct Report {
 };
 static_assert(sizeof(Report) == 48, "a report is a row of 6 int64");
 
+// The order in which reports count; those that precede each other neither way count as they stand.
+GEAR_HOST_DEVICE bool Precedes(const Report& a, const Report& b) {
+  return a.batch != b.batch ? a.batch < b.batch : a.number < b.number;
+}
+
 // The anchors that a trajectory admits: an arithmetic progression of steps, from the front or from
 // the end.
 struct AnchorRule {
@@ -66,6 +71,20 @@ GEAR_HOST_DEVICE int64_t AnchorAt(const AnchorRule& rule, int64_t num_steps, int
 // What an item of a tree over slots is: a trajectory whose anchor is a second draw, or one of its
 // anchors. Of masses only: a trajectory by its length.
 enum Unit : int64_t { kTrajectory = 0, kStep = 1, kByLength = 2 };
+
+// Whether the trajectory of an update is still there.
+GEAR_HOST_DEVICE bool IsCurrent(const Slot* slots, int64_t num_slots,
+                                const PriorityUpdate& update) {
+  if (update.slot < 0 || update.slot >= num_slots) return false;
+  const Slot& slot = slots[update.slot];
+  return slot.state == kCommitted && slot.generation == update.generation && update.anchor >= 0 &&
+         update.anchor < slot.num_steps;
+}
+
+// The item of an update that is current.
+GEAR_HOST_DEVICE int64_t ItemOf(const Slot* slots, int64_t unit, const PriorityUpdate& update) {
+  return unit == kStep ? slots[update.slot].first_row + update.anchor : update.slot;
+}
 
 // The mass of a committed trajectory: one for each anchor, or one (by length: one a step) if it has
 // an anchor at all.

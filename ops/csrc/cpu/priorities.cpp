@@ -39,13 +39,6 @@ void MendMinima(const uint64_t* sums, uint64_t* minima, const TreeShape& shape, 
   }
 }
 
-bool IsCurrent(const Slot* slots, int64_t num_slots, const PriorityUpdate& update) {
-  if (update.slot < 0 || update.slot >= num_slots) return false;
-  const Slot& slot = slots[update.slot];
-  return slot.state == kCommitted && slot.generation == update.generation && update.anchor >= 0 &&
-         update.anchor < slot.num_steps;
-}
-
 uint32_t OrderOf(const PriorityUpdate& update) {
   return gear::OrderOf(static_cast<uint32_t>(update.priority));
 }
@@ -214,12 +207,9 @@ void WriteReports(Report* log, int64_t size, const Resolution* resolutions, cons
 }
 
 const Report* InOrder(const Report* reports, int64_t count, std::vector<Report>* sorted) {
-  const auto precedes = [](const Report& a, const Report& b) {
-    return a.batch != b.batch ? a.batch < b.batch : a.number < b.number;
-  };
-  if (std::is_sorted(reports, reports + count, precedes)) return reports;
+  if (std::is_sorted(reports, reports + count, Precedes)) return reports;
   sorted->assign(reports, reports + count);
-  std::stable_sort(sorted->begin(), sorted->end(), precedes);
+  std::stable_sort(sorted->begin(), sorted->end(), Precedes);
   return sorted->data();
 }
 
@@ -231,7 +221,7 @@ int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Update
     const PriorityUpdate& update = updates[i];
     items[i] = -1;
     if (!IsCurrent(slots, num_slots, update)) continue;
-    items[i] = unit == kStep ? slots[update.slot].first_row + update.anchor : update.slot;
+    items[i] = ItemOf(slots, unit, update);
     if (items[i] < 0 || items[i] >= num_items) return i;
   }
   return count;

@@ -182,15 +182,13 @@ void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
       ring.state[kRingRefused] += 1;
       continue;
     }
-    const bool is_slot = r.slot >= 0 && r.slot < shape.num_slots;
-    const Slot slot = is_slot ? ring.slots[r.slot] : Slot{};
-    if (slot.state != kCommitted || slot.generation != r.generation || r.anchor < 0 ||
-        r.anchor >= slot.num_steps) {
+    const PriorityUpdate update{r.slot, r.generation, r.anchor, bits};
+    if (!IsCurrent(ring.slots, shape.num_slots, update)) {
       counts[kStale] += 1;
       continue;
     }
     const Mass mass = MassOfPriority(OrderOf(bits), rule.alpha);
-    changes.Set(rule.by_row ? slot.first_row + r.anchor : r.slot, mass.value,
+    changes.Set(ItemOf(ring.slots, rule.by_row ? kStep : kTrajectory, update), mass.value,
                 BitCast<float>(OrderOf(bits)));
     counts[kApplied] += 1;
     counts[kClamped] += mass.clamped;

@@ -11,6 +11,13 @@ struct Lane {
   int index, team;
 };
 
+// Lanes of a team that copies so many bytes: about 32 each.
+GEAR_HOST_DEVICE int TeamOf(int64_t bytes, int most) {
+  int team = 4;
+  while (team < most && team * 32 < bytes) team *= 2;
+  return team;
+}
+
 inline constexpr int kInFlight = 4;  // loads of a lane under way at once
 
 // Both aligned to 16 bytes. The rows are read once, so they are not kept in the caches.
@@ -38,8 +45,7 @@ __device__ uint4 Join(uint4 low, uint4 high, unsigned bits) {
 }
 
 // The target is aligned to 16 bytes, the source lies `kWords` words and `bits` bits behind `from`.
-// Whole vectors are read: every one holds a byte that is wanted, so none lies outside the source's
-// memory.
+// Whole vectors are read, one more than are written.
 template <int kWords>
 __device__ void CopyShifted(const uint4* __restrict__ from, unsigned bits, uint4* __restrict__ to,
                             int64_t count, Lane lane) {
@@ -48,15 +54,19 @@ __device__ void CopyShifted(const uint4* __restrict__ from, unsigned bits, uint4
     to[i] = Join<kWords>(from[i], from[i + 1], bits);
 }
 
-__device__ inline void CopyBytes(const char* from, char* to, int64_t bytes, Lane lane) {
+// `end`: of the memory that `from` points into. Nothing behind it is read; in front of `from`, up
+// to its alignment to 16 bytes, may be, as allocations begin at such places.
+__device__ inline void CopyBytes(const char* from, const char* end, char* to, int64_t bytes,
+                                 Lane lane) {
   const int64_t head = Min<int64_t>(bytes, (16 - (reinterpret_cast<uintptr_t>(to) & 15)) & 15);
   for (int64_t i = lane.index; i < head; i += lane.team) to[i] = from[i];
   from += head, to += head, bytes -= head;
-  const int64_t vectors = bytes >> 4;
   const auto offset = static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) & 15);
   auto* target = reinterpret_cast<uint4*>(to);
   const auto* source = reinterpret_cast<const uint4*>(from - offset);
   const unsigned bits = (offset & 3) * 8;
+  int64_t vectors = bytes >> 4;
+  if (offset != 0) vectors = Clamp<int64_t>(((end - from + offset) >> 4) - 1, 0, vectors);
   if (offset == 0)
     CopyAligned(source, target, vectors, lane);
   else if (offset < 4)

@@ -30,11 +30,8 @@ __device__ inline Hit DescendWarp(const uint64_t* __restrict__ sums, const TreeS
 // The sum of all masses, in every lane.
 __device__ inline uint64_t TotalOfWarp(const uint64_t* __restrict__ sums, const TreeShape& shape,
                                        int lane) {
-  constexpr unsigned kAll = 0xFFFFFFFFu;
-  uint64_t total = sums[shape.offset[shape.levels - 1] + lane];
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) total += __shfl_down_sync(kAll, total, step);
-  return __shfl_sync(kAll, total, 0);
+  const uint64_t total = SumOfWarp(sums[shape.offset[shape.levels - 1] + lane]);
+  return __shfl_sync(0xFFFFFFFFu, total, 0);
 }
 
 }  // namespace gear::cuda

@@ -1,33 +1,27 @@
-// The kernel of collection: a team of lanes for each window.
+// How rows get into a batch: as they are, or converted; and what pads them.
 #pragma once
 #include <type_traits>
 
 #include "common/convert.h"
 #include "cuda/copy.h"
-#include "cuda/launch.h"
 #include "cuda/ops.h"
 
 namespace gear::cuda {
 
-// Elements of whole rows that are copied as they are. T: an unsigned integer of their size.
+// Elements that stay as they are. T: an unsigned integer of their size.
 template <typename T>
-struct CopyRows {
+struct SameElements {
   using From = T;
   using To = T;
 
   __device__ static T At(const Field&, const T* row, int64_t element, int64_t) {
     return row[element];
   }
-
-  __device__ static void Rows(const Field&, const T* from, T* to, int64_t count, Lane lane) {
-    CopyBytes(reinterpret_cast<const char*>(from), reinterpret_cast<char*>(to),
-              count * static_cast<int64_t>(sizeof(T)), lane);
-  }
 };
 
 // (x - shift) * gain; shift and gain repeat every `period` elements.
 template <typename F, typename T>
-struct ConvertRows {
+struct ConvertedElements {
   using From = F;
   using To = T;
   using C = std::conditional_t<NeedsDouble<F>::value || NeedsDouble<T>::value, double, float>;
@@ -51,74 +45,62 @@ struct ConvertRows {
   }
 };
 
+// Where the rows of one window lie: step t of its trajectory is row first_row + t.
+struct Read {
+  int64_t sample, first_row;
+  Span span;
+};
+
 // Fills `count` elements with the padding: a value, or whole rows like `edge`.
-template <typename Rows>
-__device__ void Pad(const Field& field, const typename Rows::From* edge, typename Rows::To value,
-                    typename Rows::To* to, int64_t count, Lane lane) {
+template <typename Elements>
+__device__ void Pad(const Field& field, const typename Elements::From* edge,
+                    typename Elements::To value, typename Elements::To* to, int64_t count,
+                    Lane lane) {
   for (int64_t i = lane.index; i < count; i += lane.team) {
     const int64_t element = i % field.elements;
-    to[i] = field.pad == kPadEdge ? Rows::At(field, edge, element, field.period > 1 ? element : 0)
-                                  : value;
+    to[i] = field.pad == kPadEdge
+                ? Elements::At(field, edge, element, field.period > 1 ? element : 0)
+                : value;
   }
 }
 
-template <typename Rows>
-__global__ void GatherKernel(const Field field, int64_t held,
-                             const Resolution* __restrict__ resolutions,
-                             const int64_t* __restrict__ n_steps, int64_t count,
-                             typename Rows::To pad, int team, uint64_t* counters) {
-  const Lane lane{static_cast<int>(threadIdx.x) & (team - 1), team};
-  const int64_t length = field.part.count;
-  uint64_t real = 0;
-  for (int64_t i = GlobalThread() / team; i < count; i += GlobalThreads() / team) {
-    const Resolution r = resolutions[i];
-    const auto* column = static_cast<const typename Rows::From*>(field.column);
-    int64_t first_row = r.slot;
-    Span span{0, 1, 0, 0, 0};
-    if (field.source != cpu::kTrajectoryRow) {
-      Require(IsAnchored(r));
-      const int64_t final_row = field.source == cpu::kStepRowsPlusOne ? 1 : 0;
-      Window window = field.window;
-      if (field.after_n_step) window.offset += n_steps[i];
-      span = Cut(Bounds(window, r.anchor, r.num_steps + final_row), field.part);
-      first_row = r.first_row;
-    }
-    Require(IsInside(first_row, span, length, field.pad, held));
-    const auto at = [&](int64_t step) { return column + (first_row + step) * field.elements; };
-    const int64_t rows = span.end - span.begin, behind = span.place + rows;
-    auto* out = static_cast<typename Rows::To*>(field.out) + i * length * field.elements;
-    Pad<Rows>(field, at(span.before), pad, out, span.place * field.elements, lane);
-    Rows::Rows(field, at(span.begin), out + span.place * field.elements, rows * field.elements,
-               lane);
-    Pad<Rows>(field, at(span.after), pad, out + behind * field.elements,
-              (length - behind) * field.elements, lane);
-    if (field.mask != nullptr)
-      for (int64_t t = lane.index; t < length; t += lane.team)
-        field.mask[i * length + t] = t >= span.place && t < behind;
-    real += static_cast<uint64_t>(rows);
-  }
-  if (lane.index == 0 && real != 0) AtomicAdd(counters, real);
+// Pads a window on both sides. `pad`: the bits of the value.
+template <typename Elements>
+__device__ void PadWindow(const Field& field, uint64_t pad, const Read& read, Lane lane) {
+  using To = typename Elements::To;
+  To value;
+  memcpy(&value, &pad, sizeof value);
+  const auto* column = static_cast<const typename Elements::From*>(field.column);
+  const auto at = [&](int64_t step) { return column + (read.first_row + step) * field.elements; };
+  const Span& span = read.span;
+  const int64_t length = field.part.count, behind = span.place + span.end - span.begin;
+  auto* out = static_cast<To*>(field.out) + read.sample * length * field.elements;
+  Pad<Elements>(field, at(span.before), value, out, span.place * field.elements, lane);
+  Pad<Elements>(field, at(span.after), value, out + behind * field.elements,
+                (length - behind) * field.elements, lane);
 }
 
-// Lanes of a team: about 32 bytes of the window each.
-inline int TeamOf(int64_t window_bytes) {
-  int team = 4;
-  while (team < kThreads && team * 32 < window_bytes) team *= 2;
-  return team;
+// Copies the real rows of a window as they are: they are bytes, whatever their type. `held`: rows
+// of the column.
+__device__ inline void CopyWindow(const Field& field, int64_t held, const Read& read, Lane lane) {
+  const Span& span = read.span;
+  const int64_t row_bytes = field.elements * field.to_bytes;
+  const auto* column = static_cast<const char*>(field.column);
+  char* to =
+      static_cast<char*>(field.out) + (read.sample * field.part.count + span.place) * row_bytes;
+  CopyBytes(column + (read.first_row + span.begin) * row_bytes, column + held * row_bytes, to,
+            (span.end - span.begin) * row_bytes, lane);
 }
 
-template <typename Rows>
-void LaunchGather(const Field& field, int64_t held, const Resolution* resolutions,
-                  const int64_t* n_steps, int64_t count, typename Rows::To pad, int64_t* counters,
-                  void* stream) {
-  const int team = TeamOf(field.part.count * field.elements * field.to_bytes);
-  GatherKernel<Rows><<<Blocks(count * team), kThreads, 0, AsStream(stream)>>>(
-      field, held, resolutions, n_steps, count, pad, team, reinterpret_cast<uint64_t*>(counters));
-  CheckLaunch("Gather");
+// Converts the real rows of a window.
+template <typename Elements>
+__device__ void ConvertWindow(const Field& field, const Read& read, Lane lane) {
+  const Span& span = read.span;
+  const auto* from = static_cast<const typename Elements::From*>(field.column) +
+                     (read.first_row + span.begin) * field.elements;
+  auto* to = static_cast<typename Elements::To*>(field.out) +
+             (read.sample * field.part.count + span.place) * field.elements;
+  Elements::Rows(field, from, to, (span.end - span.begin) * field.elements, lane);
 }
-
-// Collects a field whose elements change their type or are scaled.
-void GatherConverted(const Field& field, int64_t held, const Resolution* resolutions,
-                     const int64_t* n_steps, int64_t count, int64_t* counters, void* stream);
 
 }  // namespace gear::cuda

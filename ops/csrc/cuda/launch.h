@@ -39,4 +39,12 @@ __device__ inline void AtomicAdd(uint64_t* to, uint64_t amount) {
   atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(amount));
 }
 
+// The sum of what the lanes of a warp have, in its first lane. All of them take part.
+__device__ inline uint64_t SumOfWarp(uint64_t value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2)
+    value += __shfl_down_sync(0xFFFFFFFFu, value, step);
+  return value;
+}
+
 }  // namespace gear::cuda

@@ -3,11 +3,13 @@
 #include "cuda/ring.h"
 
 #include "common/convert.h"
-#include "common/permutation.h"
 #include "common/power.h"
+#include "cuda/counts.h"
 #include "cuda/descend.h"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
+#include "cuda/table.h"
+#include "cuda/tree.h"
 
 namespace gear::cuda {
 namespace {
@@ -16,10 +18,6 @@ constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr unsigned kRingBlocks = 256;  // of kernels whose work only the device knows
 
 __device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
-
-__device__ void Count(int64_t* word, int64_t amount) {
-  AtomicAdd(reinterpret_cast<uint64_t*>(word), static_cast<uint64_t>(amount));
-}
 
 // Sum of the values of the lanes before this one.
 __device__ int64_t SumBefore(int64_t value, int lane) {
@@ -105,53 +103,62 @@ __global__ void PlaceKernel(const Ring ring, const RingShape shape, const bool b
 __global__ void ClearKernel(const Ring ring, const RingShape shape, int64_t num_items) {
   int64_t* state = ring.state;
   const int64_t from = state[kRingGoneFrom], to = state[kRingGoneTo];
+  uint64_t steps = 0, drawable = 0;  // modulo 2^64
   for (int64_t id = from + GlobalThread(); id < to; id += GlobalThreads()) {
     Slot& slot = ring.slots[id % shape.num_slots];
     slot.state = 0;
-    Count(&state[kRingSteps], -slot.num_steps);
+    steps -= static_cast<uint64_t>(slot.num_steps);
   }
   const int64_t first = state[kRingFreedFrom], end = state[kRingFreedTo];
   for (int64_t i = first + GlobalThread(); i < end; i += GlobalThreads()) {
     const int64_t item = i % num_items;
-    if (ring.sums[item] > 0) Count(&state[kRingCounts + cpu::kDrawable], -1);
+    drawable -= uint64_t{ring.sums[item] > 0};
     ring.sums[item] = 0;
     if (ring.priorities != nullptr) ring.priorities[item] = 0;
   }
+  AddToCount(state, kRingSteps, steps);
+  AddToCount(state + kRingCounts, cpu::kDrawable, drawable);
 }
 
-__device__ void SetNew(const Ring& ring, int64_t item, uint64_t mass, uint32_t priority) {
+// Returns whether the item can be drawn.
+__device__ uint64_t SetNew(const Ring& ring, int64_t item, uint64_t mass, uint32_t priority) {
   ring.sums[item] = mass;
-  if (mass > 0) Count(&ring.state[kRingCounts + cpu::kDrawable], 1);
   if (ring.priorities != nullptr) ring.priorities[item] = BitCast<float>(mass > 0 ? priority : 0u);
+  return uint64_t{mass > 0};
 }
 
 // A warp for each trajectory that comes.
 __global__ void FillKernel(const Ring ring, const RingShape shape, const RingRule rule,
                            const Placed* __restrict__ placed, int64_t count, int64_t initial) {
   const int lane = Lane();
-  const auto highest = ring.state[kRingCounts + cpu::kHighestPriority];
+  int64_t* state = ring.state;
+  const int64_t highest = state[kRingCounts + cpu::kHighestPriority];
   const auto priority = static_cast<uint32_t>(initial < 0 ? highest : initial);
   const uint64_t mass = rule.has_priorities ? MassOfPriority(priority, rule.alpha).value : 0;
+  uint64_t steps = 0, drawable = 0;
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
     const Placed place = placed[i];
     if (place.slot < 0) continue;
     if (lane == 0) {
-      ring.slots[place.slot] = SlotOfPlaced(shape, place, ring.state[kRingBatch]);
+      ring.slots[place.slot] = SlotOfPlaced(shape, place, state[kRingBatch]);
       ring.begins[place.slot] = place.begin;
-      Count(&ring.state[kRingSteps], place.num_steps);
+      steps += static_cast<uint64_t>(place.num_steps);
       if (!rule.by_row) {
         const auto own =
             static_cast<uint64_t>(MassOfSlot(rule.anchors, rule.unit, place.num_steps));
-        SetNew(ring, place.slot, rule.has_priorities && own > 0 ? mass : own, priority);
+        drawable += SetNew(ring, place.slot, rule.has_priorities && own > 0 ? mass : own, priority);
       }
     }
     if (!rule.by_row) continue;
     for (int64_t step = lane; step < place.num_steps; step += kWarp) {
       const int64_t row = place.first_row + step;
       ring.row_slots[row] = static_cast<int32_t>(place.slot);
-      SetNew(ring, row, IsAnchor(rule.anchors, place.num_steps, step) ? mass : 0, priority);
+      const bool is_anchor = IsAnchor(rule.anchors, place.num_steps, step);
+      drawable += SetNew(ring, row, is_anchor ? mass : 0, priority);
     }
   }
+  AddToCount(state, kRingSteps, steps);
+  AddToCount(state + kRingCounts, cpu::kDrawable, drawable);
 }
 
 // The sum and the least non-zero of a node's children, in lane 0.
@@ -282,94 +289,58 @@ __global__ void AdvanceKernel(const Ring ring, const TreeShape tree, int64_t cou
 
 // ---- updates ------------------------------------------------------------------------------------
 
-// Open addressing: keys[h] = item + 1 or 0, last[h] = the last position of that item. items[i]: the
-// item of sample i, -1 for none.
-struct Table {
-  unsigned long long* keys;
-  unsigned long long* last;
-  int64_t* items;
-  uint64_t mask;
-
-  __device__ uint64_t Start(uint64_t key) const { return Mix(key) & mask; }
-};
-
-__global__ void FindKernel(const Table table, const Ring ring, const RingShape shape,
-                           const RingRule rule, const Resolution* __restrict__ resolutions,
-                           const float* __restrict__ values, int64_t count) {
-  int64_t* counts = ring.state + kRingCounts;
+// Sets the item of each sample, -1 where its value is none or its trajectory gone, and finds the
+// last one of each item.
+__global__ void FindKernel(const Table table, const Ring ring, const RingShape shape, int64_t unit,
+                           const Resolution* __restrict__ resolutions,
+                           const float* __restrict__ values, int64_t count,
+                           int64_t* __restrict__ items) {
+  const auto follows = [](int64_t a, int64_t b) { return a > b; };
+  uint64_t refused = 0, stale = 0;
   for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
     const auto bits = BitCast<uint32_t>(values[i]);
     const Resolution& r = resolutions[i];
-    table.items[i] = -1;
+    const PriorityUpdate update{r.slot, r.generation, r.anchor, bits};
+    int64_t item = -1;
     if (!IsPriority(bits)) {
-      Count(&ring.state[kRingRefused], 1);
-      continue;
+      ++refused;
+    } else if (!IsCurrent(ring.slots, shape.num_slots, update)) {
+      ++stale;
+    } else {
+      item = ItemOf(ring.slots, unit, update);
+      table.Put(item, i, follows);
     }
-    const bool is_slot = r.slot >= 0 && r.slot < shape.num_slots;
-    const Slot* slot = &ring.slots[is_slot ? r.slot : 0];
-    if (!is_slot || slot->state != kCommitted || slot->generation != r.generation || r.anchor < 0 ||
-        r.anchor >= slot->num_steps) {
-      Count(&counts[cpu::kStale], 1);
-      continue;
-    }
-    const int64_t item = rule.by_row ? slot->first_row + r.anchor : r.slot;
-    const Mass mass = MassOfPriority(OrderOf(bits), rule.alpha);
-    table.items[i] = item;
-    Count(&counts[cpu::kApplied], 1);
-    if (mass.clamped) Count(&counts[cpu::kClamped], 1);
-    atomicMax(reinterpret_cast<unsigned long long*>(&counts[cpu::kHighestPriority]),
-              static_cast<unsigned long long>(OrderOf(bits)));
-    const auto key = static_cast<unsigned long long>(item) + 1;
-    uint64_t at = table.Start(key);
-    for (;; at = (at + 1) & table.mask) {
-      const unsigned long long found = atomicCAS(&table.keys[at], 0ull, key);
-      if (found == 0 || found == key) break;
-    }
-    atomicMax(&table.last[at], static_cast<unsigned long long>(i));
+    items[i] = item;
   }
+  AddToCount(ring.state, kRingRefused, refused);
+  AddToCount(ring.state + kRingCounts, cpu::kStale, stale);
 }
 
-__global__ void SetKernel(const Table table, const Ring ring, const RingRule rule,
-                          const TreeShape tree, const float* __restrict__ values, int64_t count) {
+__global__ void SetKernel(const Table table, const Ring ring, uint64_t alpha, const TreeShape tree,
+                          const float* __restrict__ values, int64_t count,
+                          const int64_t* __restrict__ items) {
+  int64_t* counts = ring.state + kRingCounts;
+  uint64_t applied = 0, clamped = 0, drawable = 0;  // drawable modulo 2^64
+  int64_t highest = -1;
   for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
-    if (table.items[i] < 0) continue;
-    const auto key = static_cast<unsigned long long>(table.items[i]) + 1;
-    uint64_t at = table.Start(key);
-    while (table.keys[at] != key) at = (at + 1) & table.mask;
-    if (table.last[at] != static_cast<unsigned long long>(i)) continue;
-    const uint32_t bits = OrderOf(BitCast<uint32_t>(values[i]));
-    const uint64_t mass = MassOfPriority(bits, rule.alpha).value;
-    int64_t node = table.items[i];
-    const uint64_t before = ring.sums[node], change = mass - before;  // modulo 2^64
-    ring.priorities[node] = BitCast<float>(bits);
-    ring.sums[node] = mass;  // one thread an item
-    const int64_t drawable = int64_t{mass > 0} - int64_t{before > 0};
-    if (drawable != 0) Count(&ring.state[kRingCounts + cpu::kDrawable], drawable);
-    for (int level = 1; level < tree.levels && change != 0; ++level) {
-      node >>= kFanOutBits;
-      AtomicAdd(&ring.sums[tree.offset[level] + node], change);
-    }
+    const int64_t item = items[i];
+    if (item < 0) continue;
+    const uint32_t priority = OrderOf(BitCast<uint32_t>(values[i]));
+    const Mass mass = MassOfPriority(priority, alpha);
+    ++applied;
+    clamped += mass.clamped;
+    highest = Max(highest, int64_t{priority});
+    if (!table.IsLast(item, i)) continue;
+    const uint64_t before = ring.sums[item];  // one thread an item
+    ring.sums[item] = mass.value;
+    ring.priorities[item] = BitCast<float>(priority);
+    AddAbove(ring.sums, tree, item, mass.value - before);
+    drawable += uint64_t{mass.value > 0} - uint64_t{before > 0};
   }
-}
-
-// A warp for each update: its node of one level. Those that share a node write the same value.
-__global__ void LeastAboveKernel(const Ring ring, const TreeShape tree, int level,
-                                 const int64_t* __restrict__ items, int64_t count) {
-  const int lane = Lane();
-  const uint64_t* below = level == 1 ? ring.sums : ring.minima + MinimaOffset(tree, level - 1);
-  for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
-    if (items[i] < 0) continue;
-    const int64_t node = items[i] >> (level * kFanOutBits);
-    uint64_t sum, least;
-    SumAndLeast(below + node * kFanOut, below + node * kFanOut, lane, &sum, &least);
-    if (lane == 0) ring.minima[MinimaOffset(tree, level) + node] = least;
-  }
-}
-
-uint64_t TableSize(int64_t count) {
-  uint64_t size = 2;
-  while (size < 2 * static_cast<uint64_t>(count)) size *= 2;
-  return size;
+  AddToCount(counts, cpu::kApplied, applied);
+  AddToCount(counts, cpu::kClamped, clamped);
+  AddToCount(counts, cpu::kDrawable, drawable);
+  RaiseCount(counts, cpu::kHighestPriority, highest);
 }
 
 }  // namespace
@@ -410,30 +381,22 @@ void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
   CheckLaunch("RingSelect");
 }
 
-int64_t RingUpdateScratch(int64_t count) {
-  return static_cast<int64_t>(2 * TableSize(count)) + count;
-}
+int64_t RingUpdateScratch(int64_t count) { return count + TableWords(count); }
 
 void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
                 const Resolution* resolutions, const float* values, int64_t count, int64_t* scratch,
                 void* stream) {
   if (count == 0) return;
-  const uint64_t size = TableSize(count);
-  const TreeShape tree = ShapeOfTree(ItemsOfRing(shape, rule));
-  auto* words = reinterpret_cast<unsigned long long*>(scratch);
-  const Table table{words, words + size, scratch + 2 * size, size - 1};
-  Check(cudaMemsetAsync(scratch, 0, 2 * size * sizeof(int64_t), AsStream(stream)), "RingUpdate");
-  FindKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, shape, rule,
-                                                               resolutions, values, count);
+  const int64_t num_items = ItemsOfRing(shape, rule), unit = rule.by_row ? kStep : kTrajectory;
+  int64_t* items = scratch;
+  const Table table = MakeTable(scratch + count, count, stream);
+  FindKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, shape, unit,
+                                                               resolutions, values, count, items);
   CheckLaunch("RingUpdate");
-  SetKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, rule, tree, values,
-                                                              count);
+  SetKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(
+      table, ring, rule.alpha, ShapeOfTree(num_items), values, count, items);
   CheckLaunch("RingUpdate");
-  for (int level = 1; ring.minima != nullptr && level < tree.levels; ++level) {
-    LeastAboveKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(ring, tree, level,
-                                                                               table.items, count);
-    CheckLaunch("RingUpdate");
-  }
+  if (ring.minima != nullptr) MinimaAbove(ring.sums, num_items, items, count, ring.minima, stream);
 }
 
 }  // namespace gear::cuda
