@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sysconfig
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -95,18 +97,25 @@ def build_kernels_for_host(folder: Path) -> Path:
         "-O1",
         "-ffp-contract=off",
         "-fPIC",
-        "-shared",
         "-DTORCH_EXTENSION_NAME=gear_on_host",
     ]
     flags += [f"-I{folder}", f"-I{HOST}", f"-I{CSRC}", f"-I{sysconfig.get_path('include')}"]
     flags += [f"-isystem{path}" for path in include_paths("cpu")]
-    sources = [
-        str(file) for file in (*sorted(folder.glob("*.cpp")), *sorted((folder / "cuda").glob("*.cpp")))
-    ]
+    sources = [*sorted(folder.glob("*.cpp")), *sorted((folder / "cuda").glob("*.cpp"))]
+
+    def run(*arguments: str) -> None:
+        found = subprocess.run([*toolchain.compiler(), *arguments], capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
+
+    def compile_one(source: Path) -> str:
+        target = folder / f"{source.parent.name}_{source.stem}.o"
+        run(*flags, "-c", str(source), "-o", str(target))
+        return str(target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
     out = folder / "kernels_on_host.so"
-    links = [f"-L{TORCH_LIB_PATH}", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(out)]
-    run = subprocess.run([*toolchain.compiler(), *flags, *sources, *links], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run("-shared", *objects, f"-L{TORCH_LIB_PATH}", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(out))
     return out
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,15 @@ def nvcc(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Compile every kernel with the builder's flags; give the folder and what ptxas reported."""
-    out, report = tmp_path_factory.mktemp("cuda"), ""
+    out = tmp_path_factory.mktemp("cuda")
     strict = ["-Xptxas=-v,-warn-spills,-warn-lmem-usage", "-Xcompiler=-fPIC,-Wall,-fvisibility=hidden"]
-    for source in KERNELS:
-        to = ["-c", str(source), "-o", str(out / f"{source.stem}.cuda.o")]
-        report += nvcc(*builder_flags(), *strict, "-Werror=all-warnings", f"-I{CSRC}", *to)
+    flags = [*builder_flags(), *strict, "-Werror=all-warnings", f"-I{CSRC}"]
+
+    def compile_one(source: Path) -> str:
+        return nvcc(*flags, "-c", str(source), "-o", str(out / f"{source.stem}.cuda.o"))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        report = "".join(pool.map(compile_one, KERNELS))
     return out, report
 
 

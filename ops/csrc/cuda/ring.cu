@@ -15,7 +15,7 @@ namespace gear::cuda {
 namespace {
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
-constexpr unsigned kRingBlocks = 256;  // of kernels whose work only the device knows
+constexpr int64_t kMostThreads = 1 << 16;  // of kernels whose work only the device knows
 
 __device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
@@ -352,13 +352,14 @@ void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, con
   const TreeShape tree = ShapeOfTree(num_items);
   PlaceKernel<<<1, kWarp, 0, AsStream(stream)>>>(ring, shape, rule.by_row, lengths, count, placed);
   CheckLaunch("RingAdd");
-  ClearKernel<<<kRingBlocks, kThreads, 0, AsStream(stream)>>>(ring, shape, num_items);
+  const int64_t most = Min(Max(num_items, shape.num_slots), kMostThreads);
+  ClearKernel<<<Blocks(most), kThreads, 0, AsStream(stream)>>>(ring, shape, num_items);
   CheckLaunch("RingAdd");
   FillKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(ring, shape, rule, placed,
                                                                        count, initial);
   CheckLaunch("RingAdd");
   for (int level = 1; level < tree.levels; ++level) {
-    const int64_t nodes = Min(tree.width[level] * kWarp, int64_t{kRingBlocks} * kThreads);
+    const int64_t nodes = Min(tree.width[level] * kWarp, kMostThreads);
     MendKernel<<<Blocks(nodes), kThreads, 0, AsStream(stream)>>>(ring, tree, level, num_items);
     CheckLaunch("RingAdd");
   }

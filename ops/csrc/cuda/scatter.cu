@@ -26,7 +26,8 @@ __global__ void ScatterKernel(const Columns columns, int64_t num_columns,
     const int64_t rows = is_single ? 1 : place[2] + more, first = is_single ? place[0] : place[1];
     Require(place[2] >= 0 && rows <= column.most_rows && first >= 0 &&
             first <= column.num_rows - rows);
-    CopyBytes(column.values + i / num_columns * column.most_rows * column.row_bytes,
+    const int64_t own = column.most_rows * column.row_bytes;
+    CopyBytes(column.values + i / num_columns * own, column.values + count * own,
               column.rows + first * column.row_bytes, rows * column.row_bytes, lane);
   }
 }
