@@ -64,6 +64,7 @@ class Batch(Mapping[str, torch.Tensor]):
         self._burn_in = burn_in
         self._origin = origin
         self.host_records = records  # stay in host memory when the batch moves
+        self.arrival: Any = None  # what a device that another stream has filled it on must wait for
 
     # ---- fields ----------------------------------------------------------------------------------
 
@@ -220,6 +221,18 @@ class Batch(Mapping[str, torch.Tensor]):
         batch = Batch(*known, *facts, weight, source, probability, goal_step, self._burn_in, origin)
         batch.host_records = self.host_records
         return batch
+
+    @property
+    def every_tensor(self) -> list[torch.Tensor]:
+        """Every tensor of the batch, each once."""
+        found: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.map(note)
+        return found
 
     def clone(self) -> Batch:
         """Return a copy that is not overwritten."""

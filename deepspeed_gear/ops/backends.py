@@ -48,6 +48,7 @@ class Ops:
     take_draws_: Op
     pack_reports_: Op
     unpack_reports_: Op
+    copy_pieces_: Op
     native: ModuleType | None = None
 
     def on_host(self) -> Ops:

@@ -31,6 +31,7 @@ OP_NAMES = (
     "take_draws_",
     "pack_reports_",
     "unpack_reports_",
+    "copy_pieces_",
 )
 #: Ops of the host's store, which have no kernels.
 HOST_ONLY = (

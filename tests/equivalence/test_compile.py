@@ -86,6 +86,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         "send_draws_": (sampled, words, nodes + 0, weighed[:2], nodes, None, None, readers, needs, 0, 0, 0),
         "take_draws_": (*taken, [words.view(-1) + 1] * 2, weighed[:1], nodes[:1], None, *asked, 0, 0, 0, 1),
         "pack_reports_": (torch.zeros(3, 3).long(), nodes[:1] + 0, reported, 9),
+        "copy_pieces_": (rows_bytes + 0, [slot, rows], torch.tensor([[0, 3, 5, 9], [1, 8, 20, 40]])),
         "unpack_reports_": (reported * 0, torch.arange(9).view(3, 3), 9),
     }[name]
 

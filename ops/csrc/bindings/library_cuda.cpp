@@ -9,6 +9,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "bindings/check_pieces.h"
 #include "bindings/check_priorities.h"
 #include "bindings/checks.h"
 #include "cuda/ops.h"
@@ -204,6 +205,22 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
   cuda::AddToCounters(counter, all, bytes, device.stream());
 }
 
+// The columns are memory of the host that CUDA knows; nothing of the pieces outlives the call.
+void CopyPieces(at::Tensor out, at::TensorList columns, const at::Tensor& pieces) {
+  const std::vector<Piece> found = PiecesOf(out, columns, pieces);
+  std::vector<const void*> from;
+  std::vector<void*> to;
+  std::vector<int64_t> bytes;
+  for (const Piece& piece : found) {
+    from.push_back(piece.from);
+    to.push_back(piece.to);
+    bytes.push_back(piece.bytes);
+  }
+  const OnDevice device(out);
+  cuda::CopyPieces(from.data(), to.data(), bytes.data(), static_cast<int64_t>(found.size()),
+                   device.stream());
+}
+
 }  // namespace
 }  // namespace gear
 
@@ -221,6 +238,7 @@ TORCH_LIBRARY_IMPL(gear, CUDA, m) {
   m.impl("suffix_sum_", gear::SuffixSum);
   m.impl("n_step_", gear::NStepReturn);
   m.impl("gather_", gear::Gather);
+  m.impl("copy_pieces_", gear::CopyPieces);
 }
 
 // The name under which DeepSpeed's jit_load imports the shared library.

@@ -57,6 +57,11 @@ void NStepReturn(const NStep& n_step, int64_t num_rows, const Resolution* resolu
 void Gather(const Field& field, int64_t held, const Resolution* resolutions, const int64_t* n_steps,
             int64_t count, int64_t* counters, void* stream);
 
+// Copies bytes[i] bytes each, from memory of the host that CUDA knows or of the device. On a stream
+// that is not the legacy default one. Throws where driver or toolkit is older than CUDA 12.8.
+void CopyPieces(const void* const* from, void* const* to, const int64_t* bytes, int64_t count,
+                void* stream);
+
 // counters[i] += amount[i], for what the host knows.
 void AddToCounters(int64_t* counters, int64_t rows, int64_t bytes, void* stream);
 
