@@ -7,6 +7,7 @@ where the pinned memory of an entry is still being copied, as many batches behin
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +20,10 @@ from deepspeed_gear.collection.collector import N_STEP_DTYPES, SOURCES, Buffers,
 from deepspeed_gear.collection.lane import Event, Lane, Packing
 from deepspeed_gear.collection.pieces import Fetched, Window, fetch, pieces_of
 from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, is_computed, ways_of
-from deepspeed_gear.config import NStepConfig, ResolvedField
+from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import FIELD_INTS, R_ANCHOR, R_FIRST_ROW
 from deepspeed_gear.store.spec import RETURN_TO_GO
-from deepspeed_gear.store.statistics import ColumnStatistics
 from deepspeed_gear.store.table import Table
 
 _SOURCE, _OFFSET, _LENGTH, _ALIGN, _FOLLOWS, _PAD, _ELEMENTS, _MASK, _FIRST, _COUNT = range(FIELD_INTS)
@@ -139,32 +139,21 @@ class PlacedCollector(Collector):
     """Collects batches of fixed fields and size on a device. One thread collects, another may take batches.
 
     Args:
-        fields, table, statistics, n_step, num_samples, depth, engine_dtype, threads: As of `Collector`; the
-            ring is one deeper than what is prepared and kept.
         carriage: How they get there; of all tables of a mixture alike.
         reach: What the device reads of this table.
+        **options: As of `Collector`; the ring is one deeper than what is prepared and kept.
     """
 
-    def __init__(
-        self,
-        fields: Sequence[ResolvedField],
-        table: Table,
-        statistics: Mapping[str, ColumnStatistics],
-        n_step: NStepConfig | None,
-        num_samples: int,
-        depth: int,
-        engine_dtype: torch.dtype,
-        threads: int,
-        carriage: Carriage,
-        reach: Reach,
-    ) -> None:
+    def __init__(self, carriage: Carriage, reach: Reach, **options: Any) -> None:
         self._carriage, self._lane, self._reach = carriage, carriage.lane, reach
         self._slots: list[_Slot] = []
         self._out: deque[tuple[_Slot, int]] = deque()
+        self._lock = threading.Lock()  # of what the two threads know of the ring entries
         self._takes_order = takes_order(carriage.ops)
-        self._counters_there = torch.zeros(3, dtype=torch.int64, device=self._lane.device)
         self.made = 0  # index of the latest ring entry
-        super().__init__(fields, table, statistics, n_step, num_samples, depth, engine_dtype, threads)
+        with self._lane.running():  # so that zeros are written before what the lane collects
+            self._counters_there = torch.zeros(3, dtype=torch.int64, device=self._lane.device)
+            super().__init__(**options)
 
     def totals(self) -> torch.Tensor:
         return self.counters + self._counters_there.cpu()
@@ -307,12 +296,14 @@ class PlacedCollector(Collector):
 
     def _reuse(self, slot: _Slot) -> None:
         """Let the lane wait for the user of the entry's last batch, and this thread for its pinned memory."""
-        if slot.free is not None:
-            self._lane.wait(slot.free)
-        elif slot.is_out:  # batches that were prepared and dropped have brought its turn forward
-            self._lane.wait_for(slot.consumer)
-        slot.free, slot.consumer, slot.is_out = None, None, False
-        slot.turn += 1
+        with self._lock:
+            free, consumer, is_out = slot.free, slot.consumer, slot.is_out
+            slot.free, slot.consumer, slot.is_out = None, None, False
+            slot.turn += 1
+        if free is not None:
+            self._lane.wait(free)
+        elif is_out:  # batches that were prepared and dropped have brought its turn forward
+            self._lane.wait_for(consumer)
         if slot.copied is not None:
             slot.copied.synchronize()
 
@@ -323,12 +314,13 @@ class PlacedCollector(Collector):
         """
         consumer, until_now = self._lane.consumer()
         slot = self._slots[index]
-        slot.consumer, slot.is_out = consumer, True
-        self._out.append((slot, slot.turn))
-        while len(self._out) > self._carriage.keep:
-            old, turn = self._out.popleft()
-            if old.turn == turn:
-                old.free = until_now
+        with self._lock:
+            slot.consumer, slot.is_out = consumer, True
+            self._out.append((slot, slot.turn))
+            while len(self._out) > self._carriage.keep:
+                old, turn = self._out.popleft()
+                if old.turn == turn and old.consumer == consumer:
+                    old.free = until_now
 
     def stage(self, host: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None) -> None:
         """Collect what is staged, in this thread."""

@@ -49,6 +49,7 @@ class Contents:
             StoreFullError: There is no room.
         """
         self._check_open()
+        self._parts.maker.settle()  # what the device has read makes room
         return self._inserter(table).add(trajectory)
 
     def set_version(self, version: int, table: str | None = None) -> None:

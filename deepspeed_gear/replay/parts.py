@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,14 @@ class Parts:
     watch: Watch | None
 
     def check(self) -> None:
-        """Raise if a rank of any node is lost.
+        """Raise if a rank of any node is lost; called while this process waits for room or for a cut.
+
+        It may wait for itself: for cuts that its device has read by now.
 
         Raises:
             LostNodeError: One is.
         """
+        self.maker.settle()
         if self.watch is not None:
             self.watch.check()
 
@@ -195,7 +198,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
 
     specs = exchange.agree("the sizes of the tables", sizes)
     tables, streams = setup.attach_tables(exchange, topology, config, plan.ops, specs, wanted)
-    status, links, watch = None, Links(), None
+    status, links, watch, maker = None, Links(), None, None
     try:
         watch = watch_over(exchange, topology, tables[sampled[0]], config.timeout_s)
         if turns is not None:
@@ -216,7 +219,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         )
     except BaseException:
         every = [stream for of_table in streams.values() for stream in of_table.values()]
-        release([], every, tables, exchange, status, links, watch)
+        release([], every, tables, exchange, status, links, watch, maker)
         raise
     parts = Parts(plan, tables, streams, mixture, status, maker, links, watch)
     for stream in parts.all_streams:
@@ -226,9 +229,17 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
             stream.gate_wait.timeout_s = rate.timeout_s
     if status is not None:
         for stream in train:
-            stream.check = status.check
+            stream.check = _both(maker.settle, status.check)
     parts.leave_inner_stage()
     return parts
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _weights_of_parts(plan: Plan) -> dict[str, float]:
@@ -281,6 +292,7 @@ def release(
     status: Status | None,
     links: Links,
     watch: Watch | None,
+    maker: BatchMaker | None,
 ) -> None:
     """Stop what runs and detach from the stores."""
     if status is not None:
@@ -292,6 +304,8 @@ def release(
     links.leave()
     if watch is not None:
         watch.end()
+    if maker is not None:
+        maker.close()
     for table in tables.values():
         table.close()
     exchange.close()

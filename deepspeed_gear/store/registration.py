@@ -233,6 +233,23 @@ class Registration:
                 self._runtime.clear_error()
 
 
+def why_impossible() -> str:
+    """Return why nothing could be registered in this process; empty if it could. Registers a page to see."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    memory = SharedMemory.create(mmap.PAGESIZE, huge_pages=False)
+    try:
+        registration = Registration(
+            memory, plan({"page": memory_span(memory)}, memory_span(memory)), CudaRuntime()
+        )
+        registration.close()
+        return registration.left_out.get("page", "")
+    finally:
+        memory.close()
+
+
 class _Alias:
     """Registered memory as torch reads it without a copy; keeps what it lies in."""
 
