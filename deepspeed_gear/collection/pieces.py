@@ -93,6 +93,8 @@ def pieces_of(
 
 def split(pieces: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     """Divide the pieces that go across a cut of their column. [n, 4], int64."""
+    if not len(cuts):
+        return pieces
     done = []
     limits = np.append(cuts, np.iinfo(np.int64).max)
     while len(pieces):
