@@ -145,7 +145,8 @@ class CudaLane:
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(event)  # type: ignore[arg-type]
         for tensor in tensors:
-            tensor.record_stream(stream)
+            if tensor.is_cuda:  # a program's own transform may add others
+                tensor.record_stream(stream)
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)

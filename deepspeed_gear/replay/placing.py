@@ -179,6 +179,8 @@ class Placing:
 
     def _choose(self, stream: Stream, num_samples: int, make: MakeCollector) -> str:
         possible, wanted = self._possible(), self._options.way
+        if not any(self._names.values()):  # a stage that reads no column
+            return STAGED
         if wanted != "auto":
             if wanted in possible and self._measures(stream, wanted, num_samples, make):
                 return wanted
