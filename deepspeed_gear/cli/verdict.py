@@ -194,7 +194,7 @@ def version_lines(reports: Mapping[str, Facts]) -> list[str]:
 def registration_lines(reports: Mapping[str, Facts]) -> list[str]:
     """Return of each machine what of its shared memory CUDA can read in place, and why not more."""
     return [
-        f"shared memory for CUDA: {host}: {_registration(facts)}"
+        f"registration: {host}: {_registration(facts)}"
         for host, facts in reports.items()
         if "not_registered" in facts
     ]

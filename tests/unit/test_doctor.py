@@ -132,9 +132,9 @@ def test_data_sets_are_compared() -> None:
 def test_what_cuda_can_register_is_told() -> None:
     shown = verdict.registration_lines(machines(2, not_registered="torch sees no CUDA device"))
     assert shown == [
-        "shared memory for CUDA: node0: all of 32 GiB may be registered, up to gear.collect.register_bytes; the "
+        "registration: node0: all of 32 GiB may be registered, up to gear.collect.register_bytes; the "
         'limit of locked memory is 8 MiB; mapped files (data.load "map") are staged',
-        "shared memory for CUDA: node1: none can be registered, batches are staged: torch sees no CUDA device",
+        "registration: node1: none can be registered, batches are staged: torch sees no CUDA device",
     ]
 
 
