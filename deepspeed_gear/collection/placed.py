@@ -153,10 +153,12 @@ class PlacedCollector(Collector):
         self.made = 0  # index of the latest ring entry
         with self._lane.running():  # so that zeros are written before what the lane collects
             self._counters_there = torch.zeros(3, dtype=torch.int64, device=self._lane.device)
+            self._counters_seen = self._lane.buffer(24).view(torch.int64)
             super().__init__(**options)
 
     def totals(self) -> torch.Tensor:
-        return self.counters + self._counters_there.cpu()
+        """Return real rows, all rows and bytes, of what the lane has done by now. [3], int64."""
+        return self.counters + self._counters_seen
 
     @property
     def ways(self) -> dict[str, str]:
@@ -349,6 +351,7 @@ class PlacedCollector(Collector):
         self._direct.run(ops, buffers, counters, there, steps, self._threads, *order)
         if self._fetched:
             self._fetch(buffers, records)
+        self._counters_seen.copy_(counters, non_blocking=True)
 
     @staticmethod
     def _order(records: torch.Tensor) -> torch.Tensor:

@@ -198,13 +198,15 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
 
     specs = exchange.agree("the sizes of the tables", sizes)
     tables, streams = setup.attach_tables(exchange, topology, config, plan.ops, specs, wanted)
-    status, links, watch, maker = None, Links(), None, None
+    status, links, watch = None, Links(), None
+    made: list[BatchMaker] = []  # also where another rank fails to make its own
     try:
         watch = watch_over(exchange, topology, tables[sampled[0]], config.timeout_s)
         if turns is not None:
             status = status_of(topology, tables[sampled[0]], turns, config, watch, plan.group)
         train = _train(config, streams)
-        maker = exchange.agree("the fields", lambda: _maker(plan, train, engine_dtype, device))
+        exchange.agree("the fields", lambda: made.append(_maker(plan, train, engine_dtype, device)))
+        maker = made[0]
         links = connect(
             topology,
             exchange,
@@ -219,7 +221,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         )
     except BaseException:
         every = [stream for of_table in streams.values() for stream in of_table.values()]
-        release([], every, tables, exchange, status, links, watch, maker)
+        release([], every, tables, exchange, status, links, watch, made[0] if made else None)
         raise
     parts = Parts(plan, tables, streams, mixture, status, maker, links, watch)
     for stream in parts.all_streams:

@@ -8,6 +8,7 @@ behind all that its user had given to its stream when `keep` newer batches had b
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,6 +37,7 @@ from deepspeed_gear.store.registration import (
 from deepspeed_gear.store.spec import RETURN_TO_GO
 from deepspeed_gear.store.table import Table
 
+LOG = logging.getLogger("deepspeed_gear")
 MakeCollector = Callable[[Stream, Carriage, Reach, int], PlacedCollector]
 
 
@@ -49,7 +51,14 @@ class _Arrival:
 
 
 def is_wanted(config: GearConfig, device: torch.device) -> bool:
-    """Whether batches go to a device by one of the ways: on CUDA always, on the CPU where one is named."""
+    """Whether batches go to a device by one of the ways: on CUDA always, on the CPU where one is named.
+
+    Raises:
+        ConfigError: One is named for a device of another kind.
+    """
+    if device.type not in ("cpu", "cuda") and config.collect.way != "auto":
+        rule = "must be auto where batches go to neither CUDA nor the CPU"
+        raise ConfigError("gear.collect.way", rule, config.collect.way, f"they go to {device}")
     return device.type == "cuda" or (device.type == "cpu" and config.collect.way != "auto")
 
 
@@ -85,6 +94,7 @@ class Placing:
         self._left_out: dict[str, dict[str, str]] = {}
         self._refused: dict[str, str] = {}
         self._figures: dict[str, Figures] = {}
+        self._measured: dict[str, int] = {}
         self._tables = [stream.table for stream in train]
         self._names = {table.spec.name: self._names_of(table) for table in self._tables}
         self._ops: Ops | None = self._tables[0].ops
@@ -98,6 +108,7 @@ class Placing:
         except BaseException:
             self.close()
             raise
+        LOG.info("gear: batches go to %s: %s", self.lane.device, self.describe())
 
     def carriage(self, way: str) -> Carriage:
         """Return what a collector needs to know."""
@@ -149,7 +160,12 @@ class Placing:
             registration = Registration(table.memory, wanted, CudaRuntime())
         self._registrations.append(registration)
         self._left_out[table.spec.name] = registration.left_out
-        there = {name: as_device_tensor(columns[name], self.lane.device) for name in registration.columns}
+        there: dict[str, torch.Tensor] = {}
+        for name in registration.columns:
+            try:
+                there[name] = as_device_tensor(columns[name], self.lane.device)
+            except RuntimeError as error:
+                registration.left_out[name] = str(error)
         return Reach(there, {name: registration.cuts(name) for name in there})
 
     def _is_reached(self, name: str) -> bool:
@@ -208,6 +224,8 @@ class Placing:
             collector = make(stream, self.carriage(way), self.reach(table), 2)
             if len(records):
                 self._figures[way] = measure(collector.collect, records, self.lane)
+                size = sum(tensor.nbytes for tensor in collector.ring[0].all)
+                self._measured = {"samples": num_samples, "bytes": size, "of": table.memory.num_bytes}
         except RuntimeError as error:
             self._refused[way] = str(error)
             return False
@@ -249,6 +267,7 @@ class Placing:
         return {
             "way": self.way,
             "seconds": {way: asdict(figures) for way, figures in self._figures.items()},
+            "measured": dict(self._measured),
             "refused": dict(self._refused),
             "registered_bytes": sum(registration.num_bytes for registration in self._registrations),
             "not_registered": dict(self._left_out),
