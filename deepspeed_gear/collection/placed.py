@@ -2,7 +2,7 @@
 
 A ring entry is one allocation on the device. What is staged lies at its front and has the same layout in
 pinned memory of the host, so one copy takes it over. All work is given to a lane; nobody waits for it but
-where the pinned memory of an entry is still being copied, as many batches behind as the ring is deep.
+where pinned memory is still being copied, `PINNED` batches behind.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from deepspeed_gear.store.table import Table
 
 _SOURCE, _OFFSET, _LENGTH, _ALIGN, _FOLLOWS, _PAD, _ELEMENTS, _MASK, _FIRST, _COUNT = range(FIELD_INTS)
 _Key = tuple[str, int]  # "out", "mask" or "n_step", and its number
+PINNED = 4  # batches that are staged at once: more would let the host run further ahead of the device
 _NONE = torch.empty(0)
 _NO_CUTS = np.empty(0, np.int64)
 
@@ -113,14 +114,20 @@ class _Group:
 class _Slot:
     """What a ring entry needs beside its tensors."""
 
-    front: torch.Tensor  # of the device: what is staged
-    pinned: torch.Tensor  # the same of the host
-    host: Buffers
-    copied: Event | None = None  # `pinned` may be written again
+    front: torch.Tensor  # what is staged
     free: Event | None = None  # its user has done with it
     consumer: Any = None
     is_out: bool = False
     turn: int = 0
+
+
+@dataclass
+class _Pinned:
+    """Memory of the host in which a batch is staged."""
+
+    flat: torch.Tensor
+    buffers: Buffers
+    copied: Event | None = None  # it may be written again
 
 
 def n_step_columns(table: Table) -> list[str | None]:
@@ -147,6 +154,7 @@ class PlacedCollector(Collector):
     def __init__(self, carriage: Carriage, reach: Reach, **options: Any) -> None:
         self._carriage, self._lane, self._reach = carriage, carriage.lane, reach
         self._slots: list[_Slot] = []
+        self._pinned: deque[_Pinned] = deque()
         self._out: deque[tuple[_Slot, int]] = deque()
         self._lock = threading.Lock()  # of what the two threads know of the ring entries
         self._takes_order = takes_order(carriage.ops)
@@ -243,9 +251,11 @@ class PlacedCollector(Collector):
         size = front.num_bytes + rest.num_bytes
         flat = torch.zeros(size, dtype=torch.uint8, device=self._lane.device)
         views = [*front.views(flat), *rest.views(flat[front.num_bytes :])]
-        pinned = self._lane.buffer(front.num_bytes)
-        host = self._listed(dict(zip(staged, front.views(pinned), strict=True)))
-        self._slots.append(_Slot(flat[: front.num_bytes], pinned, host))
+        self._slots.append(_Slot(flat[: front.num_bytes]))
+        if len(self._pinned) < PINNED:
+            pinned = self._lane.buffer(front.num_bytes)
+            host = self._listed(dict(zip(staged, front.views(pinned), strict=True)))
+            self._pinned.append(_Pinned(pinned, host))
         return self._listed(dict(zip([*staged, *placed], views, strict=True)))
 
     def _listed(self, known: Mapping[_Key, torch.Tensor]) -> Buffers:
@@ -276,20 +286,23 @@ class PlacedCollector(Collector):
         self, parts: Sequence[tuple[Collector, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         self.made = self._turn
-        buffers, slot = self._next(), self._slots[self.made]
+        buffers, slot, pinned = self._next(), self._slots[self.made], self._pinned[0]
+        self._pinned.rotate(-1)
         ends = np.cumsum([len(records) for _, records, _ in parts]).tolist()
         some = [(part, *span) for part, span in zip(parts, zip([0, *ends], ends, strict=False), strict=True)]
         whole = len(parts) == 1
         with self._lane.running():
             self._reuse(slot)
+            if pinned.copied is not None:
+                pinned.copied.synchronize()
             for (collector, records, goals), first, end in some:
-                host = slot.host if whole else slot.host.part(first, end)
+                host = pinned.buffers if whole else pinned.buffers.part(first, end)
                 assert isinstance(collector, PlacedCollector)
                 if end > first:
                     collector.stage(host, records, goals)
             if slot.front.numel():
-                slot.front.copy_(slot.pinned, non_blocking=True)
-                slot.copied = self._lane.record()
+                slot.front.copy_(pinned.flat, non_blocking=True)
+                pinned.copied = self._lane.record()
             for (collector, records, _), first, end in some:
                 assert isinstance(collector, PlacedCollector)
                 if end > first:
@@ -297,7 +310,7 @@ class PlacedCollector(Collector):
         return dict(buffers.tensors), dict(buffers.mask)
 
     def _reuse(self, slot: _Slot) -> None:
-        """Let the lane wait for the user of the entry's last batch, and this thread for its pinned memory."""
+        """Let the lane wait for the user of the entry's last batch."""
         with self._lock:
             free, consumer, is_out = slot.free, slot.consumer, slot.is_out
             slot.free, slot.consumer, slot.is_out = None, None, False
@@ -306,8 +319,6 @@ class PlacedCollector(Collector):
             self._lane.wait(free)
         elif is_out:  # batches that were prepared and dropped have brought its turn forward
             self._lane.wait_for(consumer)
-        if slot.copied is not None:
-            slot.copied.synchronize()
 
     def hand_over(self, index: int) -> None:
         """Say that a ring entry goes to its user now; frees that of `keep` batches before.
