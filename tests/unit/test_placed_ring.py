@@ -15,6 +15,7 @@ from deepspeed_gear.collection.lane import ALIGNMENT, Event, HostEvent, HostLane
 from deepspeed_gear.collection.placed import PINNED, Carriage, PlacedCollector, Reach
 from deepspeed_gear.collection.ways import DIRECT, STAGED
 from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
+from deepspeed_gear.replay import placing
 
 KEEP, DEPTH = 2, 5
 
@@ -88,6 +89,36 @@ def test_prepared_batches_that_are_dropped(replay: Replay) -> None:
     for _ in range(DEPTH):
         collector.collect(records)
     assert lane.waits == ["user"]
+
+
+def test_an_entry_that_is_used_again_is_not_freed_for_its_older_batch(replay: Replay) -> None:
+    lane = Recorded()
+    collector, records = collector_of(replay, lane), records_of(replay)
+    for _ in range(3):
+        collector.collect(records)
+        collector.hand_over(collector.made)
+    for _ in range(DEPTH - 1):  # dropped, but for the last, which has the entry of the second
+        collector.collect(records)
+    assert collector.made == 1
+    collector.hand_over(1)
+    lane.waits.clear()
+    for _ in range(DEPTH):
+        collector.collect(records)
+    assert lane.waits == ["user", "user"]  # for the third, and for the one handed over again
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"prefetch": 1, "gradient_accumulation_steps": 3}])
+def test_a_ring_is_deep_enough(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """No batch waits for more of its user's work than it must."""
+    lane = Recorded()
+    monkeypatch.setattr(placing, "lane_of", lambda device: lane)
+    section = config_of(fields={"code": {}}, batch_size=6, collect={"way": DIRECT}, **options)
+    with Replay(section, schemas={"main": SCHEMA}) as replay:
+        replay.add(trajectory(3, 9))
+        for _ in range(30):
+            replay.sample()
+    assert len(lane.waits) > 20
+    assert "user" not in lane.waits
 
 
 def test_another_stream_is_waited_for_as_a_whole(replay: Replay) -> None:
