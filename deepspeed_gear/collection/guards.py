@@ -45,10 +45,12 @@ class Guards:
                 _, release, key = self._waiting.popleft()
                 release(key)
 
-    def drain(self) -> None:
-        """Wait for all events and release their cuts."""
+    def drain(self) -> bool:
+        """Wait for all events and release their cuts; return whether there were any."""
         with self._lock:
+            had_some = bool(self._waiting)
             while self._waiting:
                 event, release, key = self._waiting.popleft()
                 event.synchronize()
                 release(key)
+        return had_some

@@ -168,10 +168,9 @@ class BatchMaker:
         if self._placing is not None:
             self._placing.guards.settle()
 
-    def drain(self) -> None:
-        """Wait until the device has read every cut."""
-        if self._placing is not None:
-            self._placing.guards.drain()
+    def drain(self) -> bool:
+        """Wait until the device has read every cut; return whether it had one to read."""
+        return self._placing is not None and self._placing.guards.drain()
 
     def hand_over(self, batch: Batch) -> Batch:
         """Return a batch to the thread that uses it, whose stream waits for what is under way."""

@@ -20,7 +20,7 @@ from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.collection.lane import Event, HostEvent, HostLane
 from deepspeed_gear.collection.ways import WAYS
 from deepspeed_gear.config import parse
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, StoreFullError
 from deepspeed_gear.replay import placing
 
 WINDOW = {"offset": -2, "length": 5}
@@ -286,6 +286,24 @@ def test_adding_waits_until_the_device_has_read_what_goes(late: LateLane) -> Non
         assert not thread.is_alive()
         assert 4 in replay.sample().id.tolist()
         late.end()
+
+
+def test_a_full_table_waits_for_what_the_device_still_reads(late: LateLane) -> None:
+    """Nobody goes by himself; what was removed is free once it was read."""
+    table = {"main": {"capacity_steps": 34, "capacity_trajectories": 4}}
+    with online("direct", n_step={"n": 1, "gamma": 1.0}, tables=table, batch_size=64) as replay:
+        late.is_late = True
+        assert 3 in replay.sample().id
+        replay.remove([3])
+        thread = in_thread(lambda: replay.add(trajectory(9, 20)))
+        thread.join(0.2)
+        assert thread.is_alive()
+        late.end()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert len(replay) == 4
+        with pytest.raises(StoreFullError):
+            replay.add(trajectory(9, 20))
 
 
 def test_closing_waits_for_the_device(late: LateLane) -> None:
