@@ -60,11 +60,9 @@ def measure(collect: Collect, records: torch.Tensor, lane: Lane) -> Figures:
     """Time one way.
 
     Args:
-        collect: Collects a batch on the lane.
+        collect: Collects a batch on the lane; has done so before.
         records: What of.
         lane: The lane.
-    Raises:
-        RuntimeError: The way cannot be taken here.
     """
 
     def seconds(prepare: Callable[[], None]) -> float:
@@ -77,8 +75,6 @@ def measure(collect: Collect, records: torch.Tensor, lane: Lane) -> Figures:
             taken.append(time.perf_counter() - begin)
         return min(taken)
 
-    collect(records)  # loads kernels
-    lane.record().synchronize()
     idle = seconds(lambda: None)
     return Figures(idle, idle if lane.device.type == "cpu" else seconds(_keep_busy(lane.device)))
 

@@ -198,7 +198,7 @@ class Placing:
         if not any(self._names.values()):  # a stage that reads no column
             return STAGED
         if wanted != "auto":
-            if wanted in possible and self._measures(stream, wanted, num_samples, make):
+            if wanted in possible and self._works(stream, wanted, num_samples, make):
                 return wanted
             raise ConfigError(
                 "gear.collect.way",
@@ -207,22 +207,24 @@ class Placing:
                 f"{self._refused.get(wanted, '')}; use auto or staged",
             )
         for way in possible:
-            works = self._measures(stream, way, num_samples, make)
-            if works and not self._options.calibrate:
-                return way
+            if self._works(stream, way, num_samples, make) and way not in self._figures:
+                return way  # nothing is measured: the first one
         return fastest(self._figures) if self._figures else STAGED
 
-    def _measures(self, stream: Stream, way: str, num_samples: int, make: MakeCollector) -> bool:
-        """Measure a way; return whether it can be taken."""
-        table, fields = stream.table, self._needs.fields
-        stored = [(field.column, table.collected(field.column.name)) for field in fields if field.column]
-        rows = [len(held) for column, held in stored if column.rows != "1"]
-        slots = [len(held) for column, held in stored if column.rows == "1"]
-        least = min(rows, default=len(table.collected(RETURN_TO_GO)) if table.spec.return_to_go else 1)
-        records = made_up_records(table, num_samples, least, min(slots, default=1))
+    def _works(self, stream: Stream, way: str, num_samples: int, make: MakeCollector) -> bool:
+        """Try a way, and measure it where there is room for a step; return whether it can be taken."""
+        table = stream.table
+        single = {column.name for column in table.spec.schema if column.rows == "1"}
+        held = {name: len(table.collected(name)) for name in self._names[table.spec.name]}
+        rows = min((n for name, n in held.items() if name not in single), default=table.spec.num_rows)
+        slots = min((n for name, n in held.items() if name in single), default=1)
+        records = made_up_records(table, num_samples, rows, slots)
         try:
             collector = make(stream, self.carriage(way), self.reach(table), 2)
             if len(records):
+                collector.collect(records)  # loads kernels
+                self.lane.record().synchronize()
+            if len(records) and self._options.calibrate:
                 self._figures[way] = measure(collector.collect, records, self.lane)
                 size = sum(tensor.nbytes for tensor in collector.ring[0].all)
                 self._measured = {"samples": num_samples, "bytes": size, "of": table.memory.num_bytes}

@@ -193,6 +193,23 @@ def test_what_is_measured_is_told() -> None:
         assert told["refused"] == told["not_registered"] == {}
 
 
+def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device where no way is named."""
+    monkeypatch.setattr("deepspeed_gear.replay.maker.is_wanted", lambda config, device: True)
+    for calibrate, fields in ((False, FIELDS), (True, FIELDS), (True, {"task": {}})):
+        options = {"collect": {"calibrate": calibrate}, "n_step": {"n": 1, "gamma": 1.0}, "fields": fields}
+        with online("auto", **options) as replay:
+            told = replay.statistics()["collect"]
+            replay.sample()
+        if not calibrate:
+            assert told["way"] == "direct"
+            assert told["seconds"] == told["measured"] == {}
+        else:
+            assert set(told["seconds"]) == (set(WAYS) if fields is FIELDS else {"direct", "staged"})
+            assert told["way"] == min(told["seconds"], key=lambda way: told["seconds"][way]["busy_s"])
+            assert told["measured"]["samples"] == 8
+
+
 def test_a_way_that_is_impossible_is_refused_by_name() -> None:
     """Nothing of this batch suits the copy engine."""
     with pytest.raises(
