@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.collection.collector import N_STEP_DTYPES, SOURCES, Buffers, Collector
+from deepspeed_gear.collection.groups import Group, takes_order
 from deepspeed_gear.collection.lane import Event, Lane, Packing
 from deepspeed_gear.collection.pieces import Fetched, Window, fetch, pieces_of
 from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, is_computed, ways_of
@@ -68,49 +69,6 @@ class Carriage:
 
 
 @dataclass
-class _Group:
-    """Fields that are collected by one call of `gather_`."""
-
-    which: list[int]
-    masks: list[int]
-    columns: list[torch.Tensor]
-    shifts: list[torch.Tensor]
-    gains: list[torch.Tensor]
-    spec: list[int]
-    pads: list[float]
-
-    def run(
-        self,
-        ops: Ops,
-        buffers: Buffers,
-        counters: torch.Tensor,
-        records: torch.Tensor,
-        steps: torch.Tensor | None,
-        threads: int,
-        order: torch.Tensor | None = None,
-    ) -> None:
-        """Collect the fields.
-
-        Args:
-            ops: For the tensors' device.
-            buffers: Every field's, of the samples.
-            counters: As of `gather_`, like the others.
-            records: [B, 8], int64.
-            steps: [B], int64.
-            threads: Of the host.
-            order: In which samples are taken; changes the time only. [B], int64.
-        """
-        if not self.which:
-            return
-        outs = [buffers.outs[i] for i in self.which]
-        masks = [buffers.masks[i] for i in self.masks]
-        rest = () if order is None else (order,)
-        converted = self.columns, self.shifts, self.gains
-        given = records, steps, self.spec, self.pads, threads
-        ops.gather_(outs, masks, counters, *converted, *given, *rest)
-
-
-@dataclass
 class _Slot:
     """What a ring entry needs beside its tensors."""
 
@@ -134,12 +92,6 @@ def n_step_columns(table: Table) -> list[str | None]:
     """Return the names of reward, terminated and truncated of a table; None for what it has not."""
     found = [table.spec.schema.role(role) for role in ("reward", "terminated", "truncated")]
     return [None if column is None else column.name for column in found]
-
-
-def takes_order(ops: Ops) -> bool:
-    """Whether `gather_` has the argument `order`."""
-    schema = getattr(ops.gather_, "_schema", None)
-    return schema is not None and any(argument.name == "order" for argument in schema.arguments)
 
 
 class PlacedCollector(Collector):
@@ -223,7 +175,7 @@ class PlacedCollector(Collector):
         column = self._fields[index].column
         return RETURN_TO_GO if column is None else column.name
 
-    def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> _Group:
+    def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> Group:
         masks = [mask for i in which if (mask := self._ints(i)[_MASK]) >= 0]
         spec: list[int] = []
         for i in which:
@@ -233,7 +185,7 @@ class PlacedCollector(Collector):
         device = columns[which[0]].device if which else torch.device("cpu")
         shifts, gains = ([known[i].to(device) for i in which] for known in (self._shifts, self._gains))
         pads = [self._pads[i] for i in which]
-        return _Group(which, masks, [columns[i] for i in which], shifts, gains, spec, pads)
+        return Group(which, masks, [columns[i] for i in which], shifts, gains, spec, pads)
 
     # ---- buffers ---------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from deepspeed_gear.collection.guards import Guards
 from deepspeed_gear.collection.lane import Event, lane_of
 from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach, n_step_columns
 from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, WAYS, is_computed, suits_copies
-from deepspeed_gear.config import GearConfig
+from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.errors import BuildError, ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.parallel.plan import Needs
@@ -60,6 +60,10 @@ def is_wanted(config: GearConfig, device: torch.device) -> bool:
         rule = "must be auto where batches go to neither CUDA nor the CPU"
         raise ConfigError("gear.collect.way", rule, config.collect.way, f"they go to {device}")
     return device.type == "cuda" or (device.type == "cpu" and config.collect.way != "auto")
+
+
+def _column_of(field: ResolvedField) -> str:
+    return RETURN_TO_GO if field.column is None else field.column.name
 
 
 class Placing:
@@ -141,7 +145,7 @@ class Placing:
     def _names_of(self, table: Table) -> list[str]:
         """Return what batches need of a table, in the order of the fields."""
         stored = [field for field in self._needs.fields if not is_computed(field) and not field.mask_only]
-        names = [RETURN_TO_GO if field.column is None else field.column.name for field in stored]
+        names = [_column_of(field) for field in stored]
         if self._needs.n_step:
             names += [name for name in n_step_columns(table) if name is not None]
         return list(dict.fromkeys(names))
@@ -183,8 +187,7 @@ class Placing:
     def _possible(self) -> list[str]:
         """Return the ways that may be taken, and note why others may not."""
         fields = [field for field in self._needs.fields if not field.mask_only and not is_computed(field)]
-        names = {RETURN_TO_GO if field.column is None else field.column.name: field for field in fields}
-        reached = [field for name, field in names.items() if self._is_reached(name)]
+        reached = [field for field in fields if self._is_reached(_column_of(field))]
         if self._ops is not None and not reached:
             self._refused |= dict.fromkeys((DIRECT, COPIES), "the device reads no column in place")
         if self._ops is not None and reached and not any(suits_copies(field) for field in reached):

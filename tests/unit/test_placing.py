@@ -210,6 +210,15 @@ def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.Monk
             assert told["measured"]["samples"] == 8
 
 
+def test_one_field_of_a_column_is_enough_for_the_copy_engine() -> None:
+    fields = {
+        "window": {"column": "action", "length": 2},
+        "edge": {"column": "action", "length": 2, "pad": "edge"},
+    }
+    with online("copies", fields=fields) as replay:
+        assert replay.sample()["window"].shape == (8, 2, 2)
+
+
 def test_a_way_that_is_impossible_is_refused_by_name() -> None:
     """Nothing of this batch suits the copy engine."""
     with pytest.raises(
