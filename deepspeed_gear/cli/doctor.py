@@ -136,6 +136,7 @@ def _print(reports: Mapping[str, Any], pairs: Sequence[Pair], problems: Sequence
         sections = [
             verdict.machine_table(reports),
             verdict.version_lines(reports),
+            verdict.registration_lines(reports),
             verdict.data_lines(reports),
         ]
     if len(reports) > 1 and pairs:

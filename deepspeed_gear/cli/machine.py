@@ -36,6 +36,7 @@ def examine(data: str | None = None) -> dict[str, Any]:
         "infiniband": _names("/sys/class/infiniband"),
         **_torch(),
         **_native(),
+        "not_registered": _why_not_registered(),
     }
     return {**facts, "data": _data(data)} if data else facts
 
@@ -89,6 +90,16 @@ def _native() -> dict[str, Any]:
     except GearError as error:
         found = {"native_op": None, "native_error": parts_of(error)}
     return {**found, "native_sources": builder.source_digest()[:16]}
+
+
+def _why_not_registered() -> str:
+    """Return why CUDA cannot read shared memory in place here; empty if it can."""
+    from ..store.registration import why_impossible
+
+    try:
+        return why_impossible()
+    except (GearError, RuntimeError) as error:
+        return str(error)
 
 
 def _data(path: str) -> dict[str, Any]:

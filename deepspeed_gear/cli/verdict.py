@@ -191,6 +191,26 @@ def version_lines(reports: Mapping[str, Facts]) -> list[str]:
     return table([["", *packages], *([host, *row] for host, row in rows.items())])
 
 
+def registration_lines(reports: Mapping[str, Facts]) -> list[str]:
+    """Return of each machine what of its shared memory CUDA can read in place, and why not more."""
+    return [
+        f"registration: {host}: {_registration(facts)}"
+        for host, facts in reports.items()
+        if "not_registered" in facts
+    ]
+
+
+def _registration(facts: Facts) -> str:
+    if facts["not_registered"]:
+        return f"none can be registered, batches are staged: {facts['not_registered']}"
+    limit = facts["memlock_bytes"]
+    locked = "unlimited" if limit is None else show_bytes(limit)
+    return (
+        f"all of {show_bytes(facts['shm_bytes'])} may be registered, up to gear.collect.register_bytes; "
+        f'the limit of locked memory is {locked}; mapped files (data.load "map") are staged'
+    )
+
+
 def data_lines(reports: Mapping[str, Facts]) -> list[str]:
     """Return what each machine has of the data set."""
     rows = []

@@ -63,7 +63,8 @@ class Batch(Mapping[str, torch.Tensor]):
         self._source, self._probability, self._goal_step = source, probability, goal_step
         self._burn_in = burn_in
         self._origin = origin
-        self.host_records = records  # stay in host memory when the batch moves
+        self.host_records, self._host_origin = records, origin  # stay in host memory when the batch moves
+        self.arrival: Any = None  # what a device that another stream has filled it on must wait for
 
     # ---- fields ----------------------------------------------------------------------------------
 
@@ -135,10 +136,10 @@ class Batch(Mapping[str, torch.Tensor]):
     @property
     def reported(self) -> torch.Tensor:
         """What reports of priorities are made of: resolutions, with node and slot as their slots. [B, 8]."""
-        if self._origin is None:
+        if self._host_origin is None:
             return self.host_records
         records = self.host_records.clone()
-        records[:, _SLOT] = self._origin.to(records.device)
+        records[:, _SLOT] = self._host_origin.to(records.device)
         return records
 
     # ---- samples ---------------------------------------------------------------------------------
@@ -217,8 +218,20 @@ class Batch(Mapping[str, torch.Tensor]):
         weight, source, probability, goal_step, origin = (None if t is None else once(t) for t in optional)
         known, facts = (tensors, mask, records, valid), (self._step_items, self._total, epoch)
         batch = Batch(*known, *facts, weight, source, probability, goal_step, self._burn_in, origin)
-        batch.host_records = self.host_records
+        batch.host_records, batch._host_origin = self.host_records, self._host_origin
         return batch
+
+    @property
+    def every_tensor(self) -> list[torch.Tensor]:
+        """Every tensor of the batch, each once."""
+        found: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.map(note)
+        return found
 
     def clone(self) -> Batch:
         """Return a copy that is not overwritten."""

@@ -23,6 +23,8 @@ COMPUTED = {"timestep": 3, "position": 4}
 ALIGNS = {"in_place": 0, "left": 1, "right": 2}
 PADS = {"zero": 0, "value": 0, "edge": 1}
 WIDE = (torch.float64, torch.int64, torch.int32)  # sources whose arithmetic needs float64
+N_STEP_NAMES = ("return_n", "discount", "steps_n")
+N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)
 PERIOD_ELEMENTS = 4096  # shift and gain are repeated up to this many elements, so that inner loops are long
 CONSTANT = 1e-7  # deviations below this part of the mean are rounding: the element is constant
 
@@ -111,6 +113,7 @@ class Collector:
         )
         if n_step is not None:
             self._prepare_n_step(n_step)
+        self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
         self._turn = 0
 
@@ -184,6 +187,13 @@ class Collector:
             powers.append(powers[-1] * n_step.gamma)
         self._powers = torch.tensor(powers, dtype=torch.float64, device=self._device)
 
+    def _divide(self, num_samples: int) -> None:
+        """Decide what is collected how, before there are buffers; here everything by one call."""
+
+    def totals(self) -> torch.Tensor:
+        """Return real rows, all rows and bytes that were collected. [3], int64."""
+        return self.counters
+
     def buffers(self, num_samples: int) -> Buffers:
         """Allocate the tensors of a batch."""
 
@@ -196,11 +206,16 @@ class Collector:
             for length in self._mask_lengths
         ]
         n_step: list[torch.Tensor] = []
+        if self._n_step is not None:
+            n_step = [zeros(num_samples, dtype=dtype) for dtype in N_STEP_DTYPES]
+        return self._named(outs, masks, n_step)
+
+    def _named(
+        self, outs: list[torch.Tensor], masks: list[torch.Tensor], n_step: list[torch.Tensor]
+    ) -> Buffers:
         tensors = {f.name: out for f, out in zip(self._fields, outs, strict=True) if not f.mask_only}
         mask = {name: masks[index] for name, index in self._mask_of.items()}
-        if self._n_step is not None:
-            n_step = [zeros(num_samples), zeros(num_samples), zeros(num_samples, dtype=torch.int64)]
-            tensors.update(zip(("return_n", "discount", "steps_n"), n_step, strict=True))
+        tensors.update(zip(N_STEP_NAMES if n_step else (), n_step, strict=True))
         return Buffers(outs, masks, n_step, tensors, mask, [*outs, *masks, *n_step])
 
     def collect(

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from deepspeed_gear.config.checks import batch_sizes, refuse_batch_sizes
+from deepspeed_gear.config.collect import CollectConfig
 from deepspeed_gear.config.digest import difference
 from deepspeed_gear.config.errors import translate
 from deepspeed_gear.config.fields import ResolvedField, check_against
@@ -41,6 +42,7 @@ from deepspeed_gear.config.schedules import value_at
 from deepspeed_gear.errors import ConfigError
 
 __all__ = [
+    "CollectConfig",
     "CustomSampler",
     "DataConfig",
     "EpochSampler",

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, field_serializer, field_validator, 
 from deepspeed_gear.config import digest
 from deepspeed_gear.config.burn_in import check_burn_in
 from deepspeed_gear.config.checks import check_options
+from deepspeed_gear.config.collect import CollectConfig
 from deepspeed_gear.config.device import check_device
 from deepspeed_gear.config.hindsight import check_hindsight
 from deepspeed_gear.config.life import RateConfig, RemoveKind, VersionConfig, Writers
@@ -405,6 +406,9 @@ class GearConfig(GearModel):
     )
     shared_memory: SharedMemoryConfig = Field(
         default=SharedMemoryConfig(), description="Shared memory of a node."
+    )
+    collect: CollectConfig = Field(
+        default=CollectConfig(), description="How batches get from shared memory to a GPU."
     )
     timeout_s: Positive = Field(
         default=60.0, description="Seconds after which a wait for another rank is an error."

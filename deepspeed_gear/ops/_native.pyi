@@ -246,6 +246,12 @@ def unpack_reports_(
     latest: int,
     /,
 ) -> None: ...
+def copy_pieces_(
+    out: Tensor,
+    columns: Sequence[Tensor],
+    pieces: Tensor,
+    /,
+) -> None: ...
 def bell_ring(bell: int, /) -> None:
     """Add one to a 32-bit word in shared memory, named by its address, and wake whoever waits for it."""
 

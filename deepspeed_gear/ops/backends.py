@@ -53,6 +53,7 @@ class Ops:
     ring_select_: Op
     ring_update_: Op
     scatter_: Op
+    copy_pieces_: Op
     native: ModuleType | None = None
 
     def on_host(self) -> Ops:

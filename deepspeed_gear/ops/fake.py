@@ -31,6 +31,7 @@ OP_NAMES = (
     "take_draws_",
     "pack_reports_",
     "unpack_reports_",
+    "copy_pieces_",
 )
 #: Ops of a table in the memory of one device: only through torch's dispatcher, so that they can be traced.
 RING_NAMES = ("ring_add_", "ring_select_", "ring_update_", "scatter_")

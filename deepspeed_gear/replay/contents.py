@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.replay import content, versions
 from deepspeed_gear.replay.inference import InferenceLoader, open_loader
 from deepspeed_gear.replay.parts import Parts
@@ -49,7 +49,14 @@ class Contents:
             StoreFullError: There is no room.
         """
         self._check_open()
-        return self._inserter(table).add(trajectory)
+        maker, inserter = self._parts.maker, self._inserter(table)
+        maker.settle()  # what the device has read makes room
+        try:
+            return inserter.add(trajectory)
+        except StoreFullError:
+            if not maker.drain():
+                raise
+            return inserter.add(trajectory)
 
     def set_version(self, version: int, table: str | None = None) -> None:
         """Say which version the learner's policy has now; steps that are too far behind go at the next cut.

@@ -113,7 +113,7 @@ class Feed:
         if self._status is not None and self._status.is_early and self.prefetchers:
             self._hold_next(self._status)
         self._metrics.waited(time.perf_counter() - begin, made.heads[0][EPOCH])
-        return made.batch
+        return self._maker.hand_over(made.batch)
 
     @property
     def prepares(self) -> bool:
@@ -196,6 +196,7 @@ class Feed:
             for stream in self._streams:
                 stream.stopped = False
         self.prefetchers.clear()
+        self._maker.drain()  # a cut that is released behind a seek would be taken for a later one
 
     def _prepared(self) -> Made:
         if not self.prefetchers:

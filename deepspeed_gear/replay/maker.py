@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,10 +11,12 @@ import torch
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.ops.constants import R_MASS, R_NUMBER, R_SLOT
 from deepspeed_gear.parallel.plan import Needs
 from deepspeed_gear.replay import position
+from deepspeed_gear.replay.placing import Placing, is_wanted
 from deepspeed_gear.replay.relabelling import Relabelling
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
@@ -59,6 +62,10 @@ class BatchMaker:
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
         self._train, self._relabelling, self._burn_in = train, relabelling, burn_in
+        self._placing: Placing | None = None
+        if is_wanted(config, device):
+            keep = max(2, info.accumulation)
+            self._placing = Placing(config, needs, train, device, info.micro, keep, self._placed)
         self._collectors = {stream: self._collector(stream) for stream in train}
 
     @property
@@ -69,7 +76,7 @@ class BatchMaker:
     @property
     def counters(self) -> torch.Tensor:
         """Real rows, all rows and bytes that the training stream has collected. [3], int64."""
-        return torch.stack([self._collectors[stream].counters for stream in self._train]).sum(0)
+        return torch.stack([self._collectors[stream].totals() for stream in self._train]).sum(0)
 
     def mix(
         self,
@@ -86,6 +93,7 @@ class BatchMaker:
             shares: Part of each table in the global batch.
             last: Whether this rank needs nothing more of the cuts.
         """
+        self.settle()
         parts, weights, probabilities, keys, origins = [], [], [], [], []
         for (stream, cut), which, share in zip(cuts, chosen, shares, strict=True):
             records = cut.resolutions[torch.from_numpy(which)]
@@ -101,7 +109,7 @@ class BatchMaker:
         tensors, mask = parts[0][0].collect_from(parts)
         if last:
             for stream, cut in cuts:
-                stream.consume(cut.key)
+                self._consume(stream, cut.key)
         source = torch.repeat_interleave(torch.tensor([len(records) for _, records, _ in parts]))
         records, weight = torch.cat([records for _, records, _ in parts]), torch.cat(weights)
         goals = self._relabelling.together([goal_step for _, _, goal_step in parts])
@@ -109,7 +117,7 @@ class BatchMaker:
         rest = (weight, source, probability, goals, self._burn_in)
         origin = None if all(cut.origins is None for _, cut in cuts) else torch.cat(origins)
         batch = Batch(tensors, mask, records, self._valid, False, 0, epoch, *rest, origin)
-        return self._finish(batch, torch.cat(keys))
+        return self._finish(batch, torch.cat(keys), parts[0][0])
 
     def make(
         self, stream: Stream, cut: Cut, part: int, num_parts: int, pass_size: int | None, last: bool = True
@@ -124,6 +132,7 @@ class BatchMaker:
             pass_size: Items of an evaluation pass; samples beyond it are fillers.
             last: Whether this rank needs nothing more of the cut.
         """
+        self.settle()
         micro = self._info.micro
         if stream not in self._collectors:
             self._collectors[stream] = self._collector(stream)
@@ -137,25 +146,63 @@ class BatchMaker:
             epoch = cut.epochs.view(micro, num_parts)[:, part].clone()
         words = cut.head
         goals = self._relabelling.draw(stream, records)
-        tensors, mask = self._collectors[stream].collect(records, goals)
+        collector = self._collectors[stream]
+        tensors, mask = collector.collect(records, goals)
         total = words[TOTAL]
         if last:
-            stream.consume(cut.key)
+            self._consume(stream, cut.key)
         valid = self._valid if pass_size is None else records[:, R_NUMBER] < pass_size
         weight = None if stream.spec.priorities is None else self._weigh(stream, words, records)
         rest = (weight, None, None, goals, self._burn_in)
         unit = stream.has_unit_masses
         batch = Batch(tensors, mask, records, valid, unit, total, epoch, *rest, origin)
-        if self.transform is None:
-            return self._finish(batch, None)
-        return self._finish(
-            batch, position.transform_keys(self._config.seed, stream.spec.key, records[:, R_NUMBER])
-        )
+        keys = None
+        if self.transform is not None:
+            keys = position.transform_keys(self._config.seed, stream.spec.key, records[:, R_NUMBER])
+        return self._finish(batch, keys, collector)
 
-    def _finish(self, batch: Batch, keys: torch.Tensor | None) -> Batch:
+    # ---- to the device ---------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Tell the streams which cuts the device has read; waits for nothing."""
+        if self._placing is not None:
+            self._placing.guards.settle()
+
+    def drain(self) -> bool:
+        """Wait until the device has read every cut; return whether it had one to read."""
+        return self._placing is not None and self._placing.guards.drain()
+
+    def hand_over(self, batch: Batch) -> Batch:
+        """Return a batch to the thread that uses it, whose stream waits for what is under way."""
+        return batch if self._placing is None else self._placing.hand_over(batch)
+
+    def describe(self) -> dict[str, Any]:
+        """Return how batches get to the device; nothing where the host collects them in place."""
+        return {} if self._placing is None else {"collect": self._placing.describe()}
+
+    def close(self) -> None:
+        """Let the device end its reading of the tables, which are closed behind this."""
+        if self._placing is not None:
+            self._placing.close()
+
+    def _consume(self, stream: Stream, key: int) -> None:
+        collector = self._collectors[stream]
+        if self._placing is not None and isinstance(collector, PlacedCollector):
+            self._placing.consume(stream, key, collector)
+        else:
+            stream.consume(key)
+
+    def _finish(self, batch: Batch, keys: torch.Tensor | None, collector: Collector) -> Batch:
         """Move a batch to the device and call the user's transform."""
+        if self._placing is not None and isinstance(collector, PlacedCollector):
+            with self._placing.lane.running():
+                batch = self._change(self._placing.bring(batch), keys)
+            return self._placing.finish(batch, collector)
         if self._device.type != "cpu":
             batch = batch.to(self._device)
+        return self._change(batch, keys)
+
+    def _change(self, batch: Batch, keys: torch.Tensor | None) -> Batch:
         self._relabelling.reward(batch)
         if self.transform is not None and keys is not None:
             batch = self.transform(batch, keys)
@@ -181,13 +228,23 @@ class BatchMaker:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation
         prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
         depth = max(2, info.accumulation) + prepared
-        return Collector(
-            self._needs.fields,
-            stream.table,
-            self._statistics,
-            self._config.n_step if self._needs.n_step else None,
-            info.micro,
-            depth,
-            self._engine_dtype,
-            self._config.threads,
-        )
+        if self._placing is None:
+            return Collector(**self._wanted_of(stream, depth))
+        placing = self._placing
+        return self._placed(stream, placing.carriage(placing.way), placing.reach(stream.table), depth + 1)
+
+    def _placed(self, stream: Stream, carriage: Carriage, reach: Reach, depth: int) -> PlacedCollector:
+        return PlacedCollector(carriage, reach, **self._wanted_of(stream, depth))
+
+    def _wanted_of(self, stream: Stream, depth: int) -> dict[str, Any]:
+        """Return the arguments that every collector takes."""
+        return {
+            "fields": self._needs.fields,
+            "table": stream.table,
+            "statistics": self._statistics,
+            "n_step": self._config.n_step if self._needs.n_step else None,
+            "num_samples": self._info.micro,
+            "depth": depth,
+            "engine_dtype": self._engine_dtype,
+            "threads": self._config.threads,
+        }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,11 +90,14 @@ class Parts:
     watch: Watch | None
 
     def check(self) -> None:
-        """Raise if a rank of any node is lost.
+        """Raise if a rank of any node is lost; called while this process waits for room or for a cut.
+
+        It may wait for itself: for cuts that its device has read by now.
 
         Raises:
             LostNodeError: One is.
         """
+        self.maker.settle()
         if self.watch is not None:
             self.watch.check()
 
@@ -209,12 +212,14 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
     specs = exchange.agree("the sizes of the tables", sizes)
     tables, streams = setup.attach_tables(exchange, topology, config, plan.ops, specs, wanted)
     status, links, watch = None, Links(), None
+    made: list[BatchMaker] = []  # also where another rank fails to make its own
     try:
         watch = watch_over(exchange, topology, tables[sampled[0]], config.timeout_s)
         if turns is not None:
             status = status_of(topology, tables[sampled[0]], turns, config, watch, plan.group)
         train = _train(config, streams)
-        maker = exchange.agree("the fields", lambda: _maker(plan, train, engine_dtype, device))
+        exchange.agree("the fields", lambda: made.append(_maker(plan, train, engine_dtype, device)))
+        maker = made[0]
         links = connect(
             topology,
             exchange,
@@ -229,7 +234,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         )
     except BaseException:
         every = [stream for of_table in streams.values() for stream in of_table.values()]
-        release([], every, tables, exchange, status, links, watch)
+        release([], every, tables, exchange, status, links, watch, made[0] if made else None)
         raise
     parts = Parts(plan, tables, streams, mixture, status, maker, links, watch)
     for stream in parts.all_streams:
@@ -239,9 +244,17 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
             stream.gate_wait.timeout_s = rate.timeout_s
     if status is not None:
         for stream in train:
-            stream.check = status.check
+            stream.check = _both(maker.settle, status.check)
     parts.leave_inner_stage()
     return parts
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _weights_of_parts(plan: Plan) -> dict[str, float]:
@@ -297,6 +310,7 @@ def release(
     status: Status | None,
     links: Links,
     watch: Watch | None,
+    maker: BatchMaker | None,
 ) -> None:
     """Stop what runs and detach from the stores."""
     if status is not None:
@@ -308,6 +322,8 @@ def release(
     links.leave()
     if watch is not None:
         watch.end()
+    if maker is not None:
+        maker.close()
     for table in tables.values():
         table.close()
     exchange.close()

@@ -56,5 +56,6 @@ class Passes:
             cut = stream.take(number << PASS_SHIFT | index)
             size = int(cut.head[EPOCH_SIZE])
             num_batches = -(-size // stream.spec.batch)
-            yield self._parts.maker.make(stream, cut, place.data_rank, place.data_world, size)
+            maker = self._parts.maker
+            yield maker.hand_over(maker.make(stream, cut, place.data_rank, place.data_world, size))
             index += 1

@@ -103,6 +103,7 @@ class Replay(Contents):
             parts.status,
             parts.links,
             parts.watch,
+            parts.maker,
         )
 
     @property
@@ -344,6 +345,7 @@ class Replay(Contents):
             **statistics.of_priorities(self._train),
             **self.take_metrics(),
             **statistics.of_selection(self._train),
+            **self._maker.describe(),
         }
 
     # ---- end -------------------------------------------------------------------------------------

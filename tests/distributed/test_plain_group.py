@@ -15,12 +15,15 @@ from deepspeed_gear import Batch, Replay
 Arrays = dict[str, np.ndarray]
 
 
-@pytest.fixture(scope="module")
-def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arrays]:
-    """Run four ranks; return where they wrote, and what one process sees."""
+@pytest.fixture(scope="module", params=["auto", "copies"])
+def ran(
+    request: pytest.FixtureRequest, dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Arrays]:
+    """Run four ranks, also by a way to a device; return where they wrote, and what one process sees."""
     folder = tmp_path_factory.mktemp("plain")
     section = config_of(dataset, batch_size=12, prefetch=1, sampler={"unit": "step"}, seed=9)
-    run_ranks("plain_group.py", 4, str(folder), json.dumps(section))
+    of_ranks = {**section, "collect": {"way": request.param}}
+    run_ranks("plain_group.py", 4, str(folder), json.dumps(of_ranks))
     assert shared_files(section["shared_memory"]["prefix"]) == []
     return folder, alone(section, 6)
 

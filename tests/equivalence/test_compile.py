@@ -99,6 +99,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         "send_draws_": (sampled, words, nodes + 0, weighed[:2], nodes, None, None, readers, needs, 0, 0, 0),
         "take_draws_": (*taken, [words.view(-1) + 1] * 2, weighed[:1], nodes[:1], None, *asked, 0, 0, 0, 1),
         "pack_reports_": (torch.zeros(3, 3).long(), nodes[:1] + 0, reported, 9),
+        "copy_pieces_": (rows_bytes + 0, [slot, rows], torch.tensor([[0, 3, 5, 9], [1, 8, 20, 40]])),
         "unpack_reports_": (reported * 0, torch.arange(9).view(3, 3), 9),
     }[name]
 
@@ -143,6 +144,5 @@ def test_every_op_is_on_both_backends(cpu: Ops, reference: Ops, name: str) -> No
     assert any(changed)
     for a, b in zip(tensors_of(expected), tensors_of(got), strict=True):
         assert torch.equal(a, b)
-    assert {n.removeprefix("gear::") for n in torch._C._dispatch_get_all_op_names() if "gear::" in n} == set(
-        fake.OP_NAMES
-    )
+    registered = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")}
+    assert registered == {f"gear::{name}" for name in (*fake.OP_NAMES, *fake.RING_NAMES)}

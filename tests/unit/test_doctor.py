@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.launcher.runner import fetch_hostfile
 from gear_support import lengths_of, wait_until, write_dataset
 
@@ -21,6 +22,7 @@ from deepspeed_gear.cli.main import main
 from deepspeed_gear.cli.network import Pair
 from deepspeed_gear.cli.remote import read_hostfile
 from deepspeed_gear.errors import ConfigError, PeerError
+from deepspeed_gear.store.registration import why_impossible
 
 GOOD: dict[str, Any] = {
     "boot_id": "boot",
@@ -40,6 +42,7 @@ GOOD: dict[str, Any] = {
     "native_op": "gear_1.so",
     "native_error": None,
     "native_sources": "abc",
+    "not_registered": "",
 }
 
 
@@ -124,6 +127,23 @@ def test_data_sets_are_compared() -> None:
         ["node0", "5", "50", "a" * 16],
         ["node2", "5", "50", "b" * 16],
     ]
+
+
+def test_what_cuda_can_register_is_told() -> None:
+    shown = verdict.registration_lines(machines(2, not_registered="torch sees no CUDA device"))
+    assert shown == [
+        "registration: node0: all of 32 GiB may be registered, up to gear.collect.register_bytes; the "
+        'limit of locked memory is 8 MiB; mapped files (data.load "map") are staged',
+        "registration: node1: none can be registered, batches are staged: torch sees no CUDA device",
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_machine_without_cuda_says_so() -> None:
+    assert why_impossible() in (
+        f"torch {torch.__version__} is built without CUDA",
+        "torch sees no CUDA device",
+    )
 
 
 def test_versions_take_a_line_where_they_agree_and_a_table_where_not() -> None:

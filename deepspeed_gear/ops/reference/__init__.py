@@ -11,6 +11,7 @@ from __future__ import annotations
 from .checks import check_extents, check_order, check_rows
 from .collect import FieldSpec, Span, bounds, check_windows, gather_, window_rows
 from .convert import arithmetic_dtype, convert, is_allowed
+from .copies import copy_pieces_
 from .draws import assign_draws_, pack_reports_, send_draws_, take_draws_, unpack_reports_
 from .priorities import (
     importance_,
@@ -58,6 +59,7 @@ __all__ = [
     "check_windows",
     "convert",
     "coordinate",
+    "copy_pieces_",
     "descend",
     "draw_",
     "gather_",

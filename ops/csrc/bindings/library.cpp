@@ -387,6 +387,7 @@ TORCH_LIBRARY(gear, m) {
       "Tensor asked, Tensor need_of, int first, int offset, int index, int takes_own) -> ()");
   m.def("pack_reports_(Tensor(a!) packed, Tensor(b!) ends, Tensor reports, int latest) -> ()");
   m.def("unpack_reports_(Tensor(a!) reports, Tensor packed, int latest) -> ()");
+  m.def("copy_pieces_(Tensor(a!) out, Tensor[] columns, Tensor pieces) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(gear, CPU, m) {
@@ -414,4 +415,5 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
   m.impl("take_draws_", gear::TakeDraws);
   m.impl("pack_reports_", gear::PackReports);
   m.impl("unpack_reports_", gear::UnpackReports);
+  m.impl("copy_pieces_", gear::CopyPieces);
 }

@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "bindings/check_pieces.h"
 #include "bindings/check_priorities.h"
 #include "bindings/check_rows.h"
 #include "bindings/checks.h"
@@ -299,6 +300,22 @@ void UnpackRows(at::TensorList arrivals, at::Tensor ring, at::Tensor sizes, at::
                    device.stream());
 }
 
+// The columns are memory of the host that CUDA knows; nothing of the pieces outlives the call.
+void CopyPieces(at::Tensor out, at::TensorList columns, const at::Tensor& pieces) {
+  const std::vector<Piece> found = PiecesOf(out, columns, pieces);
+  std::vector<const void*> from;
+  std::vector<void*> to;
+  std::vector<int64_t> bytes;
+  for (const Piece& piece : found) {
+    from.push_back(piece.from);
+    to.push_back(piece.to);
+    bytes.push_back(piece.bytes);
+  }
+  const OnDevice device(out);
+  cuda::CopyPieces(from.data(), to.data(), bytes.data(), static_cast<int64_t>(found.size()),
+                   device.stream());
+}
+
 }  // namespace
 }  // namespace gear
 
@@ -322,6 +339,7 @@ TORCH_LIBRARY_IMPL(gear, CUDA, m) {
   m.impl("gather_", gear::Gather);
   m.impl("pack_rows_", gear::PackRows);
   m.impl("unpack_rows_", gear::UnpackRows);
+  m.impl("copy_pieces_", gear::CopyPieces);
 }
 
 // The name under which DeepSpeed's jit_load imports the shared library.

@@ -136,6 +136,7 @@ PyMethodDef kMethods[] = {
                               "pack_reports_(packed, ends, reports, latest) -> None"),
     Method<gear::UnpackReports>("unpack_reports_",
                                 "unpack_reports_(reports, packed, latest) -> None"),
+    Method<gear::CopyPieces>("copy_pieces_", "copy_pieces_(out, columns, pieces) -> None"),
     Function<gear::direct::RingBell>("bell_ring", "bell_ring(bell) -> None"),
     Function<gear::direct::WaitForBell>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
     Function<gear::direct::FenceMemory>("fence", "fence() -> None"),

@@ -85,4 +85,6 @@ void PackReports(at::Tensor& packed, at::Tensor& ends, const at::Tensor& reports
 
 void UnpackReports(at::Tensor& reports, const at::Tensor& packed, int64_t latest);
 
+void CopyPieces(at::Tensor& out, at::TensorList columns, const at::Tensor& pieces);
+
 }  // namespace gear

@@ -1,0 +1,58 @@
+"""Fields that one call of the op collects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed_gear.collection.collector import Buffers
+from deepspeed_gear.ops import Ops
+
+
+@dataclass
+class Group:
+    """Fields that are collected by one call of `gather_`.
+
+    Args:
+        which: Their numbers.
+        masks: Numbers of the masks that they write.
+        columns, shifts, gains, spec, pads: As of `gather_`; the spec counts masks from those of the group.
+    """
+
+    which: list[int]
+    masks: list[int]
+    columns: list[torch.Tensor]
+    shifts: list[torch.Tensor]
+    gains: list[torch.Tensor]
+    spec: list[int]
+    pads: list[float]
+
+    def run(
+        self,
+        ops: Ops,
+        buffers: Buffers,
+        counters: torch.Tensor,
+        records: torch.Tensor,
+        steps: torch.Tensor | None,
+        threads: int,
+        order: torch.Tensor | None = None,
+    ) -> None:
+        """Collect the fields.
+
+        Args:
+            ops: For the tensors' device.
+            buffers: Every field's, of the samples.
+            counters: As of `gather_`, like the others.
+            records: [B, 8], int64.
+            steps: [B], int64.
+            threads: Of the host.
+            order: In which samples are taken; changes the time only. [B], int64.
+        """
+        if not self.which:
+            return
+        outs = [buffers.outs[i] for i in self.which]
+        masks = [buffers.masks[i] for i in self.masks]
+        converted = self.columns, self.shifts, self.gains
+        given = records, steps, self.spec, self.pads, threads
+        ops.gather_(outs, masks, counters, *converted, *given, order)

@@ -1,0 +1,359 @@
+"""Batches on a device: each field collected by kernels, fetched by the copy engine, or staged by the host.
+
+A ring entry is one allocation on the device. What is staged lies at its front and has the same layout in
+pinned memory of the host, so one copy takes it over. All work is given to a lane; nobody waits for it but
+where pinned memory is still being copied, `PINNED` batches behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_gear.collection.collector import N_STEP_DTYPES, SOURCES, Buffers, Collector, Rows
+from deepspeed_gear.collection.groups import Group
+from deepspeed_gear.collection.lane import Event, Lane, Packing
+from deepspeed_gear.collection.pieces import Fetched, Window, fetch, pieces_of
+from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, is_computed, ways_of
+from deepspeed_gear.config import ResolvedField
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import FIELD_INTS, R_ANCHOR, R_FIRST_ROW
+from deepspeed_gear.store.spec import RETURN_TO_GO
+
+_SOURCE, _OFFSET, _LENGTH, _ALIGN, _FOLLOWS, _PAD, _ELEMENTS, _MASK, _FIRST, _COUNT = range(FIELD_INTS)
+_Key = tuple[str, int]  # "out", "mask" or "n_step", and its number
+PINNED = 4  # batches that are staged at once: more would let the host run further ahead of the device
+_NONE = torch.empty(0)
+_NO_CUTS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a device reads in place of one table.
+
+    Args:
+        columns: Tensors of the device over stored columns, by name; of those that it reaches.
+        cuts: By column: bytes that one copy of the copy engine must not go across. Ascending, int64.
+    """
+
+    columns: Mapping[str, torch.Tensor]
+    cuts: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Carriage:
+    """How batches get to a device.
+
+    Args:
+        lane: What runs there.
+        ops: Ops for tensors of the device.
+        way: What is wanted for each field; see `ways_of`.
+        is_reached: Whether the device reads a column in place, of every table that has it.
+        reaches_n_step: Whether it reads in place what n-step returns are made of, of every table.
+        keep: Batches that their user may hold: an older one is not touched any more.
+    """
+
+    lane: Lane
+    ops: Ops
+    way: str
+    is_reached: Callable[[str], bool]
+    reaches_n_step: bool
+    keep: int
+
+
+@dataclass
+class _Slot:
+    """What a ring entry needs beside its tensors."""
+
+    front: torch.Tensor  # what is staged
+    free: Event | None = None  # its user has done with it
+    consumer: Any = None
+    is_out: bool = False
+    turn: int = 0
+
+
+@dataclass
+class _Pinned:
+    """Memory of the host in which a batch is staged."""
+
+    flat: torch.Tensor
+    buffers: Buffers
+    copied: Event | None = None  # it may be written again
+
+
+def n_step_columns(table: Rows) -> list[str | None]:
+    """Return the names of reward, terminated and truncated of a table; None for what it has not."""
+    found = [table.schema.role(role) for role in ("reward", "terminated", "truncated")]
+    return [None if column is None else column.name for column in found]
+
+
+class PlacedCollector(Collector):
+    """Collects batches of fixed fields and size on a device. One thread collects, another may take batches.
+
+    Args:
+        carriage: How they get there; of all tables of a mixture alike.
+        reach: What the device reads of this table.
+        **options: As of `Collector`; the ring is one deeper than what is prepared and kept.
+    """
+
+    def __init__(self, carriage: Carriage, reach: Reach, **options: Any) -> None:
+        self._carriage, self._lane, self._reach = carriage, carriage.lane, reach
+        self._slots: list[_Slot] = []
+        self._pinned: deque[_Pinned] = deque()
+        self._out: deque[tuple[_Slot, int]] = deque()
+        self._lock = threading.Lock()  # of what the two threads know of the ring entries
+        self.made = 0  # index of the latest ring entry
+        with self._lane.running():  # so that zeros are written before what the lane collects
+            self._counters_there = torch.zeros(3, dtype=torch.int64, device=self._lane.device)
+            self._counters_seen = self._lane.buffer(24).view(torch.int64)
+            super().__init__(**options)
+
+    def totals(self) -> torch.Tensor:
+        """Return real rows, all rows and bytes, of what the lane has done by now. [3], int64."""
+        return self.counters + self._counters_seen
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """The way of each field."""
+        return {field.name: way for field, way in zip(self._fields, self._ways, strict=True)}
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether the device reads the store itself: its rows must stay until it has."""
+        return bool(self._direct.which or self._fetched) or not self._stages_n_step
+
+    # ---- what goes which way ---------------------------------------------------------------------
+
+    def _divide(self, num_samples: int) -> None:
+        self._ways = ways_of(self._fields, self._carriage.way, self._is_reached)
+        self._stages_n_step = self._n_step is None or not self._reaches_n_step()
+        chosen = {way: [i for i, of in enumerate(self._ways) if of == way] for way in set(self._ways)}
+        self._staged = self._group(chosen.get(STAGED, []), self._columns)
+        there = [self._there(i) for i in range(len(self._fields))]
+        self._direct = self._group(chosen.get(DIRECT, []), there)
+        self._divide_copies(chosen.get(COPIES, []), num_samples)
+        written = {mask for i in chosen.get(STAGED, []) if (mask := self._ints(i)[_MASK]) >= 0}
+        self._is_staged: dict[_Key, bool] = {
+            **{("out", i): way == STAGED for i, way in enumerate(self._ways)},
+            **{("mask", m): m in written for m in range(len(self._mask_lengths))},
+            **({("n_step", k): self._stages_n_step for k in range(3)} if self._n_step else {}),
+        }
+        if not self._stages_n_step:
+            columns = n_step_columns(self._table)
+            self._n_step_there = [None if name is None else self._reach.columns[name] for name in columns]
+            self._powers_there = self._powers.to(self._lane.device)
+
+    def _is_reached(self, field: ResolvedField) -> bool:
+        name = RETURN_TO_GO if field.column is None else field.column.name
+        return self._carriage.is_reached(name)
+
+    def _reaches_n_step(self) -> bool:
+        """Whether the device computes n-step returns: if it reaches all columns, and the host needs none."""
+        ways = zip(self._fields, self._ways, strict=True)
+        followed = any(way == STAGED and field.offset == "n_step" for field, way in ways)
+        return self._carriage.way != STAGED and self._carriage.reaches_n_step and not followed
+
+    def _ints(self, index: int) -> list[int]:
+        return self._spec[index * FIELD_INTS : (index + 1) * FIELD_INTS]
+
+    def _there(self, index: int) -> torch.Tensor:
+        """Return a field's column on the device; nothing where it is not read there."""
+        field = self._fields[index]
+        if self._ways[index] == STAGED or is_computed(field):
+            return torch.empty(0, dtype=torch.int64, device=self._lane.device)
+        return self._reach.columns[self._name(index)]
+
+    def _name(self, index: int) -> str:
+        column = self._fields[index].column
+        return RETURN_TO_GO if column is None else column.name
+
+    def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> Group:
+        masks = [mask for i in which if (mask := self._ints(i)[_MASK]) >= 0]
+        spec: list[int] = []
+        for i in which:
+            ints = self._ints(i)
+            ints[_MASK] = masks.index(ints[_MASK]) if ints[_MASK] >= 0 else -1
+            spec += ints
+        device = columns[which[0]].device if which else torch.device("cpu")
+        shifts, gains = ([known[i].to(device) for i in which] for known in (self._shifts, self._gains))
+        pads = [self._pads[i] for i in which]
+        return Group(which, masks, [columns[i] for i in which], shifts, gains, spec, pads)
+
+    # ---- buffers ---------------------------------------------------------------------------------
+
+    def buffers(self, num_samples: int) -> Buffers:
+        shapes: dict[_Key, tuple[tuple[int, ...], torch.dtype]] = {}
+        for i, (shape, dtype) in enumerate(self._shapes):
+            shapes["out", i] = ((num_samples, *shape), dtype)
+        for m, length in enumerate(self._mask_lengths):
+            shapes["mask", m] = ((num_samples,) if length is None else (num_samples, length)), torch.bool
+        for k, dtype in enumerate(N_STEP_DTYPES if self._n_step else ()):
+            shapes["n_step", k] = ((num_samples,), dtype)
+        staged = [key for key in shapes if self._is_staged[key]]
+        placed = [key for key in shapes if not self._is_staged[key]]
+        front, rest = (Packing([shapes[key] for key in keys]) for keys in (staged, placed))
+        size = front.num_bytes + rest.num_bytes
+        flat = torch.zeros(size, dtype=torch.uint8, device=self._lane.device)
+        views = [*front.views(flat), *rest.views(flat[front.num_bytes :])]
+        self._slots.append(_Slot(flat[: front.num_bytes]))
+        if len(self._pinned) < PINNED:
+            pinned = self._lane.buffer(front.num_bytes)
+            host = self._listed(dict(zip(staged, front.views(pinned), strict=True)))
+            self._pinned.append(_Pinned(pinned, host))
+        return self._listed(dict(zip([*staged, *placed], views, strict=True)))
+
+    def _listed(self, known: Mapping[_Key, torch.Tensor]) -> Buffers:
+        """Return tensors in the order of the fields; an empty one where there is none."""
+
+        def of(kind: str, count: int) -> list[torch.Tensor]:
+            return [known.get((kind, i), _NONE) for i in range(count)]
+
+        masks, n_step = of("mask", len(self._mask_lengths)), of("n_step", 3 if self._n_step else 0)
+        return self._named(of("out", len(self._shapes)), masks, n_step)
+
+    # ---- a batch ---------------------------------------------------------------------------------
+
+    def collect(
+        self, records: torch.Tensor, goal_step: torch.Tensor | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Collect the samples that records describe; as `Collector.collect`, on the device.
+
+        Args:
+            records: In memory of the host.
+            goal_step: Likewise.
+        Returns:
+            Tensors that are ready behind what the lane was given until now.
+        """
+        return self.collect_from([(self, records, goal_step)])
+
+    def collect_from(
+        self, parts: Sequence[tuple[Collector, torch.Tensor, torch.Tensor | None]]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        self.made = self._turn
+        buffers, slot, pinned = self._next(), self._slots[self.made], self._pinned[0]
+        self._pinned.rotate(-1)
+        ends = np.cumsum([len(records) for _, records, _ in parts]).tolist()
+        some = [(part, *span) for part, span in zip(parts, zip([0, *ends], ends, strict=False), strict=True)]
+        whole = len(parts) == 1
+        with self._lane.running():
+            self._reuse(slot)
+            if pinned.copied is not None:
+                pinned.copied.synchronize()
+            for (collector, records, goals), first, end in some:
+                host = pinned.buffers if whole else pinned.buffers.part(first, end)
+                assert isinstance(collector, PlacedCollector)
+                if end > first:
+                    collector.stage(host, records, goals)
+            if slot.front.numel():
+                slot.front.copy_(pinned.flat, non_blocking=True)
+                pinned.copied = self._lane.record()
+            for (collector, records, _), first, end in some:
+                assert isinstance(collector, PlacedCollector)
+                if end > first:
+                    collector.place(buffers if whole else buffers.part(first, end), records)
+        return dict(buffers.tensors), dict(buffers.mask)
+
+    def _reuse(self, slot: _Slot) -> None:
+        """Let the lane wait for the user of the entry's last batch."""
+        with self._lock:
+            free, consumer, is_out = slot.free, slot.consumer, slot.is_out
+            slot.free, slot.consumer, slot.is_out = None, None, False
+            slot.turn += 1
+        if free is not None:
+            self._lane.wait(free)
+        elif is_out:  # batches that were prepared and dropped have brought its turn forward
+            self._lane.wait_for(consumer)
+
+    def hand_over(self, index: int) -> None:
+        """Say that a ring entry goes to its user now; frees that of `keep` batches before.
+
+        In the thread that uses it: what this has given to its stream until now is all that uses older ones.
+        """
+        consumer, until_now = self._lane.consumer()
+        slot = self._slots[index]
+        with self._lock:
+            slot.consumer, slot.is_out = consumer, True
+            self._out.append((slot, slot.turn))
+            while len(self._out) > self._carriage.keep:
+                old, turn = self._out.popleft()
+                if old.turn == turn and old.consumer == consumer:
+                    old.free = until_now
+
+    def stage(self, host: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None) -> None:
+        """Collect what is staged, in this thread."""
+        steps = None
+        if self._n_step is not None and self._stages_n_step:
+            steps = host.n_step[2]
+            columns = self._reward, self._terminated, self._truncated
+            self._ops.n_step_(*host.n_step, *columns, self._powers, records, self._n_step.n)
+        self._staged.run(self._ops, host, self.counters, records, steps, self._threads)
+        if self._goals is not None and goal_step is not None:
+            self._goals.fill(host.outs, host.masks, self.counters, records, goal_step)
+
+    def place(self, buffers: Buffers, records: torch.Tensor) -> None:
+        """Let the device collect the rest; `records` in memory of the host."""
+        if not self.reads_in_place:
+            return
+        there, order = self._lane.bring([records, self._order(records)])
+        ops, steps = self._carriage.ops, None
+        if self._n_step is not None:
+            steps = buffers.n_step[2]
+            if not self._stages_n_step:
+                most = self._n_step.n
+                ops.n_step_(*buffers.n_step, *self._n_step_there, self._powers_there, there, most)
+        counters = self._counters_there
+        self._direct.run(ops, buffers, counters, there, steps, self._threads, order)
+        if self._fetched:
+            self._fetch(buffers, records)
+        self._counters_seen.copy_(counters, non_blocking=True)
+
+    @staticmethod
+    def _order(records: torch.Tensor) -> torch.Tensor:
+        """Return samples by where they lie: neighbours in memory are read one after the other."""
+        return torch.argsort(records[:, R_FIRST_ROW] + records[:, R_ANCHOR])
+
+    # ---- the copy engine -------------------------------------------------------------------------
+
+    def _divide_copies(self, which: list[int], num_samples: int) -> None:
+        """Give each field that is fetched a place in the scratch memory, which later batches use again."""
+        by_window: dict[Window, list[int]] = {}
+        for i in which:
+            ints = self._ints(i)
+            final = int(ints[_SOURCE] == SOURCES["T+1"])
+            window = Window(ints[_OFFSET], ints[_LENGTH], ints[_ALIGN], final, ints[_FIRST], ints[_COUNT])
+            by_window.setdefault(window, []).append(i)
+        columns = [self._there(i) for i in which]
+        rows = [num_samples * self._ints(i)[_COUNT] for i in which]
+        packing = Packing([((n, *c.shape[1:]), c.dtype) for n, c in zip(rows, columns, strict=True)])
+        self._scratch = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._lane.device)
+        views = dict(zip(which, packing.views(self._scratch), strict=True))
+        every = [views.get(i, _NONE) for i in range(len(self._fields))]
+        self._scratch_at = {i: view.data_ptr() - self._scratch.data_ptr() for i, view in views.items()}
+        self._fetched = {window: self._group(some, every) for window, some in by_window.items()}
+        self._sources = columns
+        self._number = {i: number for number, i in enumerate(which)}
+
+    def _fetch(self, buffers: Buffers, records: torch.Tensor) -> None:
+        """Fetch windows by the copy engine; kernels then read them as they would read the columns."""
+        pieces, moved = [], []
+        for window, group in self._fetched.items():
+            found = fetch(window, records)
+            moved.append(found.records)
+            pieces += [self._pieces(i, found, records) for i in group.which]
+        every = torch.from_numpy(np.concatenate(pieces))
+        self._carriage.ops.copy_pieces_(self._scratch, self._sources, every)
+        there = self._lane.bring(moved)
+        for group, at in zip(self._fetched.values(), there, strict=True):
+            group.run(self._carriage.ops, buffers, self._counters_there, at, None, self._threads)
+
+    def _pieces(self, index: int, found: Fetched, records: torch.Tensor) -> np.ndarray:
+        name, number = self._name(index), self._number[index]
+        row_bytes = self._ints(index)[_ELEMENTS] * self._sources[number].element_size()
+        cuts = self._reach.cuts.get(name, _NO_CUTS)
+        return pieces_of(found, records, number, row_bytes, self._scratch_at[index], cuts)

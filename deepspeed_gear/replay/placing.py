@@ -1,0 +1,287 @@
+"""How this rank's batches get to its device: what CUDA reads in place, which way is taken, and who waits.
+
+Batches are made on a lane, which on a GPU is a stream beside that of the training step. A batch is handed
+over in the thread that uses it, whose stream then waits for it; a ring entry is given to the lane again
+behind all that its user had given to its stream when `keep` newer batches had been taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.collection.calibration import Figures, fastest, made_up_records, measure
+from deepspeed_gear.collection.guards import Guards
+from deepspeed_gear.collection.lane import Event, lane_of
+from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach, n_step_columns
+from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, WAYS, is_computed, suits_copies
+from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.errors import BuildError, ConfigError
+from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.parallel.plan import Needs
+from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.registration import (
+    CudaRuntime,
+    Registration,
+    as_device_tensor,
+    memory_span,
+    plan,
+    span_of,
+)
+from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.table import Table
+
+LOG = logging.getLogger("deepspeed_gear")
+MakeCollector = Callable[[Stream, Carriage, Reach, int], PlacedCollector]
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """When a batch is on its device, and which ring entry it is."""
+
+    event: Event
+    collector: PlacedCollector
+    index: int
+
+
+def is_wanted(config: GearConfig, device: torch.device) -> bool:
+    """Whether batches go to a device by one of the ways: on CUDA always, on the CPU where one is named.
+
+    Raises:
+        ConfigError: One is named for a device of another kind.
+    """
+    if device.type not in ("cpu", "cuda") and config.collect.way != "auto":
+        rule = "must be auto where batches go to neither CUDA nor the CPU"
+        raise ConfigError("gear.collect.way", rule, config.collect.way, f"they go to {device}")
+    return device.type == "cuda" or (device.type == "cpu" and config.collect.way != "auto")
+
+
+def _column_of(field: ResolvedField) -> str:
+    return RETURN_TO_GO if field.column is None else field.column.name
+
+
+class Placing:
+    """The way to a device. One thread per stream makes batches, the main thread takes them.
+
+    Args:
+        config: The config.
+        needs: What this rank needs of a batch.
+        train: The training stream of each sampled table.
+        device: Where batches go.
+        num_samples: B.
+        keep: Batches that their user may hold.
+        make: Makes a collector of a stream, with a ring of some depth.
+    Raises:
+        ConfigError: A way is named that cannot be taken here.
+        BuildError: Kernels are asked for that cannot be built.
+    """
+
+    def __init__(
+        self,
+        config: GearConfig,
+        needs: Needs,
+        train: Sequence[Stream],
+        device: torch.device,
+        num_samples: int,
+        keep: int,
+        make: MakeCollector,
+    ) -> None:
+        self.lane, self.guards = lane_of(device), Guards()
+        self._options, self._needs, self._keep = config.collect, needs, keep
+        self._registrations: list[Registration] = []
+        self._left_out: dict[str, dict[str, str]] = {}
+        self._refused: dict[str, str] = {}
+        self._figures: dict[str, Figures] = {}
+        self._measured: dict[str, int] = {}
+        self._tables = [stream.table for stream in train]
+        self._names = {table.spec.name: self._names_of(table) for table in self._tables}
+        self._ops: Ops | None = self._tables[0].ops
+        self._reaches: dict[str, Reach] = {}
+        try:
+            if self.lane.device.type != "cpu":
+                self._ops = self._kernels(config)
+            for table in self._tables:
+                self._reaches[table.spec.name] = self._reach(table)
+            self.way = self._choose(train[0], num_samples, make)
+        except BaseException:
+            self.close()
+            raise
+        LOG.info("gear: batches go to %s: %s", self.lane.device, self.describe())
+
+    def carriage(self, way: str) -> Carriage:
+        """Return what a collector needs to know."""
+        ops = self._ops or self._tables[0].ops  # which no staged field asks for
+        return Carriage(self.lane, ops, way, self._is_reached, self._reaches_n_step, self._keep)
+
+    def reach(self, table: Table) -> Reach:
+        """Return what the device reads in place of a table."""
+        return self._reaches[table.spec.name]
+
+    # ---- what is possible ------------------------------------------------------------------------
+
+    def _kernels(self, config: GearConfig) -> Ops | None:
+        """Return ops for tensors of the device; None where only staging is possible."""
+        is_named = self._options.way in (DIRECT, COPIES)
+        if config.backend in ("reference", "cpu"):
+            why = f'gear.backend is "{config.backend}", which has no kernels'
+            self._refused |= {DIRECT: why, COPIES: why}
+            return None
+        if self._options.way == STAGED:
+            return None
+        try:
+            return load_backend("cuda")
+        except BuildError as error:
+            if config.backend == "cuda" or is_named:
+                raise
+            self._refused |= {DIRECT: str(error), COPIES: str(error)}
+            return None
+
+    def _names_of(self, table: Table) -> list[str]:
+        """Return what batches need of a table, in the order of the fields."""
+        stored = [field for field in self._needs.fields if not is_computed(field) and not field.mask_only]
+        names = [_column_of(field) for field in stored]
+        if self._needs.n_step:
+            names += [name for name in n_step_columns(table) if name is not None]
+        return list(dict.fromkeys(names))
+
+    def _reach(self, table: Table) -> Reach:
+        columns = {name: table.collected(name) for name in self._names[table.spec.name]}
+        if self.lane.device.type == "cpu":
+            return Reach(columns)
+        if self._ops is None:
+            return Reach({})
+        used = sum(registration.num_bytes for registration in self._registrations)
+        most = self._options.register_bytes
+        spans = {name: span_of(column) for name, column in columns.items()}
+        wanted = plan(spans, memory_span(table.memory), None if most is None else max(most - used, 0))
+        with torch.cuda.device(self.lane.device):
+            registration = Registration(table.memory, wanted, CudaRuntime())
+        self._registrations.append(registration)
+        self._left_out[table.spec.name] = registration.left_out
+        there: dict[str, torch.Tensor] = {}
+        for name in registration.columns:
+            try:
+                there[name] = as_device_tensor(columns[name], self.lane.device)
+            except RuntimeError as error:
+                registration.left_out[name] = str(error)
+        return Reach(there, {name: registration.cuts(name) for name in there})
+
+    def _is_reached(self, name: str) -> bool:
+        return all(
+            name in reach.columns for table, reach in self._reaches.items() if name in self._names[table]
+        )
+
+    @property
+    def _reaches_n_step(self) -> bool:
+        wanted = [(table.spec.name, n_step_columns(table)) for table in self._tables]
+        return all(
+            name is None or name in self._reaches[table].columns for table, names in wanted for name in names
+        )
+
+    def _possible(self) -> list[str]:
+        """Return the ways that may be taken, and note why others may not."""
+        fields = [field for field in self._needs.fields if not field.mask_only and not is_computed(field)]
+        reached = [field for field in fields if self._is_reached(_column_of(field))]
+        if self._ops is not None and not reached:
+            self._refused |= dict.fromkeys((DIRECT, COPIES), "the device reads no column in place")
+        if self._ops is not None and reached and not any(suits_copies(field) for field in reached):
+            self._refused[COPIES] = "no field that the device reads in place suits the copy engine"
+        return [way for way in WAYS if way not in self._refused]
+
+    # ---- the choice ------------------------------------------------------------------------------
+
+    def _choose(self, stream: Stream, num_samples: int, make: MakeCollector) -> str:
+        possible, wanted = self._possible(), self._options.way
+        if not any(self._names.values()):  # a stage that reads no column
+            return STAGED
+        if wanted != "auto":
+            if wanted in possible and self._works(stream, wanted, num_samples, make):
+                return wanted
+            raise ConfigError(
+                "gear.collect.way",
+                "must be possible here",
+                wanted,
+                f"{self._refused.get(wanted, '')}; use auto or staged",
+            )
+        for way in possible:
+            if self._works(stream, way, num_samples, make) and way not in self._figures:
+                return way  # nothing is measured: the first one
+        return fastest(self._figures) if self._figures else STAGED
+
+    def _works(self, stream: Stream, way: str, num_samples: int, make: MakeCollector) -> bool:
+        """Try a way, and measure it where there is room for a step; return whether it can be taken."""
+        table = stream.table
+        single = {column.name for column in table.spec.schema if column.rows == "1"}
+        held = {name: len(table.collected(name)) for name in self._names[table.spec.name]}
+        rows = min((n for name, n in held.items() if name not in single), default=table.spec.num_rows)
+        slots = min((n for name, n in held.items() if name in single), default=1)
+        records = made_up_records(table, num_samples, rows, slots)
+        try:
+            collector = make(stream, self.carriage(way), self.reach(table), 2)
+            if len(records):
+                collector.collect(records)  # loads kernels
+                self.lane.record().synchronize()
+            if len(records) and self._options.calibrate:
+                self._figures[way] = measure(collector.collect, records, self.lane)
+                size = sum(tensor.nbytes for tensor in collector.ring[0].all)
+                self._measured = {"samples": num_samples, "bytes": size, "of": table.memory.num_bytes}
+        except RuntimeError as error:
+            self._refused[way] = str(error)
+            return False
+        return True
+
+    # ---- batches ---------------------------------------------------------------------------------
+
+    def consume(self, stream: Stream, key: int, collector: PlacedCollector) -> None:
+        """Say that a cut was read, as soon as the device has read what the lane was given until now."""
+        if collector.reads_in_place:
+            self.guards.hold(self.lane.record(), stream.consume, key)
+        else:
+            stream.consume(key)
+
+    def bring(self, batch: Batch) -> Batch:
+        """Return a batch whose samples are described on the device, too. Inside the lane."""
+        here = [tensor for tensor in batch.every_tensor if tensor.device != self.lane.device]
+        there = dict(zip(map(id, here), self.lane.bring(here), strict=True))
+        return batch.map(lambda tensor: there.get(id(tensor), tensor)) if here else batch
+
+    def finish(self, batch: Batch, collector: PlacedCollector) -> Batch:
+        """Note when a batch will be whole."""
+        batch.arrival = _Arrival(self.lane.record(), collector, collector.made)
+        return batch
+
+    def hand_over(self, batch: Batch) -> Batch:
+        """Let the stream of this thread, which uses the batch, wait for it. The host waits for nothing."""
+        arrival = batch.arrival
+        if isinstance(arrival, _Arrival):
+            arrival.collector.hand_over(arrival.index)
+            self.lane.hand_over(arrival.event, batch.every_tensor)
+            batch.arrival = None
+        return batch
+
+    # ---- the rest --------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Return the way, what was measured, what is registered, and why not more."""
+        return {
+            "way": self.way,
+            "seconds": {way: asdict(figures) for way, figures in self._figures.items()},
+            "measured": dict(self._measured),
+            "refused": dict(self._refused),
+            "registered_bytes": sum(registration.num_bytes for registration in self._registrations),
+            "not_registered": dict(self._left_out),
+        }
+
+    def close(self) -> None:
+        """Wait for the device and give registered memory back; safe to call twice."""
+        with contextlib.suppress(RuntimeError):  # a device that has failed reads nothing any more
+            self.guards.drain()
+            self.lane.record().synchronize()
+        for registration in self._registrations:
+            registration.close()

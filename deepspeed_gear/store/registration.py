@@ -1,0 +1,281 @@
+"""Shared memory that CUDA knows: which columns a rank registers, in which calls, and why not the others.
+
+CUDA registers whole pages, and no page twice, so calls cover pages. A column counts as registered if all of
+its pages are. File maps are never registered: CUDA refuses maps that are read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from deepspeed_gear.store.memory import MADV_POPULATE_WRITE, SharedMemory
+from deepspeed_gear.store.native import address
+
+MOST_CALL_BYTES = 1 << 30  # one call of 512 GiB fails on some drivers, and each holds the driver's lock
+PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+SUCCESS = 0
+IS_FILE = "it lies in a mapped file, which CUDA cannot register"
+OVER_BUDGET = "gear.collect.register_bytes is used up"
+
+
+@dataclass(frozen=True)
+class Span:
+    """The bytes [begin, end) of this process's address space."""
+
+    begin: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+    def holds(self, other: Span) -> bool:
+        return self.begin <= other.begin and other.end <= self.end
+
+
+@dataclass(frozen=True)
+class RegistrationPlan:
+    """What is to be registered.
+
+    Args:
+        calls: Spans of whole pages, ascending, none of them overlapping.
+        columns: Those that the calls cover, by name.
+        left_out: Why the others are not registered, by name.
+    """
+
+    calls: tuple[Span, ...]
+    columns: Mapping[str, Span]
+    left_out: Mapping[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(call.num_bytes for call in self.calls)
+
+
+def plan(
+    columns: Mapping[str, Span],
+    memory: Span,
+    budget: int | None = None,
+    page: int = mmap.PAGESIZE,
+    most: int = MOST_CALL_BYTES,
+) -> RegistrationPlan:
+    """Choose whole columns in their order, as long as their pages fit into a budget.
+
+    Args:
+        columns: Where each one lies, by name.
+        memory: What of the address space is shared memory.
+        budget: Bytes that may be registered; None for any number.
+        page: Bytes of a page.
+        most: Bytes of a call at most; a multiple of the page.
+    Returns:
+        Neighbours share calls; a call ends where a column does, up to a page, or after `most` bytes.
+    """
+    taken: dict[str, Span] = {}
+    left_out: dict[str, str] = {}
+    merged: list[Span] = []
+    for name, column in columns.items():
+        if column.num_bytes == 0:
+            taken[name] = column
+            continue
+        if not memory.holds(column):
+            left_out[name] = IS_FILE
+            continue
+        pages = Span(column.begin // page * page, -(-column.end // page) * page)
+        united = _united([*merged, pages])
+        if budget is not None and sum(span.num_bytes for span in united) > budget:
+            left_out[name] = OVER_BUDGET
+            continue
+        merged, taken[name] = united, column
+    ends = [column.begin // page * page for column in taken.values()]
+    calls = [call for span in merged for call in _cut(span, ends, most)]
+    return RegistrationPlan(tuple(calls), taken, left_out)
+
+
+def _united(spans: Sequence[Span]) -> list[Span]:
+    """Return ascending spans that cover the same bytes and do not touch."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        if found and span.begin <= found[-1].end:
+            found[-1] = Span(found[-1].begin, max(found[-1].end, span.end))
+        else:
+            found.append(span)
+    return found
+
+
+def _cut(span: Span, ends: Sequence[int], most: int) -> Iterator[Span]:
+    """Cut a span into calls: at the last end of a column within reach, else where a call is full."""
+    begin = span.begin
+    while begin < span.end:
+        limit = min(begin + most, span.end)
+        if limit < span.end:
+            limit = max((end for end in ends if begin < end <= limit), default=limit)
+        yield Span(begin, limit)
+        begin = limit
+
+
+def span_of(column: torch.Tensor) -> Span:
+    """Return where a contiguous tensor of the host lies."""
+    begin = column.data_ptr() if column.numel() else 0
+    return Span(begin, begin + column.nbytes)
+
+
+def memory_span(memory: SharedMemory) -> Span:
+    """Return where shared memory lies."""
+    begin = address(np.frombuffer(memory.buffer, np.uint8, 1))
+    return Span(begin, begin + memory.num_bytes)
+
+
+class Runtime(Protocol):
+    """What registers memory. Numbers are errors of the runtime, 0 for success."""
+
+    def register(self, begin: int, num_bytes: int) -> int: ...
+
+    def unregister(self, begin: int) -> int: ...
+
+    def clear_error(self) -> None:
+        """Forget the error of a failed call, which would else be raised at the next launch."""
+
+    def text(self, error: int) -> str: ...
+
+
+class CudaRuntime:
+    """CUDA's own calls. The device that is current is the one that the memory is registered for."""
+
+    def __init__(self) -> None:
+        self._calls: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def register(self, begin: int, num_bytes: int) -> int:
+        return int(self._calls.cudaHostRegister(begin, num_bytes, PORTABLE_MAPPED))
+
+    def unregister(self, begin: int) -> int:
+        return int(self._calls.cudaHostUnregister(begin))
+
+    def clear_error(self) -> None:
+        # Torch looks for an error behind each launch, and takes it away as it raises it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones((), device="cuda")
+
+    def text(self, error: int) -> str:
+        return str(self._calls.cudaGetErrorString(self._calls.cudaError(error)))
+
+
+class Registration:
+    """The registered columns of one table in this process; `close` ends it.
+
+    Thread safety: none; made and closed by the main thread. Memory must stay mapped until it is closed.
+
+    Args:
+        memory: The table's.
+        wanted: What to register.
+        runtime: What registers.
+    """
+
+    def __init__(self, memory: SharedMemory, wanted: RegistrationPlan, runtime: Runtime) -> None:
+        self._runtime, self.calls = runtime, list[Span]()
+        self.left_out = dict(wanted.left_out)
+        failed = ""
+        fcntl.flock(memory.fd, fcntl.LOCK_EX)  # the driver has one lock: ranks that wait in it stop others
+        try:
+            for call in wanted.calls:
+                failed = self._register(memory, call)
+                if failed:
+                    break
+        finally:
+            fcntl.flock(memory.fd, fcntl.LOCK_UN)
+        self.columns: dict[str, Span] = {}
+        for name, column in wanted.columns.items():
+            if self._covers(column):
+                self.columns[name] = column
+            else:
+                self.left_out[name] = failed
+
+    def _register(self, memory: SharedMemory, call: Span) -> str:
+        """Register one span; return why it failed, or nothing."""
+        base = memory_span(memory).begin
+        first = max(call.begin - base, 0) // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError):  # older kernels: CUDA touches the pages itself, only slower
+            memory.buffer.madvise(MADV_POPULATE_WRITE, first, min(call.end - base, memory.num_bytes) - first)
+        error = self._runtime.register(call.begin, call.num_bytes)
+        if error == SUCCESS:
+            self.calls.append(call)
+            return ""
+        self._runtime.clear_error()
+        return f"registering {call.num_bytes} bytes failed: {self._runtime.text(error)}"
+
+    def _covers(self, column: Span) -> bool:
+        at = column.begin
+        for call in self.calls:
+            if call.begin <= at < call.end:
+                at = call.end
+        return at >= column.end
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(call.num_bytes for call in self.calls)
+
+    def cuts(self, name: str) -> np.ndarray:
+        """Return the bytes of a column at which a call ends: no copy may go across. Ascending, int64."""
+        begin = self.columns[name].begin
+        return np.array([call.end - begin for call in self.calls if call.end > begin], np.int64)
+
+    def close(self) -> None:
+        """Take everything back; safe to call twice."""
+        while self.calls:
+            if self._runtime.unregister(self.calls.pop().begin) != SUCCESS:
+                self._runtime.clear_error()
+
+
+def why_impossible() -> str:
+    """Return why nothing could be registered in this process; empty if it could. Registers a page to see."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    memory = SharedMemory.create(mmap.PAGESIZE, huge_pages=False)
+    try:
+        registration = Registration(
+            memory, plan({"page": memory_span(memory)}, memory_span(memory)), CudaRuntime()
+        )
+        registration.close()
+        return registration.left_out.get("page", "")
+    finally:
+        memory.close()
+
+
+class _Alias:
+    """Registered memory as torch reads it without a copy; keeps what it lies in."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (address(array), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def as_device_tensor(column: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """View registered memory as a tensor of a device; the caller promises not to write.
+
+    The address is the same for host and device, as it is wherever both share one address space.
+
+    Args:
+        column: Of the host, contiguous, registered. [rows, *shape].
+        device: A CUDA device.
+    """
+    if column.numel() == 0:
+        return torch.empty_like(column, device=device)
+    is_bfloat = column.dtype == torch.bfloat16  # which NumPy does not have
+    stored = column.view(torch.int16) if is_bfloat else column
+    there = torch.as_tensor(_Alias(stored.numpy()), device=device)
+    return there.view(torch.bfloat16) if is_bfloat else there

@@ -1,0 +1,301 @@
+"""Batches from the memory of a node to a GPU: every way gives the CPU's, waits for nothing and tears nothing.
+
+The same code runs on the CPU in tests/unit/test_placing.py; here is what only a GPU can show.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import config_of
+
+from deepspeed_gear import Batch, Column, Replay, Schema
+from deepspeed_gear.collection.lane import CudaLane
+from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, WAYS
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.store.memory import SharedMemory
+from deepspeed_gear.store.registration import (
+    OVER_BUDGET,
+    CudaRuntime,
+    Registration,
+    as_device_tensor,
+    memory_span,
+    plan,
+    span_of,
+)
+
+pytestmark = pytest.mark.gpu
+SCHEMA = Schema(  # Hopper's
+    [
+        Column("observation", "float32", (11,), "observation", "T+1"),
+        Column("action", "float32", (3,), "action"),
+        Column("reward", "float32", (), "reward"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("truncated", "bool", (), "truncated"),
+    ]
+)
+WINDOW = {"offset": -19, "length": 20}
+FIELDS = {
+    "observation": {**WINDOW, "as": "engine", "scale": 0.5},
+    "action": WINDOW,
+    "frames": {"column": "observation", "offset": -3, "length": 4, "pad": "edge"},
+    "return_to_go": {**WINDOW, "scale": 0.001},
+    "timestep": WINDOW,
+    "next_observation": {"column": "observation", "offset": "n_step"},
+}
+PRIORITIZED = {"kind": "prioritized", "alpha": 0.6, "beta": 0.4, "unit": "step"}
+SLEEP = 2_000_000_000  # cycles: about a second
+AT_ONCE_S = 1e-3
+BATCHES = 12
+
+
+def trajectory(steps: int) -> dict[str, Any]:
+    words = np.random.default_rng(steps)
+    ends = np.arange(steps) == steps - 1
+    return {
+        "observation": words.random((steps + 1, 11), dtype=np.float32),
+        "action": words.random((steps, 3), dtype=np.float32),
+        "reward": words.random(steps, dtype=np.float32),
+        "terminated": ends & (steps % 2 == 0),
+        "truncated": ends & (steps % 2 == 1),
+    }
+
+
+def replay_of(device: str, collect: dict[str, Any] | None = None, **options: Any) -> Replay:
+    section = {"fields": FIELDS, "n_step": {"n": 3, "gamma": 0.9}, "batch_size": 64, "sampler": PRIORITIZED}
+    section |= {"tables": {"main": {"capacity_steps": 100_000}}, "collect": collect or {}, **options}
+    replay = Replay(
+        config_of(**section), schemas={"main": SCHEMA}, device=device, engine_dtype=torch.bfloat16
+    )
+    for steps in (1, 7, 500, 33, 1000, 20):
+        replay.add(trajectory(steps))
+    return replay
+
+
+def skip_without(way: str) -> None:
+    """Skip where the driver has no batched copies."""
+    if way == COPIES:
+        try:
+            copy_one()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+
+
+def copy_one() -> torch.Tensor:
+    stored, out = torch.arange(9.0, device="cuda"), torch.zeros(40, dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        load_backend("cuda").copy_pieces_(out, [stored], torch.tensor([[0, 4, 8, 12], [0, 32, 0, 4]]))
+    torch.cuda.synchronize()
+    return out
+
+
+def assert_same(got: Batch, expected: Batch) -> None:
+    assert list(got) == list(expected)
+    for name in expected:
+        assert got[name].is_cuda, name
+        assert torch.equal(got[name].cpu(), expected[name]), name
+        if name in expected.mask:
+            assert torch.equal(got.mask[name].cpu(), expected.mask[name]), name
+    for name in ("id", "anchor", "number", "weight", "epoch", "valid", "probability"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
+    assert not got.host_records.is_cuda
+    assert torch.equal(got.host_records, expected.host_records)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Batch]:
+    with replay_of("cpu") as replay:
+        return [replay.sample().clone() for _ in range(BATCHES)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("way", ["auto", *WAYS])
+def test_every_way_gives_the_batches_of_the_cpu(expected: list[Batch], way: str, prefetch: int) -> None:
+    skip_without(way)
+    with replay_of("cuda", {"way": way}, prefetch=prefetch) as replay:
+        told = replay.statistics()["collect"]
+        assert told["way"] == way or way == "auto"
+        assert told["way"] in told["seconds"]
+        for batch in expected:
+            assert_same(replay.sample(), batch)
+        assert replay.take_metrics()["bytes"] > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_registered_is_staged(expected: list[Batch], way: str) -> None:
+    """The column of observations alone fits."""
+    skip_without(way)
+    most = 110_000 * 44 + (64 << 10)
+    with replay_of("cuda", {"way": way, "register_bytes": most}) as replay:
+        told = replay.statistics()["collect"]
+        assert told["registered_bytes"] <= most
+        if way != STAGED:
+            assert set(told["not_registered"]["main"].values()) == {OVER_BUDGET}
+            assert "observation" not in told["not_registered"]["main"]
+        for batch in expected:
+            assert_same(replay.sample(), batch)
+
+
+def test_nothing_registered_means_staged(expected: list[Batch]) -> None:
+    with replay_of("cuda", {"register_bytes": 0}) as replay:
+        assert replay.statistics()["collect"]["way"] == STAGED
+        assert_same(replay.sample(), expected[0])
+    with pytest.raises(ConfigError, match=r"gear\.collect\.way must be possible here"):
+        replay_of("cuda", {"way": DIRECT, "register_bytes": 0})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sampling_waits_for_nothing(expected: list[Batch], way: str) -> None:
+    """Behind a kernel that sleeps, sampling returns at once, and its result comes in the stream's order."""
+    skip_without(way)
+    with replay_of("cuda", {"way": way}) as replay:
+        for batch in expected[:6]:
+            assert_same(replay.sample(), batch)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP)
+        taken = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            batch = replay.sample()
+            taken.append(time.perf_counter() - begin)
+            copies = [batch[name].clone() for name in batch]
+        behind = torch.cuda.Event()
+        behind.record()
+        assert not behind.query()
+        assert max(taken) < AT_ONCE_S
+        torch.cuda.synchronize()
+        for copy, name in zip(copies, expected[7], strict=True):
+            assert torch.equal(copy.cpu(), expected[7][name])
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_ring_entry_is_not_written_before_its_user_has_read_it(
+    expected: list[Batch], way: str, prefetch: int
+) -> None:
+    """The user's stream is late: its copies of early batches run when later ones were asked for."""
+    skip_without(way)
+    with replay_of("cuda", {"way": way}, prefetch=prefetch) as replay:
+        copies = []
+        for _ in expected:
+            batch = replay.sample()
+            torch.cuda._sleep(SLEEP // 20)
+            copies.append({name: batch[name].clone() for name in batch})
+        torch.cuda.synchronize()
+    for copy, batch in zip(copies, expected, strict=True):
+        assert all(torch.equal(copy[name].cpu(), batch[name]) for name in batch)
+
+
+@pytest.mark.parametrize("way", [DIRECT, COPIES])
+def test_a_cut_is_kept_until_the_lane_has_read_it(way: str) -> None:
+    skip_without(way)
+    with replay_of("cuda", {"way": way}) as replay:
+        placing = replay._maker._placing
+        assert placing is not None
+        consumed = replay.streams["train"].consumed
+        replay.sample()
+        torch.cuda.synchronize()
+        replay.sample()
+        assert int(consumed[0]) == 1
+        torch.cuda.synchronize()
+        with placing.lane.running():
+            torch.cuda._sleep(SLEEP)
+        replay.sample()
+        assert int(consumed[0]) == 2
+        placing.guards.settle()
+        assert int(consumed[0]) == 2
+        torch.cuda.synchronize()
+        placing.guards.settle()
+        assert int(consumed[0]) == 3
+
+
+def test_priorities_and_a_transform_on_the_device() -> None:
+    def transform(batch: Batch, keys: torch.Tensor) -> Batch:
+        batch["action"] = batch["action"] + 1
+        return batch
+
+    found = {}
+    for device in ("cpu", "cuda"):
+        with replay_of(device, prefetch=0) as replay:
+            replay.transform = transform
+            sums = []
+            for _ in range(5):
+                batch = replay.sample()
+                replay.update_priorities(batch, batch["return_n"].abs())
+                sums.append((batch["action"].cpu().clone(), batch.id.cpu().clone()))
+            found[device] = sums
+    for got, wanted in zip(found["cuda"], found["cpu"], strict=True):
+        assert torch.equal(got[0], wanted[0])
+        assert torch.equal(got[1], wanted[1])
+
+
+# ---- parts of it ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    made = SharedMemory.create(1 << 20)
+    yield made
+    made.close()
+
+
+def test_pieces_are_copied() -> None:
+    skip_without(COPIES)
+    stored = torch.arange(9.0).view(torch.uint8)
+    expected = torch.zeros(40, dtype=torch.uint8)
+    expected[8:20], expected[:4] = stored[4:16], stored[32:36]
+    assert torch.equal(copy_one().cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64])
+def test_registered_memory_is_a_tensor_of_the_device(memory: SharedMemory, dtype: torch.dtype) -> None:
+    data = torch.from_numpy(np.frombuffer(memory.buffer, np.uint8))
+    data.copy_(torch.randint(0, 2, data.shape, dtype=torch.uint8))
+    column = data[128 : 128 + 8000].view(dtype).view(-1, 4)
+    wanted = plan({"column": span_of(column)}, memory_span(memory))
+    found = Registration(memory, wanted, CudaRuntime())
+    assert found.left_out == {}
+    there = as_device_tensor(column, torch.device("cuda", torch.cuda.current_device()))
+    assert there.is_cuda
+    assert there.dtype == dtype
+    assert there.data_ptr() == column.data_ptr()
+    assert torch.equal(there.cpu(), column)
+    data[128] ^= 1  # no copy
+    assert torch.equal(there.cpu().view(torch.uint8), column.view(torch.uint8))
+    torch.cuda.synchronize()
+    found.close()
+    del data, column, there
+
+
+def test_a_failed_registration_leaves_no_error_behind(memory: SharedMemory) -> None:
+    """No page is registered twice."""
+    wanted = plan({"all": memory_span(memory)}, memory_span(memory))
+    first = Registration(memory, wanted, CudaRuntime())
+    second = Registration(memory, wanted, CudaRuntime())
+    assert first.left_out == {}
+    assert "failed" in second.left_out["all"]
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    second.close()
+    first.close()
+    third = Registration(memory, wanted, CudaRuntime())
+    assert third.left_out == {}
+    third.close()
+
+
+def test_small_tensors_are_brought_without_a_wait() -> None:
+    lane = CudaLane(torch.device("cuda"))
+    with lane.running():
+        torch.cuda._sleep(SLEEP // 4)
+        begin = time.perf_counter()
+        there = lane.bring([torch.arange(5), torch.ones(3, dtype=torch.bool)])
+        assert time.perf_counter() - begin < 50 * AT_ONCE_S  # the first pinned block is made here
+    event = lane.record()
+    assert not event.query()
+    lane.hand_over(event, there)
+    assert [tensor.tolist() for tensor in there] == [[0, 1, 2, 3, 4], [True] * 3]

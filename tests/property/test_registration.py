@@ -1,0 +1,153 @@
+"""Which pieces of shared memory are registered, in which calls; and what a failed call leaves."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_gear.store.memory import SharedMemory
+from deepspeed_gear.store.registration import (
+    IS_FILE,
+    OVER_BUDGET,
+    Registration,
+    RegistrationPlan,
+    Span,
+    memory_span,
+    plan,
+    span_of,
+)
+
+PAGE = 16  # small numbers find the same borders
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class LockedPages:
+    """Registers memory as the kernel can without CUDA: locks it, and refuses what is not mapped."""
+
+    def __init__(self) -> None:
+        self.locked: list[tuple[int, int]] = []
+        self.cleared = 0
+
+    def register(self, begin: int, num_bytes: int) -> int:
+        if LIBC.mlock(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes)):
+            return ctypes.get_errno()
+        self.locked.append((begin, num_bytes))
+        return 0
+
+    def unregister(self, begin: int) -> int:
+        place = next(i for i, (at, _) in enumerate(self.locked) if at == begin)
+        LIBC.munlock(ctypes.c_void_p(begin), ctypes.c_size_t(self.locked.pop(place)[1]))
+        return 0
+
+    def clear_error(self) -> None:
+        self.cleared += 1
+
+    def text(self, error: int) -> str:
+        return os.strerror(error)
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    made = SharedMemory.create(64 << 10)
+    yield made
+    made.close()
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> dict[str, Span]:
+    """Neighbouring columns in some order, some of them empty, some elsewhere."""
+    at, found = 1000, []
+    for _ in range(draw(st.integers(0, 8))):
+        at += draw(st.integers(0, 40))
+        size = draw(st.integers(0, 200))
+        found.append(Span(at, at + size))
+        at += size
+    elsewhere = [Span(9000 + 50 * i, 9040 + 50 * i) for i in range(draw(st.integers(0, 2)))]
+    order = draw(st.permutations([*found, *elsewhere]))
+    return {f"column{i}": span for i, span in enumerate(order)}
+
+
+@given(columns(), st.none() | st.integers(0, 1500), st.integers(1, 10))
+def test_plan(wanted: dict[str, Span], budget: int | None, pages: int) -> None:
+    memory = Span(992, 5000)
+    found = plan(wanted, memory, budget, PAGE, pages * PAGE)
+    calls = found.calls
+    assert list(calls) == sorted(calls, key=lambda call: call.begin)
+    assert all(a.end <= b.begin for a, b in pairwise(calls))  # no page twice
+    assert all(0 < call.num_bytes <= pages * PAGE for call in calls)
+    assert all(call.begin % PAGE == call.end % PAGE == 0 for call in calls)
+    assert found.num_bytes <= (found.num_bytes if budget is None else budget)
+    covered = {byte for call in calls for byte in range(call.begin, call.end)}
+    needed: set[int] = set()
+    for name, span in found.columns.items():
+        assert span == wanted[name]
+        assert covered.issuperset(range(span.begin, span.end))
+        if span.num_bytes:
+            needed |= set(range(span.begin // PAGE * PAGE, -(-span.end // PAGE) * PAGE))
+    assert covered == needed  # and nothing else
+    assert found.columns.keys() | found.left_out.keys() == wanted.keys()
+    for name, why in found.left_out.items():
+        assert name not in found.columns
+        assert why == (OVER_BUDGET if memory.holds(wanted[name]) else IS_FILE)
+    if budget is None:
+        assert all(why == IS_FILE for why in found.left_out.values())
+
+
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=6), st.integers(2, 9))
+def test_calls_end_where_columns_do(sizes: list[int], pages: int) -> None:
+    """A call ends in front of the page in which another column begins, if it reaches one."""
+    ends = np.cumsum([0, *sizes]).tolist()
+    spans = {str(i): Span(begin, end) for i, (begin, end) in enumerate(pairwise(ends))}
+    found = plan(spans, Span(0, 2000), None, PAGE, pages * PAGE)
+    for call in found.calls[:-1]:
+        borders = [begin // PAGE * PAGE for begin in ends[:-1] if call.begin < begin // PAGE * PAGE]
+        within = [border for border in borders if border <= call.begin + pages * PAGE]
+        assert call.end == (max(within) if within else call.begin + pages * PAGE)
+
+
+def test_registered_columns(memory: SharedMemory) -> None:
+    data = torch.from_numpy(np.frombuffer(memory.buffer, np.uint8))
+    columns = {"a": data[100:9000], "b": data[9000:30000], "none": data[:0], "file": torch.zeros(10)}
+    spans = {name: span_of(column) for name, column in columns.items()}
+    runtime = LockedPages()
+    found = Registration(memory, plan(spans, memory_span(memory), most=8192), runtime)
+    assert set(found.columns) == {"a", "b", "none"}
+    assert found.left_out == {"file": IS_FILE}
+    assert len(runtime.locked) == len(found.calls) == 4
+    assert found.num_bytes == 32768
+    assert found.cuts("b").tolist() == [8192 * i - 9000 for i in range(2, 5)]
+    found.close()
+    found.close()
+    assert runtime.locked == []
+    assert runtime.cleared == 0
+    del data, columns
+
+
+def test_a_failed_call_leaves_its_columns_out_and_no_error(memory: SharedMemory) -> None:
+    base = memory_span(memory).begin
+    columns = {name: Span(base + at, base + at + 5000) for name, at in (("a", 0), ("b", 8192), ("c", 16384))}
+    calls = tuple(Span(base + at, base + at + 8192) for at in (0, 8192, 16384))
+    runtime, pages = LockedPages(), ctypes.c_void_p(base + 8192)
+    assert LIBC.mprotect(pages, ctypes.c_size_t(8192), 0) == 0  # nobody may read them: they cannot be locked
+    try:
+        found = Registration(memory, RegistrationPlan(calls, columns, {"file": IS_FILE}), runtime)
+    finally:
+        LIBC.mprotect(pages, ctypes.c_size_t(8192), mmap.PROT_READ | mmap.PROT_WRITE)
+    assert list(found.columns) == ["a"]
+    assert found.left_out["file"] == IS_FILE
+    assert (
+        found.left_out["b"] == found.left_out["c"] == "registering 8192 bytes failed: Cannot allocate memory"
+    )
+    assert runtime.cleared == 1
+    assert runtime.locked == [(base, 8192)]
+    found.close()
+    assert runtime.locked == []

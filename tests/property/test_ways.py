@@ -1,0 +1,229 @@
+"""The three ways to a device give the batches of the collector, whatever is collected; here on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear_support import config_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.collection.lane import HostLane
+from deepspeed_gear.collection.pieces import BYTES, COLUMN, FROM, TO, Window, fetch, pieces_of, split
+from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach
+from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, WAYS
+from deepspeed_gear.config import NStepConfig, ResolvedField
+from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
+from deepspeed_gear.ops.reference.collect import bounds
+from deepspeed_gear.store.table import Table
+
+LENGTHS = (1, 2, 5, 40, 3, 11)
+SHAPES = {"a": (3,), "b": (), "c": (2, 2), "d": (5,), "final": (7,), "one": (3,)}
+DTYPES = {"a": "float32", "b": "int64", "c": "uint8", "d": "bfloat16", "final": "float16", "one": "float64"}
+TARGETS = {
+    "a": ("float32", "float64", "bfloat16"),
+    "b": ("int64",),
+    "c": ("uint8", "float32"),
+    "d": ("bfloat16", "float32"),
+    "final": ("float16", "engine"),
+    "one": ("float64",),
+}
+ROWS = {"final": "T+1", "one": "1"}
+SCHEMA = Schema(
+    [
+        *(Column(name, DTYPES[name], shape, "other", ROWS.get(name, "T")) for name, shape in SHAPES.items()),
+        Column("reward", "float32", (), "reward"),
+        Column("terminated", "bool", (), "terminated"),
+        Column("truncated", "bool", (), "truncated"),
+    ]
+)
+NAMES = (*SHAPES, "reward", "terminated", "truncated", "derived/return_to_go")
+
+
+def trajectory(steps: int) -> dict[str, Any]:
+    words = np.random.default_rng(steps)
+    made: dict[str, Any] = {}
+    for name, shape in SHAPES.items():
+        rows = {"T+1": (steps + 1,), "1": ()}.get(ROWS.get(name, "T"), (steps,))
+        values = words.integers(0, 200, (*rows, *shape))
+        made[name] = torch.from_numpy(values).bfloat16() if name == "d" else values.astype(DTYPES[name])
+    ends = np.arange(steps) == steps - 1
+    made["reward"] = words.random(steps).astype(np.float32)
+    return {**made, "terminated": ends & (steps % 2 == 0), "truncated": ends & (steps % 2 == 1)}
+
+
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    config = config_of(fields={"return_to_go": {}}, batch_size=2, backend=request.param)
+    with Replay(config, schemas={"main": SCHEMA}) as replay:
+        for steps in LENGTHS:
+            replay.add(trajectory(steps))
+        yield replay.tables["main"]
+
+
+@st.composite
+def fields(draw: st.DrawFn, name: str, follows: bool) -> ResolvedField:
+    source = draw(st.sampled_from([*SHAPES, "timestep", "position", "return_to_go"]))
+    length = None if source == "one" else draw(st.none() | st.integers(1, 9))
+    if source == "position" and length is None:
+        length = 3
+    part = None if length is None else draw(st.none() | st.integers(1, length))
+    common: dict[str, Any] = {
+        "offset": "n_step" if follows and draw(st.booleans()) else draw(st.integers(-12, 12)),
+        "length": length,
+        "align": draw(st.sampled_from(["in_place", "left", "right"])) if length else "in_place",
+        "pad_kind": draw(st.sampled_from(["zero", "value", "edge"])),
+        "part_length": part,
+        "part_first": 0 if part is None or length is None else draw(st.integers(0, length - part)),
+    }
+    common["pad_value"] = 3 if common["pad_kind"] == "value" else 0
+    if source not in SHAPES:
+        dtype = "float32" if source == "return_to_go" else "int64"
+        return ResolvedField(name, None, source, dtype=dtype, **common)
+    if source == "one":
+        common |= {"offset": 0, "pad_kind": "zero", "pad_value": 0}
+    target = draw(st.sampled_from(TARGETS[source]))
+    scale = draw(st.sampled_from([1.0, 0.5])) if target not in ("int64", "uint8") else 1.0
+    return ResolvedField(name, SCHEMA[source], dtype=target, scale=scale, **common)
+
+
+def records_of(table: Table, draw: st.DrawFn) -> torch.Tensor:
+    count, rows = draw(st.integers(1, 9)), []
+    for number in range(count):
+        slot = draw(st.integers(0, len(LENGTHS) - 1))
+        first = int(table.slots[slot, SLOT_FIRST_ROW])
+        rows.append([slot, slot, 0, first, LENGTHS[slot], draw(st.integers(0, LENGTHS[slot] - 1)), 1, number])
+    return torch.tensor(rows)
+
+
+def placed(way: str, reached: frozenset[str], options: dict[str, Any]) -> PlacedCollector:
+    table: Table = options["table"]
+    reach = Reach({name: table.collected(name) for name in reached})
+    n_step = {"reward", "terminated", "truncated"} <= reached
+    carriage = Carriage(HostLane(), table.ops, way, lambda name: name in reached, n_step, 2)
+    return PlacedCollector(carriage, reach, **options)
+
+
+@given(data=st.data(), way=st.sampled_from(WAYS), n=st.none() | st.integers(1, 4))
+def test_every_way_gives_the_batches_of_the_collector(
+    table: Table, data: st.DataObject, way: str, n: int | None
+) -> None:
+    count = data.draw(st.integers(0 if n else 1, 5))
+    wanted = [data.draw(fields(f"field{i}", n is not None)) for i in range(count)]
+    everything = data.draw(st.booleans())
+    reached = frozenset(NAMES) if everything else data.draw(st.frozensets(st.sampled_from(NAMES)))
+    records = data.draw(st.composite(lambda draw: records_of(table, draw))())
+    n_step = None if n is None else NStepConfig(n=n, gamma=0.9)
+    options: dict[str, Any] = {"fields": wanted, "table": table, "statistics": {}, "n_step": n_step}
+    options |= {"num_samples": len(records), "depth": 2, "engine_dtype": torch.bfloat16, "threads": 1}
+    plain, other = Collector(**options), placed(way, reached, options)
+    if everything and way == DIRECT:
+        assert set(other.ways.values()) <= {DIRECT}
+    for turn in range(3):
+        here, there = plain.collect(records.roll(turn, 0)), other.collect(records.roll(turn, 0))
+        for expected, got in zip(here, there, strict=True):
+            assert expected.keys() == got.keys()
+            for name in expected:
+                same = (
+                    expected[name].view(torch.uint8) if expected[name].dtype != torch.bool else expected[name]
+                )
+                found = got[name].view(torch.uint8) if got[name].dtype != torch.bool else got[name]
+                assert torch.equal(found, same), (name, other.ways)
+    assert torch.equal(other.totals(), plain.totals())
+
+
+@given(data=st.data(), way=st.sampled_from(WAYS))
+def test_parts_of_a_batch_from_several_collectors(table: Table, data: st.DataObject, way: str) -> None:
+    wanted = [data.draw(fields(f"field{i}", True)) for i in range(3)]
+    options: dict[str, Any] = {"fields": wanted, "table": table, "statistics": {}, "threads": 1, "depth": 2}
+    options |= {"n_step": NStepConfig(n=2, gamma=0.5), "engine_dtype": torch.float16}
+    some = [data.draw(st.composite(lambda draw: records_of(table, draw))()) for _ in range(3)]
+    some[1] = some[1][:0]
+    options["num_samples"] = sum(len(records) for records in some)
+    reached = data.draw(st.frozensets(st.sampled_from(NAMES)) | st.just(frozenset(NAMES)))
+    plain = Collector(**options).collect(torch.cat(some))
+    collectors = [placed(way, reached, options) for _ in some]
+    parts = [(collector, records, None) for collector, records in zip(collectors, some, strict=True)]
+    got = collectors[0].collect_from(parts)
+    for expected, found in zip(plain, got, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected), collectors[0].ways
+
+
+def test_what_cannot_go_a_way_goes_another(table: Table) -> None:
+    kinds = {
+        "edge": ResolvedField("edge", SCHEMA["a"], length=3, pad_kind="edge"),
+        "window": ResolvedField("window", SCHEMA["a"], length=3),
+        "follows": ResolvedField("follows", SCHEMA["a"], offset="n_step"),
+        "one": ResolvedField("one", SCHEMA["one"], dtype="float64"),
+        "far": ResolvedField("far", SCHEMA["c"], dtype="uint8", length=2),
+        "step": ResolvedField("step", None, "timestep", dtype="int64"),
+        "goal": ResolvedField("goal", SCHEMA["a"], hindsight=SCHEMA["a"]),
+    }
+    options: dict[str, Any] = {"fields": list(kinds.values()), "table": table, "statistics": {}, "depth": 1}
+    options |= {"n_step": NStepConfig(n=1, gamma=1.0), "engine_dtype": torch.float32, "threads": 1}
+    reached = frozenset(NAMES) - {"c"}
+    found = {way: placed(way, reached, {**options, "num_samples": 2}) for way in WAYS}
+    always = {"far": STAGED, "goal": STAGED}
+    assert found[DIRECT].ways == {**dict.fromkeys(kinds, DIRECT), **always}
+    assert found[COPIES].ways == {**found[DIRECT].ways, "window": COPIES}
+    assert found[STAGED].ways == dict.fromkeys(kinds, STAGED)
+    assert [found[way].reads_in_place for way in WAYS] == [True, True, False]
+
+
+@given(
+    data=st.data(),
+    offset=st.integers(-9, 9),
+    length=st.integers(1, 9),
+    align=st.integers(0, 2),
+    final=st.integers(0, 1),
+)
+def test_pieces_are_the_real_rows(
+    data: st.DataObject, offset: int, length: int, align: int, final: int
+) -> None:
+    first = data.draw(st.integers(0, length - 1))
+    window = Window(offset, length, align, final, first, data.draw(st.integers(1, length - first)))
+    rows = [
+        [0, 0, 0, data.draw(st.integers(0, 50)), steps, data.draw(st.integers(0, steps - 1)), 1, 0]
+        for steps in data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
+    ]
+    records = torch.tensor(rows)
+    cuts = np.unique(data.draw(st.lists(st.integers(1, 700), max_size=5))).astype(np.int64)
+    found = fetch(window, records)
+    pieces = pieces_of(found, records, 4, 11, 1000, cuts)
+    assert (pieces[:, COLUMN] == 4).all()
+    assert (pieces[:, BYTES] > 0).all()
+    copied = {piece[TO] + i: piece[FROM] + i for piece in pieces.tolist() for i in range(piece[BYTES])}
+    assert len(copied) == pieces[:, BYTES].sum()
+    for cut in cuts:  # a copy ends there, or is elsewhere
+        assert not ((pieces[:, FROM] < cut) & (pieces[:, FROM] + pieces[:, BYTES] > cut)).any()
+    expected = {}
+    for i, (_, _, _, begin, steps, anchor, _, _) in enumerate(rows):
+        span = bounds(offset, length, align, torch.tensor([anchor]), torch.tensor([steps + final]))
+        for step in range(int(span.begin), int(span.end)):
+            place = int(span.place) + step - int(span.begin) - first
+            if 0 <= place < window.count:
+                to = 1000 + (i * window.count + place) * 11
+                moved = (int(found.records[i, 3]) + step) * 11 + 1000
+                assert moved == to  # the record leads there
+                expected |= {to + k: (begin + step) * 11 + k for k in range(11)}
+    assert copied == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), max_size=6), st.sets(st.integers(0, 130)))
+def test_split_keeps_every_byte(spans: list[tuple[int, int]], cuts: set[int]) -> None:
+    pieces = np.array([[1, begin, 500 + 50 * i, size] for i, (begin, size) in enumerate(spans)], np.int64)
+    limits = np.array(sorted(cuts), np.int64)
+
+    def bytes_of(some: np.ndarray) -> dict[int, int]:
+        return {p[TO] + k: p[FROM] + k for p in some.tolist() for k in range(p[BYTES])}
+
+    parts = split(pieces.reshape(-1, 4).copy(), limits)
+    assert bytes_of(parts) == bytes_of(pieces.reshape(-1, 4))
+    for cut in cuts:
+        assert not ((parts[:, FROM] < cut) & (parts[:, FROM] + parts[:, BYTES] > cut)).any()

@@ -1,0 +1,169 @@
+"""Ring entries on a device: what the lane waits for before one is written again, and the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gear_support import SCHEMA, config_of, trajectory
+
+from deepspeed_gear import Replay
+from deepspeed_gear.collection.lane import ALIGNMENT, Event, HostEvent, HostLane, Packing
+from deepspeed_gear.collection.placed import PINNED, Carriage, PlacedCollector, Reach
+from deepspeed_gear.collection.ways import DIRECT, STAGED
+from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
+from deepspeed_gear.replay import placing
+
+KEEP, DEPTH = 2, 5
+
+
+class Recorded(HostLane):
+    """A lane that remembers what it was told to wait for; its user gives work to a stream of a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = "user"
+        self.events: list[Event] = []  # of the user, in order
+        self.waits: list[int | str] = []  # number of an event of the user, or a user
+
+    def consumer(self) -> tuple[Any, Event]:
+        self.events.append(HostLane().record())
+        return self.user, self.events[-1]
+
+    def wait(self, event: Event) -> None:
+        self.waits.append(self.events.index(event))
+
+    def wait_for(self, consumer: Any) -> None:
+        self.waits.append(consumer)
+
+
+@pytest.fixture
+def replay() -> Iterator[Replay]:
+    with Replay(config_of(fields={"code": {}}, batch_size=2), schemas={"main": SCHEMA}) as made:
+        made.add(trajectory(3, 9))
+        yield made
+
+
+def collector_of(replay: Replay, lane: HostLane, way: str = DIRECT) -> PlacedCollector:
+    table = replay.tables["main"]
+    carriage = Carriage(lane, table.ops, way, lambda name: True, True, KEEP)
+    options: dict[str, Any] = {"fields": replay.fields, "table": table, "statistics": {}, "n_step": None}
+    options |= {"num_samples": 2, "depth": DEPTH, "engine_dtype": torch.float32, "threads": 1}
+    return PlacedCollector(carriage, Reach({"code": table.collected("code")}), **options)
+
+
+def records_of(replay: Replay) -> torch.Tensor:
+    first = int(replay.tables["main"].slots[0, SLOT_FIRST_ROW])
+    return torch.tensor([[0, 0, 0, first, 9, anchor, 1, 0] for anchor in (2, 5)])
+
+
+def test_an_entry_waits_for_who_used_it(replay: Replay) -> None:
+    """Batch j may be used until batch j + KEEP is taken: what its user was given by then is all."""
+    lane = Recorded()
+    collector, records = collector_of(replay, lane), records_of(replay)
+    for number in range(4 * DEPTH):
+        lane.waits.clear()
+        collector.collect(records)
+        assert lane.waits == ([number - DEPTH + KEEP] if number >= DEPTH else [])
+        collector.hand_over(collector.made)
+
+
+def test_prepared_batches_that_are_dropped(replay: Replay) -> None:
+    """Their entries wait for nobody; an entry whose batch may still be used waits for all its user's work."""
+    lane = Recorded()
+    collector, records = collector_of(replay, lane), records_of(replay)
+    for _ in range(3):  # of which the last two may be used
+        collector.collect(records)
+        collector.hand_over(collector.made)
+    for _ in range(2):
+        collector.collect(records)
+    assert lane.waits == []
+    for _ in range(3):  # they take the entries of the first three
+        collector.collect(records)
+    assert lane.waits == [2, "user", "user"]
+    lane.waits.clear()
+    collector.hand_over(collector.made)  # what was known of the old batches frees no new one
+    for _ in range(DEPTH):
+        collector.collect(records)
+    assert lane.waits == ["user"]
+
+
+def test_an_entry_that_is_used_again_is_not_freed_for_its_older_batch(replay: Replay) -> None:
+    lane = Recorded()
+    collector, records = collector_of(replay, lane), records_of(replay)
+    for _ in range(3):
+        collector.collect(records)
+        collector.hand_over(collector.made)
+    for _ in range(DEPTH - 1):  # dropped, but for the last, which has the entry of the second
+        collector.collect(records)
+    assert collector.made == 1
+    collector.hand_over(1)
+    lane.waits.clear()
+    for _ in range(DEPTH):
+        collector.collect(records)
+    assert lane.waits == ["user", "user"]  # for the third, and for the one handed over again
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"prefetch": 1, "gradient_accumulation_steps": 3}])
+def test_a_ring_is_deep_enough(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """No batch waits for more of its user's work than it must."""
+    lane = Recorded()
+    monkeypatch.setattr(placing, "lane_of", lambda device: lane)
+    section = config_of(fields={"code": {}}, batch_size=6, collect={"way": DIRECT}, **options)
+    with Replay(section, schemas={"main": SCHEMA}) as replay:
+        replay.add(trajectory(3, 9))
+        for _ in range(30):
+            replay.sample()
+    assert len(lane.waits) > 20
+    assert "user" not in lane.waits
+
+
+def test_another_stream_is_waited_for_as_a_whole(replay: Replay) -> None:
+    lane = Recorded()
+    collector, records = collector_of(replay, lane), records_of(replay)
+    for number in range(DEPTH):
+        lane.user = "first" if number == 0 else "second"
+        collector.collect(records)
+        collector.hand_over(collector.made)
+    collector.collect(records)
+    assert lane.waits == ["first"]
+
+
+class Late(HostLane):
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[HostEvent] = []
+
+    def record(self) -> Event:
+        self.copies.append(HostEvent())
+        return self.copies[-1]
+
+
+def test_pinned_memory_is_written_again_when_its_copy_is_done(replay: Replay) -> None:
+    lane = Late()
+    collector, records = collector_of(replay, lane, STAGED), records_of(replay)
+    for _ in range(PINNED):
+        collector.collect(records)
+    thread = threading.Thread(target=collector.collect, args=(records,), daemon=True)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    lane.copies[0].finish()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_packed_tensors_are_aligned_and_apart() -> None:
+    shapes = [((3, 5), torch.float32), ((0, 4), torch.int64), ((7,), torch.bool), ((), torch.float64)]
+    packing = Packing(shapes)
+    flat = torch.zeros(packing.num_bytes, dtype=torch.uint8)
+    views = packing.views(flat)
+    assert [(tuple(view.shape), view.dtype) for view in views] == shapes
+    assert all((view.data_ptr() - flat.data_ptr()) % ALIGNMENT == 0 for view in views if view.numel())
+    for view in views:
+        view.fill_(1)
+    assert int(flat.count_nonzero()) == 15 * 2 + 7 + 2  # 1.0 has two bytes that are not 0
+    assert [view.sum().item() for view in views] == [15, 0, 7, 1]

@@ -1,0 +1,363 @@
+"""A Replay whose batches go to a device: the same by every way, and cuts that are kept until they are read.
+
+The device is the CPU, where a way that is named runs the code of a GPU on a lane that is done at once, or, as
+a busy stream is, only when a test says so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gear_support import SCHEMA, config_of, trajectory, write_dataset
+
+from deepspeed_gear import Batch, Column, Replay, Schema
+from deepspeed_gear.collection.lane import Event, HostEvent, HostLane
+from deepspeed_gear.collection.ways import WAYS
+from deepspeed_gear.config import parse
+from deepspeed_gear.errors import ConfigError, StoreFullError
+from deepspeed_gear.replay import placing
+
+WINDOW = {"offset": -2, "length": 5}
+FIELDS = {
+    "observation": {**WINDOW, "pad": "edge", "scale": 0.5},
+    "action": WINDOW,
+    "code": {**WINDOW, "align": "left", "pad": -1},
+    "next": {"column": "observation", "offset": "n_step", "length": 3},
+    "reward": {},
+    "task": {},
+    "timestep": WINDOW,
+    "return_to_go": WINDOW,
+}
+GOALS = Schema([*SCHEMA, Column("desired", "float32", (3,)), Column("achieved", "float32", (3,))])
+STEPS = {"kind": "uniform", "unit": "step"}
+
+
+class LateLane(HostLane):
+    """A lane whose work is done when `finish` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_late = False
+        self._waiting: list[HostEvent] = []
+
+    def record(self) -> Event:
+        if not self.is_late:
+            return super().record()
+        self._waiting.append(HostEvent())
+        return self._waiting[-1]
+
+    def consumer(self) -> tuple[Any, Event]:
+        return None, HostLane().record()
+
+    def hand_over(self, event: Event, tensors: Any) -> None:
+        """Give a batch away whose work is still under way, as a stream would."""
+
+    def finish(self) -> None:
+        while self._waiting:
+            self._waiting.pop(0).finish()
+
+    def end(self) -> None:
+        self.is_late = False
+        self.finish()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
+    lane = LateLane()
+    monkeypatch.setattr(placing, "lane_of", lambda device: lane)
+    yield lane
+    lane.end()
+
+
+def online(way: str, **options: Any) -> Replay:
+    section = config_of(**{"fields": FIELDS, "batch_size": 8, "collect": {"way": way}, **options})
+    replay = Replay(section, schemas=dict.fromkeys(section["tables"], SCHEMA))
+    for number, steps in enumerate([1, 4, 9, 20]):
+        for table in replay.tables:
+            replay.add(trajectory(number, steps, terminated=number % 2 == 0), table)
+    return replay
+
+
+def assert_same(got: Batch, expected: Batch) -> None:
+    assert list(got) == list(expected)
+    assert got == expected
+    for name in ("id", "anchor", "number", "weight", "epoch", "valid", "probability", "goal_step"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
+def batches(make: Callable[[str], Replay], way: str, count: int = 9) -> list[Batch]:
+    with make(way) as replay:
+        assert ("collect" in replay.statistics()) == (way != "auto")
+        return [replay.sample().clone() for _ in range(count)]
+
+
+PRIORITIZED = {"kind": "prioritized", "alpha": 0.6, "beta": 0.4, "unit": "step"}
+ROOM = {"capacity_steps": 500, "capacity_trajectories": 20}
+MIXTURE = {
+    "tables": {"a": ROOM, "b": ROOM},
+    "sampler": {"kind": "mixture", "shares": {"a": 0.25, "b": 0.75}, "of": STEPS},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_step": {"n": 3, "gamma": 0.9}},
+        {"n_step": {"n": 2, "gamma": 0.5}, "prefetch": 2, "gradient_accumulation_steps": 2},
+        {"n_step": {"n": 1, "gamma": 1.0}, "sampler": PRIORITIZED, "backend": "reference"},
+        {"n_step": {"n": 3, "gamma": 0.9}, "prefetch": 1, **MIXTURE},
+    ],
+    ids=["plain", "prefetch", "reference", "mixture"],
+)
+def test_every_way_gives_the_same_batches(way: str, options: dict[str, Any]) -> None:
+    def make(chosen: str) -> Replay:
+        return online(chosen, **options)
+
+    for got, expected in zip(batches(make, way), batches(make, "auto"), strict=True):
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_goals_of_hindsight(way: str) -> None:
+    def make(chosen: str) -> Replay:
+        fields = {"goal": {"column": "desired", "hindsight": "achieved"}, "action": WINDOW}
+        section = config_of(fields=fields, batch_size=16, hindsight={}, collect={"way": chosen})
+        replay = Replay(section, schemas={"main": GOALS})
+        for number in range(4):
+            rows = torch.arange(9.0)[:, None] + torch.tensor([0.0, 100.0 * number, 1000.0])
+            replay.add({**trajectory(number, 9), "desired": -rows.numpy(), "achieved": rows.numpy()})
+        return replay
+
+    for got, expected in zip(batches(make, way), batches(make, "auto"), strict=True):
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_passes_over_a_data_set(way: str, tmp_path: Path) -> None:
+    """Also a mapped file, whose columns the CPU reaches."""
+    path = write_dataset(tmp_path / "data", [5, 9, 1, 7, 30, 2, 8], split={"eval": 0.4})
+    fields, found = {"action": WINDOW, "reward": {}}, {}
+    for chosen in (way, "auto"):
+        section = config_of(path, fields=fields, batch_size=4, sampler=STEPS, collect={"way": chosen})
+        with Replay(section) as replay:
+            mixed = [next(iter(replay)).clone()]
+            mixed += [batch.clone() for batch in replay.iterator("eval")]
+            found[chosen] = [*mixed, replay.sample().clone()]
+    assert len(found[way]) > 3
+    for got, expected in zip(found[way], found["auto"], strict=True):
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_transform_gets_the_whole_batch(way: str) -> None:
+    seen: list[tuple[float, int]] = []
+
+    def transform(batch: Batch, keys: torch.Tensor) -> Batch:
+        seen.append((float(batch["action"].sum()), len(keys)))
+        batch["action"] = batch["action"] + 1
+        return batch.map(lambda tensor: tensor)
+
+    with online(way, n_step={"n": 1, "gamma": 1.0}, prefetch=1) as replay:
+        replay.transform = transform
+        batch = replay.sample()
+        assert float(batch["action"].sum()) == seen[0][0] + batch["action"].numel()
+        assert seen[0][1] == 8
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_batches_that_the_user_may_hold_are_not_touched(way: str, prefetch: int) -> None:
+    with online(way, n_step={"n": 1, "gamma": 1.0}, prefetch=prefetch) as replay:
+        held = [(batch := replay.sample(), batch.clone())]
+        for _ in range(40):
+            batch = replay.sample()
+            time.sleep(0.002)  # the thread prepares as many as it may
+            held.append((batch, batch.clone()))
+            for kept, copy in held[-2:]:
+                assert_same(kept, copy)
+
+
+def test_what_is_measured_is_told() -> None:
+    with online("copies", n_step={"n": 1, "gamma": 1.0}) as replay:
+        told = replay.statistics()["collect"]
+        assert told["way"] == "copies"
+        assert set(told["seconds"]) == {"copies"}
+        assert 0 < told["seconds"]["copies"]["idle_s"] < 10
+        assert told["refused"] == told["not_registered"] == {}
+
+
+def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device where no way is named."""
+    monkeypatch.setattr("deepspeed_gear.replay.maker.is_wanted", lambda config, device: True)
+    for calibrate, fields in ((False, FIELDS), (True, FIELDS), (True, {"task": {}})):
+        options = {"collect": {"calibrate": calibrate}, "n_step": {"n": 1, "gamma": 1.0}, "fields": fields}
+        with online("auto", **options) as replay:
+            told = replay.statistics()["collect"]
+            replay.sample()
+        if not calibrate:
+            assert told["way"] == "direct"
+            assert told["seconds"] == told["measured"] == {}
+        else:
+            assert set(told["seconds"]) == (set(WAYS) if fields is FIELDS else {"direct", "staged"})
+            assert told["way"] == min(told["seconds"], key=lambda way: told["seconds"][way]["busy_s"])
+            assert told["measured"]["samples"] == 8
+
+
+def test_one_field_of_a_column_is_enough_for_the_copy_engine() -> None:
+    fields = {
+        "window": {"column": "action", "length": 2},
+        "edge": {"column": "action", "length": 2, "pad": "edge"},
+    }
+    with online("copies", fields=fields) as replay:
+        assert replay.sample()["window"].shape == (8, 2, 2)
+
+
+def test_a_way_that_is_impossible_is_refused_by_name() -> None:
+    """Nothing of this batch suits the copy engine."""
+    with pytest.raises(
+        ConfigError, match=r"gear\.collect\.way must be possible here, got 'copies'; no field"
+    ):
+        online("copies", fields={"task": {}})
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"way": "fast"}, r"gear\.collect\.way"),
+        ({"register_bytes": -1}, r"gear\.collect\.register_bytes"),
+        ({"register_bytes": "all"}, r"gear\.collect\.register_bytes"),
+        ({"calibrate": 1}, r"gear\.collect\.calibrate"),
+        ({"speed": 1}, r"gear\.collect"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        parse(config_of(collect=options))
+
+
+def test_the_way_is_the_node_s_own_business() -> None:
+    """It changes no batch: a checkpoint fits, and ranks may differ."""
+    one, other = (parse({**config_of(), "collect": {"way": way}}) for way in ("direct", "auto"))
+    assert one.digest == other.digest
+    assert one.resume_digest == other.resume_digest
+
+
+# ---- cuts that a device still reads --------------------------------------------------------------
+
+
+def consumed(replay: Replay) -> int:
+    return int(replay.streams["train"].consumed[0])
+
+
+@pytest.mark.parametrize("way", ["direct", "copies"])
+def test_a_cut_is_kept_until_its_event(late: LateLane, way: str) -> None:
+    with online(way, n_step={"n": 1, "gamma": 1.0}) as replay:
+        late.is_late = True
+        replay.sample()
+        replay.sample()
+        assert consumed(replay) == 0
+        late.finish()
+        replay.sample()
+        assert consumed(replay) == 2
+        late.end()
+
+
+def test_what_is_staged_is_read_when_the_call_returns() -> None:
+    with online("staged", n_step={"n": 1, "gamma": 1.0}) as replay:
+        replay.sample()
+        assert consumed(replay) == 1
+
+
+def in_thread(action: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_sampling_waits_for_the_device_only_when_the_ring_of_cuts_is_full(late: LateLane) -> None:
+    with online("direct", n_step={"n": 1, "gamma": 1.0}) as replay:
+        late.is_late = True
+        depth = replay.streams["train"].spec.depth
+        for _ in range(depth):
+            replay.sample()
+        assert consumed(replay) == 0
+        thread = in_thread(replay.sample)
+        thread.join(0.2)
+        assert thread.is_alive()
+        late.finish()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert consumed(replay) == depth
+        late.end()
+
+
+def test_adding_waits_until_the_device_has_read_what_goes(late: LateLane) -> None:
+    table = {"main": {"capacity_steps": 40, "capacity_trajectories": 4, "remove": "fifo"}}
+    with online("direct", n_step={"n": 1, "gamma": 1.0}, tables=table, batch_size=64) as replay:
+        late.is_late = True
+        drawn = set(replay.sample().id.tolist())
+        assert drawn == {0, 1, 2, 3}
+        thread = in_thread(lambda: replay.add(trajectory(9, 9)))
+        thread.join(0.2)
+        assert thread.is_alive()
+        late.finish()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert 4 in replay.sample().id.tolist()
+        late.end()
+
+
+def test_a_full_table_waits_for_what_the_device_still_reads(late: LateLane) -> None:
+    """Nobody goes by himself; what was removed is free once it was read."""
+    table = {"main": {"capacity_steps": 34, "capacity_trajectories": 4}}
+    with online("direct", n_step={"n": 1, "gamma": 1.0}, tables=table, batch_size=64) as replay:
+        late.is_late = True
+        assert 3 in replay.sample().id
+        replay.remove([3])
+        thread = in_thread(lambda: replay.add(trajectory(9, 20)))
+        thread.join(0.2)
+        assert thread.is_alive()
+        late.end()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert len(replay) == 4
+        with pytest.raises(StoreFullError):
+            replay.add(trajectory(9, 20))
+
+
+def test_closing_waits_for_the_device(late: LateLane) -> None:
+    """Behind it the memory is not there any more."""
+    replay = online("direct", n_step={"n": 1, "gamma": 1.0})
+    late.is_late = True
+    replay.sample()
+    thread = in_thread(replay.close)
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert consumed(replay) == 0
+    late.end()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_cut_from_before_a_load_is_not_taken_for_a_later_one(late: LateLane) -> None:
+    with online("direct", n_step={"n": 1, "gamma": 1.0}) as replay:
+        start = replay.state_dict()
+        first = replay.sample().clone()
+        replay.sample()
+        late.is_late = True
+        replay.sample()
+        assert consumed(replay) == 2
+        thread = in_thread(lambda: replay.load_state_dict(start))
+        thread.join(0.2)
+        assert thread.is_alive()
+        late.end()
+        thread.join(20)
+        assert consumed(replay) == 0
+        assert_same(replay.sample(), first)
