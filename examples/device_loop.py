@@ -217,6 +217,8 @@ def main(description: str | None, make: Callable[[DeviceReplay, Feed], Learner])
         parser.error("--cudagraphs needs a CUDA device; leave it out, or give --device cuda")
     if device.type == "cpu":
         torch.set_num_threads(1)
+    elif device.index is not None:
+        torch.cuda.set_device(device)  # streams and graphs are of the current device
     if not args.all:
         print(json.dumps(train(make, args)), flush=True)
         return
