@@ -129,14 +129,15 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
     counts = {ZERO_COPY: max(1, sizes.batch_bytes // row_bytes)}
     counts |= {SORTED: counts[ZERO_COPY], ENGINE: max(1, min(sizes.most_pieces, counts[ZERO_COPY]))}
     numbers = {name: torch.from_numpy(random.integers(0, len(column), n)) for name, n in counts.items()}
-    numbers[SORTED] = numbers[ZERO_COPY].sort().values
+    numbers[SORTED] = numbers[ZERO_COPY]
     out = {name: torch.zeros(n, 1, elements, dtype=torch.int64, device=device) for name, n in counts.items()}
     counters, none = torch.zeros(3, dtype=torch.int64, device=device), NONE.to(device)
     spec = [SOURCE_STEPS, 0, 1, 0, 0, PAD_VALUE, elements, -1, 0, 1]
 
     def kernel(name: str) -> Run:
         records = _records(numbers[name]).to(device)
-        rest = counters, [column], [none], [none], records, None, spec, [0.0], 1
+        order = numbers[name].argsort().to(device) if name == SORTED else None  # of equal batches
+        rest = counters, [column], [none], [none], records, None, spec, [0.0], 1, order
         return lambda: ops.gather_([out[name]], [], *rest)
 
     def engine() -> None:
