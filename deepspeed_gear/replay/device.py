@@ -140,6 +140,8 @@ class DeviceReplay:
         self._is_filled = options.data is not None
         self._all = self._records(micro * self._num_parts)
         self._all_weights = self._weights(micro * self._num_parts)
+        for tensor in (self._all, self._all_weights, self._collector.counters):
+            torch._dynamo.mark_static_address(tensor)  # as in RingTable
         self._ring: list[DeviceBatch] = []
         self._reported: dict[int, tuple[Tensor, Tensor]] = {}
 

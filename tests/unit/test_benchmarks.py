@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -161,6 +164,80 @@ def test_exchange_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
     assert all(row["wire"] > row["sent"] >= row["needed"] > 0 for row in rows if row["what"] == "bytes")
 
 
+GPU_FIGURES = {"gather", "draw", "update", "sample and update", "host table", "training step beside"}
+
+
+def test_gpu_runs_without_a_gpu(run_python: Run, tmp_path: Path) -> None:
+    """All of its code but what needs CUDA: events, graphs, streams, the registration."""
+    rows = rows_of(run_python, tmp_path / "gpu.json", "gpu", "--device", "cpu")
+    assert {row["figure"] for row in rows} == GPU_FIGURES
+    document = json.loads((tmp_path / "gpu.json").read_text())
+    assert document["device"]["name"] == "cpu"
+    assert document["smoke"]
+    for row in rows:
+        assert row["us"] > 0
+        assert row.get("rows_right", True), row
+        assert (row["asked"] is None) == (row["holds"] is None)
+    asked = {(row["figure"], row["asked"]) for row in rows} - {(f, None) for f in GPU_FIGURES}
+    assert asked == {
+        ("gather", "fraction >= 0.7"),
+        ("gather", "of_card >= 0.7"),
+        ("draw", "us <= 15.0"),
+        ("update", "us <= 12.0"),
+        ("sample and update", "us <= 30.0"),
+        ("host table", "fraction >= 0.75"),
+        ("host table", "fraction >= 0.9"),
+        ("host table", "fraction >= 0.85"),
+        ("training step beside", "growth <= 0.05"),
+    }
+    cases = [row["case"] for row in rows if row.get("is_chosen")]
+    assert len(cases) == len(set(cases)) == 2 * 3, "one way of each table and size of rows"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_says_that_there_is_none(run_python: Run) -> None:
+    result = run_python("benchmarks/gpu.py")
+    assert result.returncode == 2
+    assert "sees no CUDA device" in result.stderr
+
+
+def test_a_figure_that_fails_is_a_row(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu, clock = load("gpu"), load("support.device_clock")
+
+    def fails() -> Iterator[Any]:
+        yield clock.Row("gather", "B=1", "gear", 2.0, judged="us", at_most=1.0)
+        raise RuntimeError("no memory")
+
+    good, bad = gpu.measured("gather", fails)
+    assert (good["asked"], good["judged"], good["holds"]) == ("us <= 1.0", 2.0, False)
+    assert bad == {"figure": "gather", "error": "RuntimeError: no memory"}
+    gpu.print_rows([good, bad])
+    assert "no memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_the_kernel_beside_gears_compiles(load: Load, tmp_path: Path, architecture: int) -> None:
+    baselines = load("support.device_baselines")
+    if not baselines.has_nvcc():
+        pytest.skip("no nvcc found")
+    target = tmp_path / "thread_gather.so"
+    baselines.compile_kernel(target, f"-arch=sm_{architecture}", "-Werror=all-warnings")
+    assert ctypes.CDLL(str(target), os.RTLD_NOW).GatherByThreads
+
+
+def test_the_plain_prioritized_buffer_draws_by_mass(load: Load) -> None:
+    torch.manual_seed(0)
+    columns = {"item": torch.arange(100)}
+    plain = load("support.device_baselines").TorchPrioritized(columns, 5000)
+    plain.masses.zero_()[[3, 50]] = torch.tensor([1.0, 3.0])
+    plain.step(torch.ones(5000))
+    drawn = plain.out["item"]
+    assert set(drawn.tolist()) == {3, 50}
+    assert float((drawn == 50).float().mean()) == pytest.approx(0.75, abs=0.03)
+    assert float(plain.out["weight"][drawn == 3].min()) == 1
+    assert float(plain.masses[[3, 50]].min()) == pytest.approx(1.001**0.6)
+
+
 def test_select_hides_no_module_of_the_standard_library(run_python: Run) -> None:
     code = "import sys; sys.path.insert(0, 'benchmarks'); import select, subprocess; select.poll()"
     result = run_python("-c", code)
@@ -293,3 +370,31 @@ def test_results_can_be_read_again(load: Load, tmp_path: Path, capsys: pytest.Ca
     assert lines[0].split() == ["name", "number"]
     assert lines[2].endswith("1.25")
     assert len(lines[2]) == len(lines[3])
+
+
+def test_the_clock_of_a_gpu(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it asks of torch.cuda, with stand-ins: warm-up on a side stream, a capture, events."""
+    stream, event, calls = MagicMock(), MagicMock(), list[str]()
+    event.elapsed_time.return_value = 6.0  # ms
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock())
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    module = load("support.device_clock")
+    clock = module.Clock(torch.device("cuda"), 4, 0.05)
+    replay = clock.graph(lambda: calls.append("run"))
+    assert len(calls) == module.WARM_UP + 1
+    assert stream.wait_stream.call_count == 2
+    assert clock.seconds(replay, 3) == pytest.approx(2e-3)
+    times = clock.compare({"a": replay, "b": lambda: None})
+    assert {name: len(each) for name, each in times.items()} == {"a": 4, "b": 4}
+    assert clock.beside(lambda: None, lambda: calls.append("background"), 5) == pytest.approx(6e-3)
+    assert calls.count("background") == 5
+    found = module.rows_against(
+        "f", "c", {"gear": np.full(4, 4.0), "copy": np.full(4, 2.0)}, "copy", 2, 10**6
+    )
+    assert (found["gear"].us, found["gear"].ceiling_us, found["gear"].fraction) == (2e6, 1e6, 0.5)
+    assert found["gear"].to_json()["gb_per_s"] == pytest.approx(0.0005)

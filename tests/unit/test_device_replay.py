@@ -263,6 +263,48 @@ def test_a_whole_step_is_traced_without_a_break() -> None:
         assert torch.equal(a, b)
 
 
+def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """Return what the ops of gear write to in a traced graph."""
+    found = set()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and "gear." in str(node.target):
+            for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    found |= set(given) if isinstance(given, (list, tuple)) else {given}
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "by the table"])
+def test_a_traced_step_writes_to_fixed_tensors_only(sampler: str, accumulation: int) -> None:
+    """What mode="reduce-overhead" asks for: it makes no CUDA graph of a step that writes to others."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    section = online(SAMPLERS[sampler], gradient_accumulation_steps=accumulation)
+    with DeviceReplay(section, "cpu") as replay:
+        batches = [replay.new_batch() for _ in range(accumulation)]
+
+        def step(columns: dict[str, Tensor]) -> None:
+            replay.add_(columns)
+            for batch in batches:
+                replay.sample_(batch)
+                if sampler != "uniform steps":
+                    replay.update_priorities_(batch, batch["reward"].abs())
+
+        torch._dynamo.reset()
+        run = torch.compile(step, fullgraph=True, backend=backend)
+        for turn in range(3):
+            run(trajectories(3, 4, 3 * turn))
+    assert len(graphs) == 1, "nothing that a trace leaves behind makes the next call another one"
+    for node in written_by(graphs[0]):
+        facts = node.meta.get("tensor_dict", {})
+        assert node.op != "placeholder" or "_dynamo_static_input_type" in facts, node.name
+
+
 def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
     section = online(SAMPLERS["by the table"], seed=2)
     with DeviceReplay(section, "cpu") as replay, DeviceReplay(section, "cpu") as other:

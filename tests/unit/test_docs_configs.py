@@ -12,7 +12,7 @@ import pytest
 import torch
 from gear_support import config_of
 
-from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear import Column, DeviceReplay, Replay, Schema
 from deepspeed_gear.errors import ShapeError
 
 SCHEMA = Schema(
@@ -82,3 +82,22 @@ def test_recurrent(checkout: Path) -> None:
             replay.update_priorities(batch, td)
         replay.update_priorities(batch, td, learns)
         replay.sample()
+
+
+def test_gpu(checkout: Path) -> None:
+    """The config and the first program of the page, on the host; what is left of it needs a card."""
+    page = (checkout / "docs" / "gpu.md").read_text()
+    (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    use, graph, compiled = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    known: dict[str, Any] = {"config": json.loads(block), "device": "cpu"}
+    torch.manual_seed(0)
+    exec(use, known)
+    replay, batch = known["replay"], known["batch"]
+    assert isinstance(replay, DeviceReplay)
+    assert 16 * 8 < replay.num_steps < 3 * 16 * 8
+    assert replay.statistics()["priorities_applied"] == batch.num_samples == 256
+    assert known["loss"] > 0
+    replay.check()
+    replay.close()
+    for program in (graph.replace("fixed tensors", "..."), compiled):
+        compile(program, str(checkout / "docs" / "gpu.md"), "exec")

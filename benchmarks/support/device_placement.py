@@ -1,0 +1,242 @@
+"""Figures of a table in the memory of the device: gather, draws, updates, a captured step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_gear import DeviceReplay
+from support.device_baselines import (
+    ALPHA,
+    BETA,
+    TorchPrioritized,
+    gather_by_threads,
+    has_nvcc,
+    torchrl_step,
+)
+from support.device_clock import Clock, Row, Run, median_us, rows_against
+
+FIRST_ROW, ANCHOR = 3, 5  # words of a resolution, ops/csrc/common/slot.h
+LENGTH, ROW_BYTES = 20, 64  # of the windows, in steps; of a step
+ROUNDS, OUTS = 16, 4  # gathers of a graph, and how many batches they rotate over
+CALLS = 20  # draws or updates of a graph
+COPY = "device copy of the same bytes"
+TRANSITION = {"observation": (11,), "next_observation": (11,), "action": (3,), "reward": (), "done": ()}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is.
+
+    Args:
+        trajectories: Of the gather's table.
+        steps: Of each.
+        batches: B of the gathers; the last one is of at least 128 MB.
+        masses: Items that are drawn from.
+        items: Of the captured step.
+        copied: Bytes of the copy that gives the card's bandwidth.
+        replays: Of the captured step in a block.
+    """
+
+    trajectories: int = 33_554
+    steps: int = 1000
+    batches: tuple[int, ...] = (4096, 131_072)
+    masses: int = 1 << 24
+    items: int = 1_000_000
+    copied: int = 1 << 30
+    replays: int = 1000
+
+
+SMOKE = Sizes(40, 50, (64, 96), 4096, 2000, 1 << 16, 3)
+
+
+def columns_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    return {
+        name: {"dtype": "bool" if name == "done" else "float32", "shape": list(shape)}
+        for name, shape in shapes.items()
+    }
+
+
+def replay_of(
+    shapes: Mapping[str, tuple[int, ...]],
+    trajectories: int,
+    steps: int,
+    device: torch.device,
+    **options: Any,
+) -> DeviceReplay:
+    """Return a replay whose table is full of random content."""
+    table = {"placement": "device", "remove": "fifo", "schema": {"columns": columns_of(shapes)}}
+    table |= {"capacity_steps": trajectories * steps, "max_length": steps}
+    table |= {"capacity_trajectories": trajectories}
+    replay = DeviceReplay({"seed": 0, "tables": {"main": table}, **options}, device)
+    at_once = min(max(1, (1 << 16) // steps), max(1, trajectories // 2))
+    for first in range(0, trajectories, at_once):
+        count = min(at_once, trajectories - first)
+        replay.add_(dict(_content(shapes, count, steps, device)))
+    return replay
+
+
+def _content(
+    shapes: Mapping[str, tuple[int, ...]], count: int, steps: int, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    for name, shape in shapes.items():
+        values = torch.randn(count, steps, *shape, device=device)
+        yield name, values > 2 if name == "done" else values
+
+
+def gathers(clock: Clock, sizes: Sizes) -> Iterator[Row]:
+    """Windows of 20 steps of 64 bytes: one column, and three."""
+    card = _card_gb_per_s(clock, sizes)
+    for shapes in ({"row": (16,)}, {"observation": (12,), "action": (3,), "reward": ()}):
+        fields = {name: {"offset": 0, "length": LENGTH} for name in shapes}
+        sampler = {"kind": "uniform", "unit": "step", "anchors": "fits"}
+        options: dict[str, Any] = {"sampler": sampler, "fields": fields, "batch_size": max(sizes.batches)}
+        table = sizes.trajectories, sizes.steps
+        with replay_of(shapes, *table, clock.device, **options) as replay:
+            yield from _gathers_of(clock, sizes, replay, card)
+
+
+def _card_gb_per_s(clock: Clock, sizes: Sizes) -> float:
+    """Return the card's copy bandwidth, read and written."""
+    source, target = (torch.zeros(sizes.copied, dtype=torch.uint8, device=clock.device) for _ in range(2))
+    seconds = clock.compare({"copy": clock.graph(lambda: target.copy_(source))})["copy"]
+    return 2 * sizes.copied / median_us(seconds) / 1e3
+
+
+def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -> Iterator[Row]:
+    collector, outs = replay._collector, [replay.new_batch() for _ in range(OUTS)]
+    records = []
+    for _ in range(ROUNDS):
+        replay.sample_(outs[0])
+        records.append(outs[0].records.clone())
+    names = list(replay.table.columns)
+    columns = [replay.table.columns[name] for name in names]
+    packed = torch.cat([column.reshape(len(column), -1) for column in columns], 1)
+    targets = [torch.zeros(max(sizes.batches), LENGTH, 16, device=clock.device) for _ in range(OUTS)]
+    firsts = [part[:, FIRST_ROW] + part[:, ANCHOR] for part in records]
+    steps = torch.arange(LENGTH, device=clock.device)
+    for size in sizes.batches:
+        num_rows = size * LENGTH
+        rows = [(first[:size, None] + steps).reshape(-1) for first in firsts]
+        stride = max(1, (len(packed) - num_rows) // ROUNDS)
+
+        def gear(size: int = size) -> None:
+            for turn, part in enumerate(records):
+                collector.fill(outs[turn % OUTS].buffers.part(0, size), part[:size])
+
+        def copy(size: int = size, num_rows: int = num_rows, stride: int = stride) -> None:
+            for turn in range(ROUNDS):
+                source = packed[turn * stride : turn * stride + num_rows]
+                targets[turn % OUTS][:size].view(num_rows, 16).copy_(source)
+
+        def select(size: int = size, rows: list[Tensor] = rows) -> None:
+            for turn, part in enumerate(rows):
+                for name, column in zip(names, columns, strict=True):
+                    out = outs[turn % OUTS][name][:size].flatten(0, 1)
+                    torch.index_select(column, 0, part, out=out)
+
+        def threads(size: int = size) -> None:
+            for turn, part in enumerate(firsts):
+                gather_by_threads(packed, part[:size], targets[turn % OUTS][:size])
+
+        runs = {"gear": gear, COPY: copy, "torch.index_select": select}
+        if clock.is_cuda and has_nvcc():
+            runs["a thread per 64 bytes, packed rows"] = threads
+        times = clock.compare({name: clock.graph(run) for name, run in runs.items()})
+        num_bytes, case = num_rows * ROW_BYTES, f"{len(names)} column(s), B={size}"
+        found = rows_against("gather", case, times, COPY, ROUNDS, num_bytes)
+        for row in found.values():
+            of_card = 2 * num_bytes / row.us / 1e3 / card
+            row.more = {"of_card": of_card, "card_gb_per_s": card, "batch_mb": num_bytes / 1e6}
+        gear_row = found["gear"]
+        gear_row.judged, gear_row.at_least = "fraction" if size == sizes.batches[0] else "of_card", 0.7
+        gear_row.more = {**(gear_row.more or {}), "rows_right": _is_right(collector, outs, records, packed)}
+        yield from found.values()
+
+
+def _is_right(collector: Any, outs: list[Any], records: list[Tensor], packed: Tensor) -> bool:
+    """Tell whether the gather of a whole batch gives the rows of the table."""
+    batch = outs[0]
+    collector.fill(batch.buffers, records[0])
+    first = records[0][:, FIRST_ROW] + records[0][:, ANCHOR]
+    rows = first[:, None] + torch.arange(LENGTH, device=packed.device)
+    got = torch.cat([batch[name].reshape(*rows.shape, -1) for name in batch], 2)
+    return bool(torch.equal(got, packed[rows]))
+
+
+def selection(clock: Clock, sizes: Sizes) -> Iterator[Row]:
+    """Draws from many masses, and updates of priorities."""
+    count = min(1024, sizes.masses // 4)
+    sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
+    options: dict[str, Any] = {"sampler": sampler, "fields": {"value": {}}, "batch_size": count}
+    with replay_of({"value": ()}, sizes.masses, 1, clock.device, **options) as replay:
+        batches = [replay.new_batch() for _ in range(CALLS)]
+        values = [torch.rand(count, device=clock.device) * 3 for _ in range(CALLS)]
+        copies = torch.zeros_like(batches[0].records)
+
+        def draw() -> None:
+            for batch in batches:
+                assert batch.importance is not None
+                replay._selection.select_(batch.records, batch.importance)
+
+        def update() -> None:
+            for batch, priorities in zip(batches, values, strict=True):
+                replay.update_priorities_(batch, priorities)
+
+        def copy() -> None:
+            for batch in batches:
+                copies.copy_(batch.records)
+
+        draw()
+        update()
+        ceiling = "device copy of the records"
+        runs = {"draw": draw, "update": update, ceiling: copy}
+        times = clock.compare({name: clock.graph(run) for name, run in runs.items()})
+        case = f"{count} of {sizes.masses} masses, {CALLS} in a graph"
+        for name, bound in (("draw", 15.0), ("update", 12.0)):
+            row = rows_against(name, case, times, ceiling, CALLS)[name]
+            row.what, row.judged, row.at_most = "gear", "us", bound
+            yield row
+
+
+def steps(clock: Clock, sizes: Sizes) -> Iterator[Row]:
+    """Sample and update at B=256, as one captured graph; and others that do the same."""
+    count, items = 256, sizes.items
+    sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
+    fields: dict[str, Any] = {name: {} for name in TRANSITION}
+    options: dict[str, Any] = {"sampler": sampler, "fields": fields, "batch_size": count}
+    with replay_of(TRANSITION, items, 1, clock.device, **options) as replay:
+        batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
+        columns = {name: column[:items] for name, column in replay.table.columns.items()}
+        plain = TorchPrioritized(columns, count)
+        source = torch.zeros(count, sum(c[0].numel() * c.element_size() for c in columns.values()))
+        source = source.to(torch.uint8).to(clock.device)
+        target = torch.zeros_like(source)
+
+        def gear() -> None:
+            replay.sample_(batch)
+            replay.update_priorities_(batch, td)
+
+        graphs = {"gear": gear, COPY: lambda: target.copy_(source), "plain torch": lambda: plain.step(td)}
+        runs = {name: clock.graph(run) for name, run in graphs.items()}
+        times = clock.compare(runs, sizes.replays)
+        case = f"B={count}, {items} items, mean of {sizes.replays}"
+        found = rows_against("sample and update", case, times, COPY, 1, source.numel())
+        found["gear"].judged, found["gear"].at_most = "us", 30.0
+        yield from found.values()
+        if find_spec("torchrl") is not None:
+            yield _torchrl(clock, columns, td, runs[COPY], max(2, sizes.replays // 20))
+
+
+def _torchrl(clock: Clock, columns: Mapping[str, Tensor], td: Tensor, copy: Run, calls: int) -> Row:
+    name, case = "TorchRL, not captured", f"B={len(td)}, {len(columns['done'])} items, mean of {calls}"
+    try:
+        runs = {name: torchrl_step(columns, len(td), td), COPY: copy}
+        return rows_against("sample and update", case, clock.compare(runs, calls), COPY)[name]
+    except Exception as error:  # one that is installed and does not run must not end gear's figures
+        return Row("sample and update", case, name, None, more={"left_out": f"{error}"})

@@ -1,0 +1,41 @@
+"""The examples and the benchmark on a GPU, in short: what is captured runs, and gives the table's rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+Run = Callable[..., subprocess.CompletedProcess[str]]
+SHORT = ("--device", "cuda", "--steps", "290", "--random-steps", "205")
+
+
+@pytest.mark.parametrize("flags", [(), ("--cudagraphs",), ("--compile", "--cudagraphs")], ids=" ".join)
+@pytest.mark.parametrize("buffer", ["uniform", "prioritized"])
+@pytest.mark.parametrize("algorithm", ["td3", "sac"])
+def test_an_example(
+    run_python: Run, checkout: Path, algorithm: str, buffer: str, flags: tuple[str, ...]
+) -> None:
+    pytest.importorskip("gymnasium", reason="the examples act in its environments")
+    program = f"examples/{algorithm}_device.py"
+    run = run_python(program, *SHORT, "--buffer", buffer, *flags, env={"PYTHONPATH": str(checkout)})
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert -2000 < result["return"] < 0
+    assert (result["compile"], result["cudagraphs"]) == ("--compile" in flags, "--cudagraphs" in flags)
+    assert result["device"] != "cpu"
+
+
+def test_the_benchmark(run_python: Run, tmp_path: Path) -> None:
+    run = run_python("benchmarks/gpu.py", "--smoke", "--json", str(tmp_path / "gpu.json"), timeout_s=600)
+    assert run.returncode == 0, run.stderr
+    document = json.loads((tmp_path / "gpu.json").read_text())
+    assert document["device"]["name"] != "cpu"
+    assert document["device"]["driver"]
+    for row in document["rows"]:
+        assert "error" not in row
+        assert row.get("rows_right", True), row
