@@ -52,6 +52,15 @@ def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
     shares = {"kind": "mixture", "shares": {"a": 0.3, "b": 0.7}}
     return {
         "uniform": case(),
+        "over_devices": case(exchange="device"),
+        "priorities_over_devices": case(
+            sampler=prioritized("step"), fields=FOLLOWING, n_step={"n": 3, "gamma": 0.9}, exchange="device"
+        ),
+        "mixture_over_devices": {
+            **mixed,
+            "sampler": {**shares, "of": {"unit": "step"}},
+            "exchange": "device",
+        },
         "trajectories": case(unit="trajectory", prefetch=2),
         "stratified": case(sampler={"kind": "uniform", "unit": "step", "stratified": True}),
         "mapped": case(data={"path": str(data), "load": "map", "split": {"eval": 0.3}}),

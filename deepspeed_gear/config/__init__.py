@@ -13,14 +13,12 @@ from deepspeed_gear.config.digest import difference
 from deepspeed_gear.config.errors import translate
 from deepspeed_gear.config.fields import ResolvedField, check_against
 from deepspeed_gear.config.model import (
-    DataConfig,
     FieldConfig,
     GearConfig,
     HindsightConfig,
     NStepConfig,
     PipelineConfig,
     SharedMemoryConfig,
-    TableConfig,
 )
 from deepspeed_gear.config.samplers import (
     CustomSampler,
@@ -39,6 +37,7 @@ from deepspeed_gear.config.samplers import (
     WhereConfig,
 )
 from deepspeed_gear.config.schedules import value_at
+from deepspeed_gear.config.tables import DataConfig, TableConfig
 from deepspeed_gear.errors import ConfigError
 
 __all__ = [

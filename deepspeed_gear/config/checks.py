@@ -9,8 +9,9 @@ from deepspeed_gear.config.life import check_life
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed_gear.config.model import DataConfig, FieldConfig, GearConfig, TableConfig
+    from deepspeed_gear.config.model import FieldConfig, GearConfig
     from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, WhereConfig
+    from deepspeed_gear.config.tables import DataConfig, TableConfig
 
 BATCH_NAMES = (
     "mask",
@@ -54,6 +55,13 @@ def check_options(config: GearConfig) -> None:
         check_field_name(name, n_step=config.n_step is not None)
         _check_field(name, field, config)
     check_nesting(list(config.fields))
+    if config.exchange == "device" and config.prefetch:
+        raise ConfigError(
+            "gear.prefetch",
+            'must be 0 where gear.exchange is "device"',
+            config.prefetch,
+            "collectives of a device belong to the main thread, at one place among those of training",
+        )
     _check_batch(config)
 
 

@@ -8,7 +8,8 @@ from deepspeed_gear.config.schedules import end_of
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed_gear.config.model import GearConfig, TableConfig
+    from deepspeed_gear.config.model import GearConfig
+    from deepspeed_gear.config.tables import TableConfig
 
 KINDS = ("uniform", "length", "prioritized")
 _ON_HOST = 'give the table "placement": "host"'

@@ -20,6 +20,7 @@ _OF_THE_RUN = (
     "pipeline",
     "verify_every",
     "count_draws",
+    "exchange",
     "shared_memory",
 )
 

@@ -11,7 +11,8 @@ from deepspeed_gear.config.types import Count, Float, GearModel, Int, Name, Posi
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed_gear.config.model import GearConfig, TableConfig
+    from deepspeed_gear.config.model import GearConfig
+    from deepspeed_gear.config.tables import TableConfig
 
 Writers = Annotated[Int, Ge(0), Le(1024)]
 RemoveKind = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]

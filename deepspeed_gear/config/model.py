@@ -14,14 +14,13 @@ from deepspeed_gear.config.checks import check_options
 from deepspeed_gear.config.collect import CollectConfig
 from deepspeed_gear.config.device import check_device
 from deepspeed_gear.config.hindsight import check_hindsight
-from deepspeed_gear.config.life import RateConfig, RemoveKind, VersionConfig, Writers
 from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
+from deepspeed_gear.config.tables import DataConfig, TableConfig
 from deepspeed_gear.config.types import (
     Count,
     DtypeName,
     Flag,
     Float,
-    Fraction,
     Gamma,
     GearModel,
     Int,
@@ -30,178 +29,11 @@ from deepspeed_gear.config.types import (
     Pad,
     Positive,
     Steps,
-    StoredDtype,
     Text,
     Words,
     as_data,
     refuse,
 )
-from deepspeed_gear.errors import SchemaError
-from deepspeed_gear.schema import Column, Schema
-
-
-class DataConfig(GearModel):
-    """A data set on disk, made by `gear ingest`. A plain string is short for its path."""
-
-    path: Text = Field(description="Folder of the data set, absolute or relative to the working directory.")
-    split: dict[Name, Fraction] = Field(
-        default={},
-        description=(
-            "Trajectories kept out of training, as a fraction per split. A keyed hash of the "
-            "trajectory's id decides, so a split is the same for every seed. Empty: the split that the "
-            "data set was ingested with."
-        ),
-    )
-    load: Literal["map", "memory"] = Field(
-        default="map",
-        description=(
-            '"map" reads the files in place, so the data may be larger than memory; "memory" copies '
-            "them into shared memory once per node."
-        ),
-    )
-    replicate: Flag = Field(
-        default=False,
-        description=(
-            "Every node holds the whole data set, as one logical shard: no rows travel between nodes. Only "
-            "where it fits every node's memory."
-        ),
-    )
-
-
-class ColumnConfig(GearModel):
-    """One stored quantity."""
-
-    dtype: StoredDtype = Field(description="Type of its elements.")
-    shape: list[Steps] = Field(default=[], description="Shape of one row, without the time axis.")
-    role: Literal[
-        "observation", "action", "reward", "terminated", "truncated", "return", "length", "other"
-    ] = Field(default="other", description="What it means to derived fields and to `as`.")
-    rows: Literal["T", "T+1", "1"] = Field(
-        default="T",
-        description=(
-            "Rows of a trajectory of T steps: one a step, one more (observations), or one per trajectory."
-        ),
-    )
-    late: Flag = Field(
-        default=False,
-        description=(
-            "It may be written after the trajectory was added, once (`Replay.fill`). Batches that read it "
-            "hold only trajectories that have it."
-        ),
-    )
-
-    @field_serializer("dtype")
-    def serialize_torch_dtype(self, dtype: str) -> str:
-        # Overrides DeepSpeed's serializer of the same name, which expects a torch.dtype.
-        return dtype
-
-
-class SchemaConfig(GearModel):
-    """The columns of a table that holds no data set."""
-
-    columns: Annotated[dict[Name, ColumnConfig], MinLen(1)] = Field(description="The columns by name.")
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> SchemaConfig:
-        try:
-            self.build()
-        except SchemaError as error:
-            raise refuse("must describe the columns of a table", str(error)) from error
-        return self
-
-    def build(self) -> Schema:
-        """Make the schema."""
-        columns = self.columns.items()
-        return Schema([Column(name, c.dtype, tuple(c.shape), c.role, c.rows, c.late) for name, c in columns])
-
-
-class TableConfig(GearModel):
-    """A named set of trajectories: a data set on disk, or room for trajectories added while training."""
-
-    data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = Field(
-        default=None, description="The data set that the table holds."
-    )
-    capacity_steps: Count | None = Field(
-        default=None,
-        description=(
-            "Room for this many steps, in a table without data; all nodes together. Each of n nodes that "
-            "consume gets 1/n of them, rounded up."
-        ),
-    )
-    capacity_bytes: Count | None = Field(
-        default=None,
-        description="In place of `capacity_steps`: room for as many steps as fit into so many bytes.",
-    )
-    capacity_trajectories: Count | None = Field(
-        default=None,
-        description=(
-            "Room for this many trajectories, all nodes together, shared out likewise. null: one per 16 "
-            "steps, at least 1,024."
-        ),
-    )
-    max_length: Steps | None = Field(
-        default=None,
-        description=(
-            "Steps of the longest trajectory that can be added; it must fit into one node's share. null: "
-            "`capacity_steps`."
-        ),
-    )
-    writers: Writers = Field(
-        default=0,
-        description=(
-            "Processes besides the ranks that may write into a node's store at once: actors. The store then "
-            "keeps its name in /dev/shm until the last process detaches."
-        ),
-    )
-    remove: RemoveKind = Field(
-        default="none",
-        description=(
-            'Who goes when there is no room: the oldest trajectory ("fifo"), the newest ("lifo"), any one '
-            '("uniform"), the one of the lowest priority, or of the lowest value of the column `keep_best`. '
-            '"none": adding to a full table is an error.'
-        ),
-    )
-    keep_best: Name | None = Field(
-        default=None, description="The per-trajectory column whose lowest values go first."
-    )
-    max_times_sampled: Annotated[Int, Ge(0), Lt(2**31)] = Field(
-        default=0, description="A trajectory goes when it was drawn so often. 0: never for that."
-    )
-    max_age: Annotated[Int, Ge(0)] = Field(
-        default=0,
-        description="A trajectory goes when so many global batches were cut since it came. 0: never.",
-    )
-    version: VersionConfig | None = Field(
-        default=None, description="How far behind the learner's policy the steps may be. null: any far."
-    )
-    rate: RateConfig | None = Field(
-        default=None, description="Who waits for whom. null: nobody waits, but for the first item."
-    )
-    placement: Literal["host", "device"] = Field(
-        default="host",
-        description=(
-            'Where the table lies: "host", in memory that all processes of a node share; "device", in the '
-            "memory of each rank's own accelerator, where drawing, training step and updates can be one CUDA "
-            "graph. A DeviceReplay has one such table."
-        ),
-    )
-    scope: Literal["table", "shard"] = Field(
-        default="table",
-        description=(
-            'What probabilities of a table on devices are of: "table", the same distribution for all '
-            'replicas; "shard", each replica draws from what it holds itself.'
-        ),
-    )
-    schema_: SchemaConfig | None = Field(
-        default=None,
-        alias="schema",
-        description="Columns of a table without data. null: the program gives it to `Replay(schemas=...)`.",
-    )
-
-    @property
-    def schema(self) -> Schema | None:
-        """The columns as the config gives them, or None."""
-        return None if self.schema_ is None else self.schema_.build()
 
 
 class FieldConfig(GearModel):
@@ -373,6 +205,13 @@ class GearConfig(GearModel):
     )
     prefetch: Annotated[Int, Ge(0), Le(64)] = Field(
         default=0, description="Global batches that are prepared ahead by a background thread."
+    )
+    exchange: Literal["host", "device"] = Field(
+        default="host",
+        description=(
+            'How rows travel between nodes: "host", over gloo, from memory to memory; "device", over the '
+            "transport of the ranks' devices, which is NCCL between GPUs. All else goes over gloo."
+        ),
     )
     batch_size: Count | None = Field(
         default=None, description="Samples of a global batch, all ranks together. Only without an engine."

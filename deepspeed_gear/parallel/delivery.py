@@ -13,11 +13,13 @@ import torch
 from deepspeed_gear.ops.constants import R_MASS, S_GOAL, SAMPLE_WORDS
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.carrier import WORD_BYTES, Carrier
+from deepspeed_gear.parallel.freight import Freight
 from deepspeed_gear.parallel.link import NO_WORDS, Link
 from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.selection.stream import Stream
 
 HEAD_WORDS = 2  # of a message: its size, the smallest mass that its node has drawn
+ROWS = 2  # a further one where rows come on their own: how many words of them
 Goals = Callable[[Stream, torch.Tensor], torch.Tensor | None]
 
 
@@ -73,10 +75,21 @@ class Delivery:
         routes: Who needs what.
         carrier: Moves rows.
         goals: Draws the achieved goals of samples.
+        freight: Takes the rows, behind the messages; None: they are in these.
     """
 
-    def __init__(self, stream: Stream, link: Link, routes: Routes, carrier: Carrier, goals: Goals) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        link: Link,
+        routes: Routes,
+        carrier: Carrier,
+        goals: Goals,
+        freight: Freight | None = None,
+    ) -> None:
         self._stream, self._link, self._carrier = stream, link, carrier
+        self._freight, self._rows = freight, [NO_WORDS] * routes.num_nodes
+        self._head_size = HEAD_WORDS + (freight is not None)
         self._goals, self._index, self._num_nodes = goals, routes.index, routes.num_nodes
         self._ops, self._draws_goals = stream.ops, any(need.goals for need in routes.needs)
         self._readers, self._need_of = (torch.from_numpy(part) for part in (routes.readers, routes.need_of))
@@ -105,7 +118,10 @@ class Delivery:
         try:
             mine = Own(torch.from_numpy(own), records, self._carrier.steps_of(records))
             heard = self._link.begin(self._pack(cut, mine))()
-            self._receive(cut, mine, heard)
+            rows = heard
+            if self._freight is not None:
+                rows = self._freight.exchange(self._rows, self._sizes_of(heard))
+            self._receive(cut, mine, heard, rows)
         except Exception as error:
             self._link.abandon(error)
             raise
@@ -118,13 +134,18 @@ class Delivery:
             parts = self._sent(mine, None, *self._everyone, 0)[1]
         parts[self._index] = NO_WORDS
         for node, part in enumerate(parts):
-            self._head_words[node] = WORD_BYTES * (HEAD_WORDS + part.size)
+            self._head_words[node] = 0 if self._freight else WORD_BYTES * (HEAD_WORDS + part.size)
         messages = self._carrier.pack(samples, self._heads)
+        if self._freight is not None:
+            self._rows = messages
+            messages = [np.empty(self._head_size + part.size, np.int64) for part in parts]
+            for message, rows in zip(messages, self._rows, strict=True):
+                message[ROWS] = len(rows)
         masses = mine.records.numpy()[:, R_MASS]
         self.least_drawn = int(np.minimum.reduce(masses)) if len(masses) else wire.MOST
         for message, part in zip(messages, parts, strict=True):
             message[1] = self.least_drawn
-            message[HEAD_WORDS : HEAD_WORDS + part.size] = part
+            message[self._head_size : self._head_size + part.size] = part
         return messages
 
     def _sent(
@@ -141,16 +162,23 @@ class Delivery:
         parts = [words[begin:end] for begin, end in itertools.pairwise(bounds)]
         return samples[: self._end_words[-1]], parts
 
-    def _receive(self, cut: NodeCut, mine: Own, heard: list[np.ndarray]) -> None:
+    def _sizes_of(self, heard: list[np.ndarray]) -> list[int]:
+        """Return the words of rows that come from each node."""
+        sizes = [int(words[ROWS - 1]) for words in heard]
+        sizes[self._index] = len(self._rows[self._index])
+        return sizes
+
+    def _receive(self, cut: NodeCut, mine: Own, heard: list[np.ndarray], messages: list[np.ndarray]) -> None:
         """Put what the others say into the ring, and their rows where they belong."""
         self.least_drawn = min(self.least_drawn, *(int(words[0]) for words in heard))
         counts: list[int] = np.bincount(cut.owner, minlength=self._num_nodes).tolist()
         counts[self._index] = 0
         for node, count in enumerate(counts):
-            self._head_words[node] = WORD_BYTES * (HEAD_WORDS - 1 + count * self._words)
-        words = [torch.from_numpy(said[HEAD_WORDS - 1 :]) for said in heard]
+            head = self._head_size - 1 + count * self._words
+            self._head_words[node] = 0 if self._freight else WORD_BYTES * head
+        words = [torch.from_numpy(said[self._head_size - 1 :]) for said in heard]
         ring, which, samples = self._taken(cut, mine, words)
-        self._carrier.unpack(cut.entry, ring, which, samples, self._heads, heard)
+        self._carrier.unpack(cut.entry, ring, which, samples, self._heads, messages)
 
     def _taken(
         self, cut: NodeCut, mine: Own, words: list[torch.Tensor]

@@ -102,13 +102,14 @@ def _control_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
     return lane(ranks, "control", timeout_s)
 
 
-def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float) -> Any:
-    """Return the gloo group over some ranks for one purpose. Collective over them the first time.
+def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float, backend: str = "gloo") -> Any:
+    """Return the group over some ranks for one purpose. Collective over them the first time.
 
     Args:
         ranks: Global ranks.
         purpose: Groups of different purposes never wait for each other.
         timeout_s: Of its operations, in seconds.
+        backend: Of torch.distributed.
     """
     known = ranks, purpose, timeout_s
     world, group = _groups.get(known, (None, None))
@@ -119,7 +120,7 @@ def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float) -> Any:
         # the usual way: its names are never used twice and do not depend on what groups a rank is in.
         local = len(ranks) < dist.get_world_size()
         timeout = timedelta(seconds=timeout_s)
-        group = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=local)
+        group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=local)
         _groups[known] = dist.group.WORLD, group
     return group
 

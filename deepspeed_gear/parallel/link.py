@@ -184,6 +184,21 @@ class Link:
         except RuntimeError as error:
             self._fail(error, node)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Global rank that exchanges for each node."""
+        return self._ranks
+
+    @contextlib.contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Name the node that is lost where a collective of the same ranks fails."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            yield
+        except RuntimeError as error:
+            self._fail(error)
+
     @contextlib.contextmanager
     def parting(self, timeout_s: float) -> Iterator[None]:
         """Wait no longer than this for nodes that may have left already, and call none of them lost."""

@@ -16,6 +16,7 @@ from deepspeed_gear.ops.constants import HIGHEST_PRIORITY, R_SLOT, REPORT_WORDS,
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.carrier import Carrier
 from deepspeed_gear.parallel.delivery import Delivery, Goals, NodeCut
+from deepspeed_gear.parallel.freight import Freight
 from deepspeed_gear.parallel.link import NO_WORDS, Link
 from deepspeed_gear.parallel.meeting import HIGHEST, ITEMS, LEAST, Meeting
 from deepspeed_gear.parallel.routes import Routes
@@ -41,6 +42,7 @@ class NodeSelector(Meeting):
         carrier: Moves rows.
         goals: Draws the achieved goals of samples, or None.
         verify_every: As the config's.
+        freight: Takes the rows; None: the link does.
     """
 
     counts_draws = False
@@ -53,10 +55,11 @@ class NodeSelector(Meeting):
         carrier: Carrier,
         goals: Goals,
         verify_every: int,
+        freight: Freight | None = None,
     ) -> None:
         super().__init__(stream, link)
         self._routes, self._verify_every = routes, verify_every
-        self._delivery = Delivery(stream, link, routes, carrier, goals)
+        self._delivery = Delivery(stream, link, routes, carrier, goals, freight)
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest cut
         self._is_first = True
         self._cut: NodeCut | None = None

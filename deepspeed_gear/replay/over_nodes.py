@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.carrier import Carrier, arrivals_of, most_rows
 from deepspeed_gear.parallel.delivery import Goals
 from deepspeed_gear.parallel.exchange import Exchange, rendezvous
+from deepspeed_gear.parallel.freight import Freight
 from deepspeed_gear.parallel.link import Link
 from deepspeed_gear.parallel.meeting import Meeting
 from deepspeed_gear.parallel.nodes import NodeSelector
@@ -141,6 +143,7 @@ def connect(
     goals: Goals,
     group: Any,
     watch: Watch | None,
+    device: torch.device,
 ) -> Links:
     """Let the streams of spread tables be cut by all nodes together. Collective.
 
@@ -155,16 +158,19 @@ def connect(
         goals: Draws the achieved goals of samples.
         group: Whose ranks the topology counts; None for all.
         watch: Over all ranks.
+        device: Of this rank, whose transport takes rows where the config wants it.
     """
     links = Links(prepares=config.prefetch > 0)
+    freights: dict[str, Freight | None] = {}
     every = [stream for of_table in streams.values() for stream in of_table.values()]
     together = topology.node in placement.order and any(stream.spec.together for stream in every)
     leads = topology.leads_node and together
     if leads:
         links.train = Link(topology, placement.order, "train", config.timeout_s, group)
         links.passes = Link(topology, placement.order, "passes", config.timeout_s, group)
-        _open(links.train, watch)
-        _open(links.passes, watch)
+        for purpose, made in (("train", links.train), ("passes", links.passes)):
+            _open(made, watch)
+            freights[purpose] = _freight(config, made, device)
     exchange.barrier()
     for stream in every:  # of replicated tables
         if together and stream.spec.together and stream.spec.num_shards == 1:
@@ -186,7 +192,8 @@ def connect(
             if link is not None:
                 room = (row, wanted * most), (slot, wanted)
                 carrier = Carrier(stream.table, route.num_nodes, route.needs, config.n_step, *room)
-                selector = NodeSelector(stream, link, route, carrier, goals, config.verify_every)
+                freight = freights["train" if spec.name == TRAIN else "passes"]
+                selector = NodeSelector(stream, link, route, carrier, goals, config.verify_every, freight)
                 stream.selector = selector
                 if spec.name == TRAIN:
                     links.selectors.append(selector)
@@ -194,6 +201,14 @@ def connect(
     _know_totals(exchange, topology, placement, streams)
     share_out(exchange, leads, every)
     return links
+
+
+def _freight(config: GearConfig, link: Link, device: torch.device) -> Freight | None:
+    if config.exchange == "host":
+        return None
+    freight = Freight(link, device)
+    freight.open()
+    return freight
 
 
 def _know_totals(

@@ -231,6 +231,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
             maker.relabelling.draw,
             plan.group,
             watch,
+            device,
         )
     except BaseException:
         every = [stream for of_table in streams.values() for stream in of_table.values()]

@@ -139,7 +139,8 @@ JSON_VALUES = st.recursive(
     max_leaves=4,
 )
 EVERY_OPTION = """
-seed backend prefetch batch_size micro_batch_size gradient_accumulation_steps timeout_s threads metrics
+seed backend prefetch exchange batch_size micro_batch_size gradient_accumulation_steps timeout_s
+threads metrics
 data data.path data.split data.split.eval data.load tables shared_memory shared_memory.prefix
 shared_memory.huge_pages n_step n_step.n n_step.gamma fields fields.action fields.action.column
 fields.action.derived fields.action.offset fields.action.length fields.action.align fields.action.pad

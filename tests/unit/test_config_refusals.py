@@ -118,6 +118,11 @@ WRONG: list[tuple[Any, str]] = [
     (_with("seed", -1), "gear.seed must be an integer in [0, 2^63), got -1"),
     (_with("seed", 2**63), "gear.seed must be an integer in [0, 2^63), got 9223372036854775808"),
     (_with("prefetch", 65), "gear.prefetch must be an integer in [0, 64], got 65"),
+    (
+        {**_with("prefetch", 2), "exchange": "device"},
+        'gear.prefetch must be 0 where gear.exchange is "device", got 2; '
+        "collectives of a device belong to the main thread, at one place among those of training",
+    ),
     (_with("timeout_s", math.inf), "gear.timeout_s must be a finite number > 0, got inf"),
     (
         _with("fields", "action", "scale", math.nan),
