@@ -22,6 +22,7 @@ class DeviceBatch(Batch):
         step_items: Whether an item is a step of mass 1.
         total: Total mass of the latest selection. [], int64.
         burn_in: Which steps only warm up.
+        owner: The replay whose training stream fills it; None: it is of a pass.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class DeviceBatch(Batch):
         step_items: bool,
         total: Tensor,
         burn_in: BurnIn | None,
+        owner: object = None,
     ) -> None:
-        self.buffers, self.micro = buffers, 0
+        self.buffers, self.micro, self.owner = buffers, 0, owner
+        self.written = [*buffers.all, records, *([] if weight is None else [weight])]
         valid = torch.ones(len(records), dtype=torch.bool, device=records.device)
         epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
         facts = (records, valid, step_items, total, epoch, weight)

@@ -6,6 +6,7 @@ be overwritten yet.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -123,8 +124,12 @@ class CudaLane:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._known = threading.local()
 
     def running(self) -> AbstractContextManager[Any]:
+        if threading.current_thread() is not threading.main_thread() and not hasattr(self._known, "relaxed"):
+            _allow_captures_elsewhere()
+            self._known.relaxed = True
         return torch.cuda.stream(self._stream)
 
     def record(self) -> Event:
@@ -153,6 +158,15 @@ class CudaLane:
 
     def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return _brought(tensors, self)
+
+
+def _allow_captures_elsewhere() -> None:
+    """Let this thread allocate and look at events while another one captures a CUDA graph.
+
+    A capture of the usual mode fails if any thread does, unless that one says that it is not concerned.
+    """
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 def lane_of(device: torch.device) -> Lane:

@@ -69,6 +69,7 @@ def _check_selection(config: GearConfig) -> None:
         "verify_every": config.verify_every,
         "count_draws": config.count_draws,
         "pipeline": config.pipeline,
+        "collect": None if config.collect == type(config.collect)() else config.collect.model_dump(),
     }
     for option, value in given.items():
         if value:

@@ -18,7 +18,6 @@ from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
-    SchemaError,
     ShapeError,
     StoreError,
 )
@@ -137,10 +136,12 @@ class DeviceReplay:
         self._burn_in = BurnIn.of(config, plan.fields, needs.fields)
         splits = specs if options.data is not None else {}
         self._passes = DevicePasses(plan, self.table, splits, self._collector, self._burn_in)
-        self._is_filled = options.data is not None
+        self._has_data = self._is_filled = options.data is not None
         self._all = self._records(micro * self._num_parts)
         self._all_weights = self._weights(micro * self._num_parts)
-        for tensor in (self._all, self._all_weights, self._collector.counters):
+        self._later = [self._collector.buffers(micro) for _ in range(plan.info.accumulation - 1)]
+        later = [tensor for buffers in self._later for tensor in buffers.all]
+        for tensor in (self._all, self._all_weights, self._collector.counters, *later):
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
         self._ring: list[DeviceBatch] = []
         self._reported: dict[int, tuple[Tensor, Tensor]] = {}
@@ -158,7 +159,7 @@ class DeviceReplay:
         micro = self.batch_info.micro
         weight = self._weights(micro) if self._selection.is_prioritized else None
         facts = self._selection.has_step_items, self.table.state[RING_TOTAL], self._burn_in
-        batch = DeviceBatch(self._collector.buffers(micro), self._records(micro), weight, *facts)
+        batch = DeviceBatch(self._collector.buffers(micro), self._records(micro), weight, *facts, self)
         for tensor in (*batch.buffers.all, batch.records, *([] if weight is None else [weight])):
             torch._dynamo.mark_static_address(tensor)
         return batch
@@ -166,7 +167,9 @@ class DeviceReplay:
     def sample_(self, out: DeviceBatch) -> None:
         """Fill a batch with this rank's next micro batch. Waits for nothing; can be captured.
 
-        A graph that is captured holds the calls of whole global batches: as many as accumulation steps.
+        A graph that is captured holds the calls of whole global batches: as many as accumulation steps. All
+        micro batches of a global batch are collected with its first one, so that what is added between them
+        changes none.
 
         Args:
             out: From `new_batch`.
@@ -176,20 +179,34 @@ class DeviceReplay:
         self._check_open()
         if not self._is_filled:
             raise StoreError("the table on the device", "must hold a trajectory", None, "add_ comes first")
+        if not torch.compiler.is_compiling():
+            increment_version(out.written)  # a backward pass that saved the old content must fail
         if self._num_parts == 1:
             self._selection.select_(
                 out.records, self._all_weights if out.importance is None else out.importance
             )
+            self._collector.fill(out.buffers, out.records)
+            return
+        if self._next_micro == 0:
+            self._apply_reports()
+            self._selection.select_(self._all, self._all_weights)
+            for micro, buffers in enumerate(self._later, 1):
+                self._collector.fill(buffers, self._records_of(micro))
+        micro, out.micro = self._next_micro, self._next_micro
+        out.records.copy_(self._records_of(micro))
+        if out.importance is not None:
+            out.importance.copy_(self._all_weights[self._part(micro) :: self._num_parts])
+        if micro == 0:
+            self._collector.fill(out.buffers, out.records)
         else:
-            if self._next_micro == 0:
-                self._selection.select_(self._all, self._all_weights)
-            part = self._first_part + self._next_micro * self._part_step
-            out.records.copy_(self._all[part :: self._num_parts])
-            if out.importance is not None:
-                out.importance.copy_(self._all_weights[part :: self._num_parts])
-            out.micro = self._next_micro
-            self._next_micro = (self._next_micro + 1) % self.batch_info.accumulation
-        self._collector.fill(out.buffers, out.records)
+            torch._foreach_copy_(out.buffers.all, self._later[micro - 1].all)
+        self._next_micro = (micro + 1) % self.batch_info.accumulation
+
+    def _part(self, micro: int) -> int:
+        return self._first_part + micro * self._part_step
+
+    def _records_of(self, micro: int) -> Tensor:
+        return self._all[self._part(micro) :: self._num_parts].contiguous()
 
     def sample(self) -> Batch:
         """Return this rank's next micro batch; its tensors are used again max(2, accumulation) calls on."""
@@ -198,7 +215,6 @@ class DeviceReplay:
         batch = self._ring[self._turn]
         self.sample_(batch)
         self._turn = (self._turn + 1) % len(self._ring)
-        increment_version(batch.buffers.all)  # a backward pass that saved the old content must fail
         if self.transform is None:
             return batch
         selection = self._selection
@@ -242,9 +258,7 @@ class DeviceReplay:
             SchemaError, ShapeError, DataError: A column is missing or does not fit.
             StoreError: The table holds a data set.
         """
-        self._check_open()
-        if self.config.resolved_tables[self.config.sampled_tables[0]].data is not None:
-            raise StoreError("a table of a data set", "must not be added to")
+        self._check_changes()
         count, steps = self.table.check(columns, lengths)
         if lengths is not None and steps < self.table.most_steps:
             lengths = torch.where(lengths <= steps, lengths, -1)
@@ -274,17 +288,20 @@ class DeviceReplay:
 
         Args:
             ids: As `batch.id`. [n], int64.
-            columns: By name. [n, T (+ 1), *shape], or [n, *shape] for a value per trajectory.
+            columns: By name. [n, max_length (+ 1), *shape], or [n, *shape] for a value per trajectory. Not of
+                rewards and ends, which other quantities follow from.
         Raises:
-            SchemaError: A column is unknown or of another dtype.
+            SchemaError, ShapeError, DataError: A column is unknown, or does not fit.
+            StoreError: The table holds a data set.
         """
-        self._check_open()
-        for name, values in columns.items():
-            if name not in self.table.columns or values.dtype != self.table.columns[name].dtype:
-                raise SchemaError(
-                    f"column {name}", "must be of the table, and of its dtype", str(values.dtype)
-                )
+        self._check_changes()
+        self.table.check_fill(ids, columns)
         self.table.fill_(ids, columns)
+
+    def _check_changes(self) -> None:
+        self._check_open()
+        if self._has_data:
+            raise StoreError("a table of a data set", "must not be changed")
 
     # ---- priorities ------------------------------------------------------------------------------
 
@@ -308,23 +325,33 @@ class DeviceReplay:
         if not isinstance(sampler, PrioritizedSampler):
             raise ConfigError("gear.sampler.kind", 'must be "prioritized"', sampler.kind)
         if not isinstance(batch, DeviceBatch):
-            raise DataError(
-                "batch", "must be from this replay's sample, or its new_batch", type(batch).__name__
-            )
+            rule = "must be from this replay's sample or new_batch, and no clone"
+            raise DataError("batch", rule, type(batch).__name__)
+        if batch.owner is not self:
+            rule = "must be of this replay's training stream"
+            raise DataError("batch", rule, None, "nothing was changed")
         values = priorities.detach()
         if values.dim() == 2:
             values = reduce_steps(
-                values, mask_of(batch, values, mask), sampler.reduce, sampler.eta, is_checked=False
+                values,
+                mask_of(batch, values, mask, is_checked=False),
+                sampler.reduce,
+                sampler.eta,
+                is_checked=False,
             )
         if values.shape != (batch.num_samples,):
             rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
             raise ShapeError("priorities", rule, list(priorities.shape))
-        values = values.to(self.device, torch.float32).contiguous()
+        rounded = values.to(self.device, torch.float32).contiguous()
+        if values.dtype == torch.float64:  # one that is too small for float32 stays above 0
+            tiny = torch.finfo(torch.float32).smallest_normal
+            rounded = torch.where((values > 0) & (rounded == 0), tiny, rounded)
+        values = rounded
         accumulation = self.batch_info.accumulation
         if accumulation == 1:
             self._selection.update_(batch.records, values)
             return
-        self._reported[batch.micro] = (batch.records.clone(), values)
+        self._reported[batch.micro] = (batch.records.clone(), values.clone())
         if batch.micro == accumulation - 1:
             self._apply_reports()
 
@@ -393,9 +420,12 @@ class DeviceReplay:
             raise DataError("what was given to the device", rule, f"{refused} that were not")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the content and the position, in host memory. Waits for the device."""
-        self._check_open()
-        self._apply_reports()
+        """Return the content and the position, in host memory. Waits for the device.
+
+        Raises:
+            StoreError: Some micro batches of a global batch were used, and not all.
+        """
+        self._check_between()
         return device_state.state_of(self._plan, self.table)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -413,9 +443,9 @@ class DeviceReplay:
 
         Raises:
             CheckpointError: A file cannot be written, on every rank.
+            StoreError: Some micro batches of a global batch were used, and not all.
         """
-        self._check_open()
-        self._apply_reports()
+        self._check_between()
         return device_state.save(self._plan, self.table, Path(folder))
 
     def load(self, folder: str | Path, state: Mapping[str, Any]) -> None:
@@ -429,15 +459,31 @@ class DeviceReplay:
         self._go_on()
 
     def _go_on(self) -> None:
-        self._is_filled = self._is_filled or int(self.table.state[RING_NEXT]) > 0
+        self._is_filled = self._has_data or self.num_trajectories > 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._next_micro = 0
         self._reported.clear()
 
-    def clear(self) -> None:
-        """Take everything out that was added."""
+    def _check_between(self) -> None:
         self._check_open()
+        if self._next_micro != 0:
+            rule = "must be taken between two global batches"
+            at = f"micro batch {self._next_micro} of {self.batch_info.accumulation}"
+            raise StoreError("the state", rule, at, "use the other micro batches first")
+        self._apply_reports()
+
+    def clear(self) -> None:
+        """Take everything out that was added.
+
+        Raises:
+            StoreError: The table holds a data set.
+        """
+        self._check_changes()
         self.table.clear()
         self._is_filled = False
+        self._begin_anew()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -20,8 +20,7 @@ _CHUNK = 1 << 24
 
 def state_of(plan: Plan, table: RingTable) -> dict[str, Any]:
     """Return the content of a table and what it is of, in host memory."""
-    stays = "column/" if plan.datasets else "\0"  # a data set's columns are on disk
-    content = {n: t.to("cpu", copy=True) for n, t in table.content.items() if not n.startswith(stays)}
+    content = {name: tensor.to("cpu", copy=True) for name, tensor in _content(plan, table).items()}
     return {**_facts(plan), "content": content}
 
 
@@ -34,6 +33,10 @@ def restore(plan: Plan, table: RingTable, state: Mapping[str, Any]) -> None:
     for name, here in _facts(plan).items():
         if state.get(name) != here:
             raise CheckpointError(f"the state's {name}", "must be that of this config", state.get(name))
+    wanted = set(_content(plan, table))
+    if set(state["content"]) != wanted:
+        differ = sorted(wanted ^ set(state["content"]))
+        raise CheckpointError("the state's content", "must be that of a table of this config", differ[0])
     for name, values in state["content"].items():
         if name not in table.content or table.content[name].shape != values.shape:
             size = list(values.shape)
@@ -90,6 +93,12 @@ def load(plan: Plan, table: RingTable, folder: Path, state: Mapping[str, Any]) -
 
     known = plan.exchange.agree("loading the table on the device", read)
     plan.exchange.agree("loading the table on the device", lambda: restore(plan, table, known))
+
+
+def _content(plan: Plan, table: RingTable) -> dict[str, torch.Tensor]:
+    """Return what is kept of a table; a data set's columns are on disk."""
+    stays = "column/" if plan.datasets else "\0"
+    return {name: tensor for name, tensor in table.content.items() if not name.startswith(stays)}
 
 
 def _facts(plan: Plan) -> dict[str, Any]:

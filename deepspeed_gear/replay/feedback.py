@@ -84,9 +84,16 @@ def as_float32(values: torch.Tensor | Sequence[float]) -> torch.Tensor:
     return rounded.contiguous()
 
 
-def mask_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def mask_of(
+    batch: Batch, values: torch.Tensor, mask: torch.Tensor | None, is_checked: bool = True
+) -> torch.Tensor:
     """Return which steps of [B, T] count: what is given, else those of this shape that learn, else all.
 
+    Args:
+        batch: The batch.
+        values: [B, T].
+        mask: What is given. [B, T], bool.
+        is_checked: Compare masks of this shape; else two different ones are refused unseen.
     Raises:
         ShapeError: The batch has different masks of this shape, or the given one has another.
     """
@@ -98,7 +105,9 @@ def mask_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> to
         return mask
     names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}  # equal windows: once
     fitting = [batch.learns(name) for name in names.values()]
-    if any(m is not fitting[0] and not m.equal(fitting[0]) for m in fitting[1:]):
+    others = [m for m in fitting[1:] if m is not fitting[0]]
+    # A look at them waits for their device.
+    if any(not is_checked or not m.equal(fitting[0]) for m in others):
         rule = "must be given where fields of the same length have different masks"
         raise ShapeError("mask", rule, None, 'as batch.learns("reward")')
     return fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)

@@ -189,7 +189,9 @@ class Placing:
         fields = [field for field in self._needs.fields if not field.mask_only and not is_computed(field)]
         reached = [field for field in fields if self._is_reached(_column_of(field))]
         if self._ops is not None and not reached:
-            self._refused |= dict.fromkeys((DIRECT, COPIES), "the device reads no column in place")
+            why = [f"{name}: {rule}" for known in self._left_out.values() for name, rule in known.items()]
+            text = "; ".join(["the device reads no column in place", *why[:3]])
+            self._refused |= dict.fromkeys((DIRECT, COPIES), text)
         if self._ops is not None and reached and not any(suits_copies(field) for field in reached):
             self._refused[COPIES] = "no field that the device reads in place suits the copy engine"
         return [way for way in WAYS if way not in self._refused]

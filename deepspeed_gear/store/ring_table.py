@@ -280,12 +280,33 @@ class RingTable:
             extents = placed[:, 1:3].contiguous()  # 0 steps where nothing was added
             self.ops.suffix_sum_(self.returns_to_go, self.columns[reward.name], extents)
 
+    def check_fill(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Refuse late columns that do not fit.
+
+        Raises:
+            SchemaError, ShapeError, DataError: A column is unknown, others follow from it, or it has another
+                dtype, shape or device.
+        """
+        for name, values in columns.items():
+            if name not in self.columns or values.dtype != self.columns[name].dtype:
+                rule = "must be of the table, and of its dtype"
+                raise SchemaError(f"column {name}", rule, str(values.dtype))
+            column = self.schema[name]
+            if column.role in ("reward", "terminated", "truncated"):
+                raise SchemaError(f"column {name}", "must not come late", column.role)
+            rows = [] if column.rows == "1" else [self.most_steps + int(column.rows == "T+1")]
+            wanted = [len(ids), *rows, *column.shape]
+            if list(values.shape) != wanted:
+                raise ShapeError(f"column {name}", f"must be {wanted}", list(values.shape))
+            if values.device != self.state.device:
+                raise DataError(f"column {name}", f"must be on {self.device}", str(values.device))
+
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Write late columns of stored trajectories; ids that are gone are left out.
 
         Args:
             ids: [n], int64.
-            columns: Of the columns' dtypes. [n, steps (+ 1), *shape]; [n, *shape] for a value per trajectory.
+            columns: As `check_fill` has seen them.
         """
         slots = torch.remainder(ids, self.num_slots)
         records = self.slots[slots]

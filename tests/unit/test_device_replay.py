@@ -230,15 +230,81 @@ def test_transitions_are_those_of_a_table_in_shared_memory() -> None:
 def test_late_columns_are_written_to_what_is_stored() -> None:
     with DeviceReplay(online(), "cpu") as replay:
         replay.add_(trajectories(4, 5))
-        replay.fill_(
-            torch.tensor([2, 99, 0]), {"action": torch.full((3, 5, 2), -1.0), "task": torch.tensor([7, 8, 9])}
-        )
+        columns = {"action": torch.full((3, 6, 2), -1.0), "task": torch.tensor([7, 8, 9])}
+        replay.fill_(torch.tensor([2, 99, 0]), columns)
         batch = replay.sample()
         for i, number in enumerate(batch.id.tolist()):
             assert (batch["action"][i, 0] == -1) == (number in (0, 2))
             assert int(batch["task"][i]) == {0: 9, 2: 7}.get(number, number)
         with pytest.raises(SchemaError, match="column action"):
-            replay.fill_(torch.tensor([1]), {"action": torch.zeros(1, 5, 2, dtype=torch.float64)})
+            replay.fill_(torch.tensor([1]), {"action": torch.zeros(1, 6, 2, dtype=torch.float64)})
+        with pytest.raises(SchemaError, match="must not come late"):
+            replay.fill_(torch.tensor([1]), {"reward": torch.zeros(1, 6)})
+        with pytest.raises(ShapeError, match=r"must be \[1, 6, 2\]"):
+            replay.fill_(torch.tensor([1]), {"action": torch.zeros(1, 5, 2)})
+
+
+def test_what_is_added_between_micro_batches_changes_none_of_them() -> None:
+    section = online(PRIORITIZED, seed=4, gradient_accumulation_steps=4, batch_size=32)
+    with DeviceReplay(section, "cpu") as replay, DeviceReplay(section, "cpu") as quiet:
+        for each in (replay, quiet):
+            each.add_(trajectories(9, 6))
+        for micro in range(4):
+            got, expected = replay.sample(), quiet.sample()
+            assert_same(got, expected)
+            if micro < 3:
+                with pytest.raises(StoreError, match="between two global batches"):
+                    replay.state_dict()
+            values = torch.rand(8)
+            for each, batch in ((replay, got), (quiet, expected)):
+                each.update_priorities_(batch, values)
+            values.zero_()  # a buffer that its owner uses again
+            replay.add_(trajectories(9, 6, 9 * (micro + 1)))
+        assert set(replay.sample()["task"].tolist()) <= set(range(27, 45))
+        replay.clear()
+        replay.add_(trajectories(1, 6, 99))
+        assert set(replay.sample()["task"].tolist()) == {99}
+
+
+def test_only_batches_of_the_training_stream_have_priorities(data: Path) -> None:
+    section = on_device(config_of(data, sampler=PRIORITIZED, fields=WINDOWS, batch_size=8))
+    with DeviceReplay(section, "cpu") as replay, DeviceReplay(section, "cpu") as other:
+        state = replay.table.sums.clone()
+        for batch in (next(replay.iterator("eval")), other.sample(), replay.sample().clone()):
+            with pytest.raises(DataError, match="must be"):
+                replay.update_priorities_(batch, torch.ones(8))
+        assert torch.equal(replay.table.sums, state)
+        for change in (replay.clear, lambda: replay.add_({}), lambda: replay.fill_(torch.zeros(1), {})):
+            with pytest.raises(StoreError, match="must not be changed"):
+                change()
+        batch = replay.sample()
+        replay.update_priorities_(batch, torch.full((8,), 1e-60, dtype=torch.float64))
+        items = replay.table.priorities[batch.records[:, 3] + batch.anchor]
+        assert bool((items > 0).all())
+
+
+def test_an_empty_state_is_empty() -> None:
+    with DeviceReplay(online(), "cpu") as replay:
+        empty = replay.state_dict()
+        replay.add_(trajectories(2, 3))
+        replay.load_state_dict(empty)
+        with pytest.raises(StoreError, match="must hold a trajectory"):
+            replay.sample()
+        half = {**empty, "content": {k: v for k, v in empty["content"].items() if k != "sums"}}
+        with pytest.raises(CheckpointError, match="content"):
+            replay.load_state_dict(half)
+
+
+def test_old_batches_fail_in_a_late_backward_pass() -> None:
+    scale = torch.nn.Parameter(torch.ones(3))
+    with DeviceReplay(online(PRIORITIZED), "cpu") as replay:
+        replay.add_(trajectories(5, 6))
+        batch = replay.new_batch()
+        replay.sample_(batch)
+        loss = (batch.weight * (batch["following"] * scale).sum(1)).sum()
+        replay.sample_(batch)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_a_whole_step_is_traced_without_a_break() -> None:

@@ -1,5 +1,6 @@
 // Many copies by one call of the driver, which its copy engines make without a kernel.
 #include <cuda.h>
+#include <dlfcn.h>
 
 #include <vector>
 
@@ -14,18 +15,14 @@ using BatchCopy = CUresult (*)(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes
                                CUmemcpyAttributes* attributes, size_t* first_of,
                                size_t num_attributes, size_t* failed, CUstream stream);
 
-// The driver's, so that nothing but the runtime is linked. CUDA 13 gives another signature to the
-// same name: the version says which one is meant.
+// From the driver itself: the runtime's way to its functions by version is not in every
+// libcudart.so.12 that torch may have loaded, and a missing symbol would take all kernels along.
+// The plain name has this signature in every driver that has it; CUDA 13 gave a new one another
+// name.
 BatchCopy Find() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemcpyBatchAsync", &found, 12080,
-                                                             cudaEnableDefault, &result);
-  if (error != cudaSuccess) {
-    (void)cudaGetLastError();  // else the next launch reports it
-    return nullptr;
-  }
-  return result == cudaDriverEntryPointSuccess ? reinterpret_cast<BatchCopy>(found) : nullptr;
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY);
+  return driver == nullptr ? nullptr
+                           : reinterpret_cast<BatchCopy>(dlsym(driver, "cuMemcpyBatchAsync"));
 }
 #endif
 
