@@ -29,6 +29,7 @@ from deepspeed_gear.store.spec import RETURN_TO_GO
 _SOURCE, _OFFSET, _LENGTH, _ALIGN, _FOLLOWS, _PAD, _ELEMENTS, _MASK, _FIRST, _COUNT = range(FIELD_INTS)
 _Key = tuple[str, int]  # "out", "mask" or "n_step", and its number
 PINNED = 4  # batches that are staged at once: more would let the host run further ahead of the device
+_DIRECT_BLOCKS = 64  # of each field
 _NONE = torch.empty(0)
 _NO_CUTS = np.empty(0, np.int64)
 
@@ -104,6 +105,8 @@ class PlacedCollector(Collector):
 
     def __init__(self, carriage: Carriage, reach: Reach, **options: Any) -> None:
         self._carriage, self._lane, self._reach = carriage, carriage.lane, reach
+        # Few blocks keep enough reads of the host's memory under way (1 MiB), and leave the device to others.
+        self._blocks = _DIRECT_BLOCKS if self._lane.device.type == "cuda" else options["threads"]
         self._slots: list[_Slot] = []
         self._pinned: deque[_Pinned] = deque()
         self._out: deque[tuple[_Slot, int]] = deque()
@@ -308,7 +311,7 @@ class PlacedCollector(Collector):
                 most = self._n_step.n
                 ops.n_step_(*buffers.n_step, *self._n_step_there, self._powers_there, there, most)
         counters = self._counters_there
-        self._direct.run(ops, buffers, counters, there, steps, self._threads, order)
+        self._direct.run(ops, buffers, counters, there, steps, self._blocks, order)
         if self._fetched:
             self._fetch(buffers, records)
         self._counters_seen.copy_(counters, non_blocking=True)

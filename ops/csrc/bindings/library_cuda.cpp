@@ -205,7 +205,7 @@ void NStepReturn(at::Tensor returns, at::Tensor discount, at::Tensor steps,
 void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::TensorList columns,
             at::TensorList shifts, at::TensorList gains, const at::Tensor& resolutions,
             const std::optional<at::Tensor>& n_steps, at::IntArrayRef spec,
-            at::ArrayRef<double> pad_values, int64_t /*threads*/,
+            at::ArrayRef<double> pad_values, int64_t threads,
             const std::optional<at::Tensor>& order) {
   const Resolution* records = Resolutions(resolutions);
   const int64_t count = resolutions.size(0);
@@ -227,7 +227,7 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor counters, at::
   const OnDevice device(counters);
   cuda::Gather(fields.data(), held.data(), static_cast<int64_t>(fields.size()), records,
                n_steps ? n_steps->const_data_ptr<int64_t>() : nullptr, taken, count,
-               counters.mutable_data_ptr<int64_t>(), device.stream());
+               threads > 1 ? threads : 0, counters.mutable_data_ptr<int64_t>(), device.stream());
 }
 
 cuda::RowRequest RequestOf(const at::Tensor& samples, const at::Tensor& windows,

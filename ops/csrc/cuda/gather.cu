@@ -216,18 +216,21 @@ int KindOf(const Field& field) {
   return bytes == 1 ? kCopies1 : bytes == 2 ? kCopies2 : bytes == 4 ? kCopies4 : kCopies8;
 }
 
-Task TaskOf(const Field& field, int64_t held, int64_t count, unsigned first_block) {
+Task TaskOf(const Field& field, int64_t held, int64_t count, int64_t most_blocks,
+            unsigned first_block) {
   const int kind = KindOf(field);
   const int team = TeamOf(field.part.count * field.elements * field.to_bytes, kThreads);
   const int64_t threads = count * (kind == kComputes ? field.part.count : team);
-  return {field, held, PadOf(field), kind, team, first_block, Blocks(threads)};
+  unsigned blocks = Blocks(threads);
+  if (most_blocks > 0) blocks = static_cast<unsigned>(Min(int64_t{blocks}, most_blocks));
+  return {field, held, PadOf(field), kind, team, first_block, blocks};
 }
 
 }  // namespace
 
 void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
             const Resolution* resolutions, const int64_t* n_steps, const int64_t* order,
-            int64_t count, int64_t* counters, void* stream) {
+            int64_t count, int64_t most_blocks, int64_t* counters, void* stream) {
   if (count == 0) return;
   for (int64_t first = 0; first < num_fields; first += kMostFields) {
     Batch batch{};
@@ -240,7 +243,7 @@ void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
     unsigned blocks = 0;
     for (int t = 0; t < batch.num_tasks; ++t) {
       const Field& field = fields[first + t];
-      batch.tasks[t] = TaskOf(field, held[first + t], count, blocks);
+      batch.tasks[t] = TaskOf(field, held[first + t], count, most_blocks, blocks);
       blocks += batch.tasks[t].num_blocks;
       batch.rows += static_cast<uint64_t>(count * field.part.count);
       batch.bytes +=

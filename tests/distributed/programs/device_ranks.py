@@ -7,6 +7,7 @@ shards that each rank has added itself; what needs "scope": "shard" is refused o
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -20,6 +21,7 @@ from deepspeed_gear.ops.constants import R_NUMBER
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+DEVICE = os.environ.get("GEAR_TEST_DEVICE", "cpu")
 
 
 def on_device(section: dict[str, Any], **table: Any) -> dict[str, Any]:
@@ -28,24 +30,24 @@ def on_device(section: dict[str, Any], **table: Any) -> dict[str, Any]:
 
 
 shared = json.loads(sys.argv[1])
-with Replay(shared) as host, DeviceReplay(on_device(shared), "cpu") as device:
+with Replay(shared) as host, DeviceReplay(on_device(shared), DEVICE) as device:
     for _ in range(12):
         expected, got = host.sample(), device.sample()
-        assert torch.equal(got.id, expected.id)
-        assert torch.equal(got.number, expected.number)
-        assert torch.equal(got["observation"], expected["observation"])
+        assert torch.equal(got.id.cpu(), expected.id)
+        assert torch.equal(got.number.cpu(), expected.number)
+        assert torch.equal(got["observation"].cpu(), expected["observation"])
 
 added = json.loads(sys.argv[2])
 alone = {**added, "tables": {"main": {**added["tables"]["main"], "scope": "table"}}}
 refused = ""
 try:
-    DeviceReplay(alone, "cpu", schemas={"main": SCHEMA})
+    DeviceReplay(alone, DEVICE, schemas={"main": SCHEMA})
 except ConfigError as error:
     refused = str(error)
 assert 'scope must be "shard"' in refused, refused
 
 numbers: list[int] = []
-with DeviceReplay(added, "cpu", schemas={"main": SCHEMA}) as replay:
+with DeviceReplay(added, DEVICE, schemas={"main": SCHEMA}) as replay:
     codes = rank * 1000 + torch.arange(20).view(4, 5)
     flags = torch.zeros(4, 4, dtype=torch.bool)
     columns = {
@@ -57,12 +59,12 @@ with DeviceReplay(added, "cpu", schemas={"main": SCHEMA}) as replay:
         "code": codes[:, :4],
         "task": torch.full((4,), rank),
     }
-    replay.add_(columns)
+    replay.add_({name: values.contiguous().to(DEVICE) for name, values in columns.items()})
     for _ in range(6):
         batch = replay.sample()
         assert set(batch["task"].tolist()) == {rank}
         numbers += batch.records[:, R_NUMBER].tolist()
-        replay.update_priorities_(batch, torch.rand(batch.num_samples) + rank)
+        replay.update_priorities_(batch, torch.rand(batch.num_samples, device=DEVICE) + rank)
 gathered: list[list[int]] = [[] for _ in range(world)]
 dist.all_gather_object(gathered, numbers)
 every = sorted(number for part in gathered for number in part)
