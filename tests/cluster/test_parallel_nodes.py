@@ -41,7 +41,7 @@ def alone(dataset: Path) -> dict[str, Arrays]:
     ("modes", "nodes", "ranks"),
     [
         (["zero:3x4", "pipe:2x2"], 2, 2),
-        (["tensor:2x2"], 4, 1),
+        pytest.param(["tensor:2x2"], 4, 1, marks=LONG),
         pytest.param(["zero:3x4", "pipe:2x2", "pipe:2x1x2"], 4, 1, marks=LONG),
         pytest.param(["ulysses:2x2"], 4, 1, marks=LONG),
         pytest.param(["pipe:3"], 3, 1, marks=LONG),

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Load = Callable[[str], ModuleType]
 
@@ -56,6 +57,7 @@ def test_gather_runs(run_python: Run, tmp_path: Path) -> None:
     assert (tmp_path / "ratios.png").stat().st_size > 1000
 
 
+@LONG
 def test_parallel_runs(run_python: Run, tmp_path: Path) -> None:
     rows = rows_of(run_python, tmp_path / "parallel.json", "parallel")
     assert [(row["grid"], row["ranks"]) for row in rows] == [
@@ -151,6 +153,7 @@ def test_a_turn_takes_as_long_as_its_last_rank(load: Load) -> None:
     assert load("exchange").slowest(ranks, "carry") == 4.0
 
 
+@LONG
 def test_exchange_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
     reason = load("support.nodes").why_no_nodes()
     if reason is not None:
@@ -244,6 +247,7 @@ def test_select_hides_no_module_of_the_standard_library(run_python: Run) -> None
     assert result.returncode == 0, result.stderr
 
 
+@LONG
 def test_memory_runs(run_python: Run, tmp_path: Path) -> None:
     store, ranks, trained = rows_of(run_python, tmp_path / "memory.json", "memory")
     assert store["holds"]
