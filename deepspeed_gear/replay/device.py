@@ -18,28 +18,21 @@ from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
-    ShapeError,
     StoreError,
 )
 from deepspeed_gear.ops.constants import (
-    APPLIED,
-    CLAMPED,
-    DRAWABLE,
     RESOLUTION_WORDS,
-    RING_BATCH,
-    RING_COUNTS,
     RING_NEXT,
     RING_REFUSED,
     RING_STEPS,
     RING_TAIL,
     RING_TOTAL,
-    STALE,
 )
 from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import device_state, position
-from deepspeed_gear.replay.device_parts import betas_of, ops_of, specs_of, table_of
+from deepspeed_gear.replay.device_parts import betas_of, device_of, ops_of, specs_of, table_of
 from deepspeed_gear.replay.device_passes import DevicePasses
-from deepspeed_gear.replay.feedback import mask_of, reduce_steps
+from deepspeed_gear.replay.device_reports import DeviceReports, reported
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.parts import Plan, agree_on, statistics_of_plan
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
@@ -88,10 +81,8 @@ class DeviceReplay:
     ) -> None:
         plan = agree_on(config, process_group, schemas, info, place)
         self._plan, self.config, self.topology, self.batch_info = plan, plan.config, plan.topology, plan.info
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
         try:
+            self.device = plan.exchange.agree("the device", lambda: device_of(device))
             plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
         except BaseException:
             plan.exchange.close()
@@ -144,7 +135,7 @@ class DeviceReplay:
         for tensor in (self._all, self._all_weights, self._collector.counters, *later):
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
         self._ring: list[DeviceBatch] = []
-        self._reported: dict[int, tuple[Tensor, Tensor]] = {}
+        self._reports = DeviceReports(self._selection, plan.info.accumulation)
 
     def _records(self, count: int) -> Tensor:
         return torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64, device=self.device)
@@ -188,7 +179,7 @@ class DeviceReplay:
             self._collector.fill(out.buffers, out.records)
             return
         if self._next_micro == 0:
-            self._apply_reports()
+            self._reports.apply()
             self._selection.select_(self._all, self._all_weights)
             for micro, buffers in enumerate(self._later, 1):
                 self._collector.fill(buffers, self._records_of(micro))
@@ -330,41 +321,9 @@ class DeviceReplay:
         if batch.owner is not self:
             rule = "must be of this replay's training stream"
             raise DataError("batch", rule, None, "nothing was changed")
-        values = priorities.detach()
-        if values.dim() == 2:
-            values = reduce_steps(
-                values,
-                mask_of(batch, values, mask, is_checked=False),
-                sampler.reduce,
-                sampler.eta,
-                is_checked=False,
-            )
-        if values.shape != (batch.num_samples,):
-            rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
-            raise ShapeError("priorities", rule, list(priorities.shape))
-        rounded = values.to(self.device, torch.float32).contiguous()
-        if values.dtype == torch.float64:  # one that is too small for float32 stays above 0
-            tiny = torch.finfo(torch.float32).smallest_normal
-            rounded = torch.where((values > 0) & (rounded == 0), tiny, rounded)
-        values = rounded
-        accumulation = self.batch_info.accumulation
-        if accumulation == 1:
-            self._selection.update_(batch.records, values)
-            return
-        self._reported[batch.micro] = (batch.records.clone(), values.clone())
-        if batch.micro == accumulation - 1:
-            self._apply_reports()
+        self._reports.take(batch, reported(batch, priorities, mask, sampler))
 
     update_priorities = update_priorities_
-
-    def _apply_reports(self) -> None:
-        """Apply what micro batches of one global batch have reported, by sample number."""
-        if not self._reported:
-            return
-        parts = [self._reported[micro] for micro in sorted(self._reported)]
-        self._reported.clear()
-        records = torch.stack([records for records, _ in parts], 1).reshape(-1, RESOLUTION_WORDS)
-        self._selection.update_(records, torch.stack([values for _, values in parts], 1).reshape(-1))
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -384,24 +343,7 @@ class DeviceReplay:
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes, and what updates did. Waits for the device."""
-        state = self.table.state.tolist()
-        counts = state[RING_COUNTS:]
-        found: dict[str, Any] = {
-            "steps": state[RING_STEPS],
-            "trajectories": state[RING_NEXT] - state[RING_TAIL],
-            "added": state[RING_NEXT],
-            "global_batches": state[RING_BATCH],
-            "refused": state[RING_REFUSED],
-            "bytes": self.table.num_bytes,
-        }
-        if self._selection.is_prioritized:
-            found |= {
-                "priorities_applied": counts[APPLIED],
-                "priorities_ignored": counts[STALE],
-                "priorities_clamped": counts[CLAMPED],
-                "items": counts[DRAWABLE],
-            }
-        return found
+        return device_state.statistics_of(self.table, self._selection.is_prioritized)
 
     def take_metrics(self) -> dict[str, float]:
         """Return what goes to DeepSpeed's monitor. Waits for the device."""
@@ -464,7 +406,7 @@ class DeviceReplay:
 
     def _begin_anew(self) -> None:
         self._next_micro = 0
-        self._reported.clear()
+        self._reports.forget()
 
     def _check_between(self) -> None:
         self._check_open()
@@ -472,7 +414,7 @@ class DeviceReplay:
             rule = "must be taken between two global batches"
             at = f"micro batch {self._next_micro} of {self.batch_info.accumulation}"
             raise StoreError("the state", rule, at, "use the other micro batches first")
-        self._apply_reports()
+        self._reports.apply()
 
     def clear(self) -> None:
         """Take everything out that was added.

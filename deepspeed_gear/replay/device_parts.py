@@ -37,6 +37,29 @@ def specs_of(plan: Plan, name: str) -> dict[str, StreamSpec]:
     return {spec.name: spec for spec in specs}
 
 
+def device_of(given: torch.device | str) -> torch.device:
+    """Return the device that is meant.
+
+    Raises:
+        ConfigError: There is none of this name, or torch does not see it.
+    """
+    try:
+        device = torch.device(given)
+    except RuntimeError as error:
+        raise ConfigError("device", "must be a CPU or CUDA device", str(given)) from error
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+        remedy = 'DeviceReplay(config, "cpu") runs the same program on the host'
+        raise ConfigError(
+            "device",
+            f"must be one of the {torch.cuda.device_count()} GPUs that torch sees",
+            str(given),
+            remedy,
+        )
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
 def ops_of(config: GearConfig, ops: Ops, device: torch.device) -> Ops:
     if device.type == "cpu":
         return ops

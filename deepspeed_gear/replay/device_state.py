@@ -11,11 +11,42 @@ from typing import Any
 import torch
 
 from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.ops.constants import (
+    APPLIED,
+    CLAMPED,
+    DRAWABLE,
+    RING_BATCH,
+    RING_COUNTS,
+    RING_NEXT,
+    RING_REFUSED,
+    RING_STEPS,
+    RING_TAIL,
+    STALE,
+)
 from deepspeed_gear.replay.parts import Plan
 from deepspeed_gear.store.ring_table import RingTable
 
 FORMAT = 1
 _CHUNK = 1 << 24
+
+
+def statistics_of(table: RingTable, has_priorities: bool) -> dict[str, int]:
+    """Return sizes of a table, and what updates did. Waits for the device."""
+    state = table.state.tolist()
+    counts = state[RING_COUNTS:]
+    found = {
+        "steps": state[RING_STEPS],
+        "trajectories": state[RING_NEXT] - state[RING_TAIL],
+        "added": state[RING_NEXT],
+        "global_batches": state[RING_BATCH],
+        "refused": state[RING_REFUSED],
+        "bytes": table.num_bytes,
+    }
+    if has_priorities:
+        words = {"applied": APPLIED, "ignored": STALE, "clamped": CLAMPED}
+        found |= {f"priorities_{name}": counts[word] for name, word in words.items()}
+        found["items"] = counts[DRAWABLE]
+    return found
 
 
 def state_of(plan: Plan, table: RingTable) -> dict[str, Any]:

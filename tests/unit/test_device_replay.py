@@ -415,6 +415,14 @@ def test_a_config_that_needs_the_host_is_refused(change: dict[str, Any], message
         DeviceReplay(online(**change), "cpu")
 
 
+@pytest.mark.parametrize(
+    "device", ["cuda:99", "cudaa", "meta", *([] if torch.cuda.is_available() else ["cuda"])]
+)
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match="device must be"):
+        DeviceReplay(online(), device)
+
+
 def test_a_replay_in_shared_memory_refuses_a_table_on_devices() -> None:
     with pytest.raises(ConfigError, match="use DeviceReplay"):
         Replay(online())

@@ -1,0 +1,75 @@
+"""Priorities that are reported to a table on a device: their form, and when they take effect."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.config import PrioritizedSampler
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops.constants import RESOLUTION_WORDS
+from deepspeed_gear.replay.feedback import mask_of, reduce_steps
+from deepspeed_gear.selection.on_ring import RingSelection
+
+
+class DeviceReports:
+    """What the micro batches of one global batch report: it takes effect together. Waits for nothing.
+
+    Args:
+        selection: Whose priorities they are.
+        accumulation: Micro batches of a global batch.
+    """
+
+    def __init__(self, selection: RingSelection, accumulation: int) -> None:
+        self._selection, self._accumulation = selection, accumulation
+        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def take(self, batch: DeviceBatch, values: Tensor) -> None:
+        """Take the priorities of a micro batch; those of the last one bring all into effect. [B], float32."""
+        if self._accumulation == 1:
+            self._selection.update_(batch.records, values)
+            return
+        self._waiting[batch.micro] = (batch.records.clone(), values.clone())
+        if batch.micro == self._accumulation - 1:
+            self.apply()
+
+    def apply(self) -> None:
+        """Bring into effect what waits, in the order of sample numbers."""
+        if not self._waiting:
+            return
+        parts = [self._waiting[micro] for micro in sorted(self._waiting)]
+        self._waiting.clear()
+        records = torch.stack([records for records, _ in parts], 1).reshape(-1, RESOLUTION_WORDS)
+        self._selection.update_(records, torch.stack([values for _, values in parts], 1).reshape(-1))
+
+    def forget(self) -> None:
+        """Drop what waits."""
+        self._waiting.clear()
+
+
+def reported(
+    batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sampler: PrioritizedSampler
+) -> Tensor:
+    """Return priorities as they are stored: [B], float32, on the batch's device.
+
+    Args:
+        batch: The batch.
+        priorities: [B], or [B, T]. Any floating dtype.
+        mask: Which steps of [B, T] count; None: as `mask_of` says. [B, T], bool.
+        sampler: How [B, T] becomes [B].
+    Raises:
+        ShapeError: A wrong shape.
+    """
+    values = priorities.detach()
+    if values.dim() == 2:
+        counts = mask_of(batch, values, mask, is_checked=False)
+        values = reduce_steps(values, counts, sampler.reduce, sampler.eta, is_checked=False)
+    if values.shape != (batch.num_samples,):
+        rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
+        raise ShapeError("priorities", rule, list(priorities.shape))
+    rounded = values.to(batch.records.device, torch.float32).contiguous()
+    if values.dtype == torch.float64:  # one that is too small for float32 stays above 0
+        tiny = torch.finfo(torch.float32).smallest_normal
+        rounded = torch.where((values > 0) & (rounded == 0), tiny, rounded)
+    return rounded
