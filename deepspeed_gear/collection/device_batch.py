@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ class DeviceBatch(Batch):
         total: Total mass of the latest selection. [], int64.
         burn_in: Which steps only warm up.
         owner: The replay whose training stream fills it; None: it is of a pass.
+        origin: Replica and slot of each sample's trajectory, replica << 32 | slot, where they lie on the
+            devices of several. [B], int64.
     """
 
     def __init__(
@@ -34,13 +37,16 @@ class DeviceBatch(Batch):
         total: Tensor,
         burn_in: BurnIn | None,
         owner: object = None,
+        origin: Tensor | None = None,
     ) -> None:
         self.buffers, self.micro, self.owner = buffers, 0, owner
+        #: Replica that holds each sample; None: this one holds all. [B], int64.
+        self.holders: np.ndarray | None = None
         self.written = [*buffers.all, records, *([] if weight is None else [weight])]
         valid = torch.ones(len(records), dtype=torch.bool, device=records.device)
         epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
         facts = (records, valid, step_items, total, epoch, weight)
-        super().__init__(dict(buffers.tensors), dict(buffers.mask), *facts, burn_in=burn_in)
+        super().__init__(dict(buffers.tensors), dict(buffers.mask), *facts, burn_in=burn_in, origin=origin)
 
     def again(self) -> DeviceBatch:
         """Return a batch of the same tensors, of which a transform may set fields."""
@@ -52,6 +58,12 @@ class DeviceBatch(Batch):
     def records(self) -> Tensor:
         """What the samples resolved to. [B, 8], int64."""
         return self._records
+
+    @property
+    def origin(self) -> Tensor:
+        """Replica << 32 | slot of each sample's trajectory, where they lie on several devices. [B], int64."""
+        assert self._origin is not None
+        return self._origin
 
     @property
     def importance(self) -> Tensor | None:

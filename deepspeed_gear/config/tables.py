@@ -174,8 +174,9 @@ class TableConfig(GearModel):
     scope: Literal["table", "shard"] = Field(
         default="table",
         description=(
-            'What probabilities of a table on devices are of: "table", the same distribution for all '
-            'replicas; "shard", each replica draws from what it holds itself.'
+            'What probabilities of a table on devices are of: "table", one distribution for all replicas, '
+            'whose parts have the capacity together; "shard", each replica draws from what it holds itself, '
+            "and has the capacity for itself, so that the step can be captured."
         ),
     )
     schema_: SchemaConfig | None = Field(

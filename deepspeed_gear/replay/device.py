@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.burn_in import BurnIn
@@ -21,22 +20,24 @@ from deepspeed_gear.errors import (
     StoreError,
 )
 from deepspeed_gear.ops.constants import (
-    RESOLUTION_WORDS,
     RING_NEXT,
     RING_REFUSED,
     RING_STEPS,
     RING_TAIL,
-    RING_TOTAL,
 )
+from deepspeed_gear.parallel.device_peers import shares_gpus
 from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import device_state, position
-from deepspeed_gear.replay.device_parts import betas_of, device_of, ops_of, specs_of, table_of
+from deepspeed_gear.replay.device_feed import DeviceFeed
+from deepspeed_gear.replay.device_parts import arrivals_of, betas_of, device_of, ops_of, specs_of, table_of
 from deepspeed_gear.replay.device_passes import DevicePasses
-from deepspeed_gear.replay.device_reports import DeviceReports, reported
+from deepspeed_gear.replay.device_reports import reported
+from deepspeed_gear.replay.device_sharing import Sharing, join
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.parts import Plan, agree_on, statistics_of_plan
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.on_ring import RingSelection
 
 
@@ -48,10 +49,11 @@ class DeviceReplay:
     from its memory: they can be captured in a CUDA graph together with the training step, and traced by
     `torch.compile`. The content is lost with the process unless `state_dict` or `save` keeps it.
 
-    A data set is copied to the device of each rank; all replicas draw from one distribution. Trajectories
-    that are added belong to this rank's replica alone; its tensor and sequence ranks add the same ones. With
-    several replicas such a table needs `"scope": "shard"`: each draws from its own, with the probabilities
-    and weights of its own.
+    A data set is copied to the device of each rank. Trajectories that are added lie on the devices of this
+    rank's replica; its tensor and sequence ranks add the same ones. All replicas draw from one distribution:
+    where their tables differ, or priorities change, `sample` exchanges what that takes and waits for it; then
+    it is collective and cannot be captured. With `"scope": "shard"` each replica draws from its own table,
+    with the probabilities and weights of that one, and nothing is exchanged.
 
     Construction, `state_dict` and `close` are collective. Not thread-safe.
 
@@ -83,43 +85,40 @@ class DeviceReplay:
         self._plan, self.config, self.topology, self.batch_info = plan, plan.config, plan.topology, plan.info
         try:
             self.device = plan.exchange.agree("the device", lambda: device_of(device))
-            plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
+            is_shared = shares_gpus(plan.exchange, plan.topology, self.device)
+            spec = plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
+            draws, reports = join(plan, self._sharing, self._selection, spec, is_shared)
         except BaseException:
             plan.exchange.close()
             raise
-        self._closed, self._next_micro, self._turn = False, 0, 0
+        how = self._selection, draws, reports, self._sharing
+        more = self._collector, self._burn_in, plan.info, plan.topology.data_rank
+        self._feed = DeviceFeed(*how, *more, self)
+        self._closed = False
         #: As `Replay.transform`; `sample` calls it, `sample_` does not.
         self.transform: Transform | None = None
 
-    def _build(self, plan: Plan, engine_dtype: torch.dtype) -> None:
+    def _build(self, plan: Plan, engine_dtype: torch.dtype) -> StreamSpec:
         config, name = plan.config, plan.config.sampled_tables[0]
         options = config.resolved_tables[name]
         if not config.on_device:
             rule = 'must be "device" for a DeviceReplay'
             raise ConfigError(f"gear.tables.{name}.placement", rule, options.placement, "use Replay")
-        replicas, is_shard = plan.info.data_world, options.scope == "shard"
-        is_changed = options.data is None or isinstance(config.item_sampler, PrioritizedSampler)
-        if replicas > 1 and not is_shard and is_changed:
-            rule = f'must be "shard" where {replicas} replicas change tables of their own'
-            remedy = "or use a table in host memory, whose distribution is exact over all"
-            raise ConfigError(f"gear.tables.{name}.scope", rule, options.scope, remedy)
-        place, specs = plan.topology.place, specs_of(plan, name)
+        sharing = self._sharing = Sharing.of(plan, name)
+        place, specs, ops = plan.topology.place, specs_of(plan, name), ops_of(config, plan.ops, self.device)
         spec = specs.pop(TRAIN)
-        self._num_parts = plan.info.accumulation if is_shard else plan.info.num_micro
-        self._first_part = 0 if is_shard else place.data_rank
-        self._part_step = 1 if is_shard else replicas
-        self.table = table_of(plan, name, spec, ops_of(config, plan.ops, self.device), self.device)
-        numbers = (replicas, place.data_rank) if is_shard else (1, 0)
+        spread = (arrivals_of(plan, name).size, plan.info.data_world) if sharing.is_spread else ()
+        self.table = table_of(plan, name, spec, ops, self.device, *spread)
+        numbers = (plan.info.data_world, place.data_rank) if options.scope == "shard" else (1, 0)
         self._selection = RingSelection(self.table, spec, betas_of(config, spec, self.device), *numbers)
         self.schema, self.datasets = self.table.schema, plan.datasets
-        needs, micro = plan.needs, plan.info.micro
-        self._depth = max(2, plan.info.accumulation)
+        needs = plan.needs
         self._collector = Collector(
             needs.fields,
             self.table,
             statistics_of_plan(plan, needs.fields),
             config.n_step if needs.n_step else None,
-            micro,
+            plan.info.micro,
             0,
             engine_dtype,
             config.threads,
@@ -128,32 +127,13 @@ class DeviceReplay:
         splits = specs if options.data is not None else {}
         self._passes = DevicePasses(plan, self.table, splits, self._collector, self._burn_in)
         self._has_data = self._is_filled = options.data is not None
-        self._all = self._records(micro * self._num_parts)
-        self._all_weights = self._weights(micro * self._num_parts)
-        self._later = [self._collector.buffers(micro) for _ in range(plan.info.accumulation - 1)]
-        later = [tensor for buffers in self._later for tensor in buffers.all]
-        for tensor in (self._all, self._all_weights, self._collector.counters, *later):
-            torch._dynamo.mark_static_address(tensor)  # as in RingTable
-        self._ring: list[DeviceBatch] = []
-        self._reports = DeviceReports(self._selection, plan.info.accumulation)
-
-    def _records(self, count: int) -> Tensor:
-        return torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64, device=self.device)
-
-    def _weights(self, count: int) -> Tensor:
-        return torch.ones(count if self._selection.is_prioritized else 0, device=self.device)
+        return spec
 
     # ---- sampling --------------------------------------------------------------------------------
 
     def new_batch(self) -> DeviceBatch:
         """Return tensors that `sample_` can fill; they belong to the caller."""
-        micro = self.batch_info.micro
-        weight = self._weights(micro) if self._selection.is_prioritized else None
-        facts = self._selection.has_step_items, self.table.state[RING_TOTAL], self._burn_in
-        batch = DeviceBatch(self._collector.buffers(micro), self._records(micro), weight, *facts, self)
-        for tensor in (*batch.buffers.all, batch.records, *([] if weight is None else [weight])):
-            torch._dynamo.mark_static_address(tensor)
-        return batch
+        return self._feed.new_batch()
 
     def sample_(self, out: DeviceBatch) -> None:
         """Fill a batch with this rank's next micro batch. Waits for nothing; can be captured.
@@ -166,46 +146,16 @@ class DeviceReplay:
             out: From `new_batch`.
         Raises:
             StoreError: Nothing was added yet, or the replay is closed.
+            PeerError, LostNodeError: Where replicas share one distribution: a rank takes other batches, or
+                does not answer in `gear.timeout_s`.
         """
-        self._check_open()
-        if not self._is_filled:
-            raise StoreError("the table on the device", "must hold a trajectory", None, "add_ comes first")
-        if not torch.compiler.is_compiling():
-            increment_version(out.written)  # a backward pass that saved the old content must fail
-        if self._num_parts == 1:
-            self._selection.select_(
-                out.records, self._all_weights if out.importance is None else out.importance
-            )
-            self._collector.fill(out.buffers, out.records)
-            return
-        if self._next_micro == 0:
-            self._reports.apply()
-            self._selection.select_(self._all, self._all_weights)
-            for micro, buffers in enumerate(self._later, 1):
-                self._collector.fill(buffers, self._records_of(micro))
-        micro, out.micro = self._next_micro, self._next_micro
-        out.records.copy_(self._records_of(micro))
-        if out.importance is not None:
-            out.importance.copy_(self._all_weights[self._part(micro) :: self._num_parts])
-        if micro == 0:
-            self._collector.fill(out.buffers, out.records)
-        else:
-            torch._foreach_copy_(out.buffers.all, self._later[micro - 1].all)
-        self._next_micro = (micro + 1) % self.batch_info.accumulation
-
-    def _part(self, micro: int) -> int:
-        return self._first_part + micro * self._part_step
-
-    def _records_of(self, micro: int) -> Tensor:
-        return self._all[self._part(micro) :: self._num_parts].contiguous()
+        self._check_filled()
+        self._feed.fill_(out)
 
     def sample(self) -> Batch:
         """Return this rank's next micro batch; its tensors are used again max(2, accumulation) calls on."""
-        if not self._ring:
-            self._ring = [self.new_batch() for _ in range(self._depth)]
-        batch = self._ring[self._turn]
-        self.sample_(batch)
-        self._turn = (self._turn + 1) % len(self._ring)
+        self._check_filled()
+        batch = self._feed.next()
         if self.transform is None:
             return batch
         selection = self._selection
@@ -275,7 +225,7 @@ class DeviceReplay:
         self.add_(named)
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Write columns of trajectories that are stored; those that are gone are left out.
+        """Write columns of trajectories that this replica stores; what is elsewhere or gone is left out.
 
         Args:
             ids: As `batch.id`. [n], int64.
@@ -287,6 +237,9 @@ class DeviceReplay:
         """
         self._check_changes()
         self.table.check_fill(ids, columns)
+        if self._sharing.is_spread:
+            replica, replicas = self.topology.data_rank, self.batch_info.data_world
+            ids = torch.where(ids % replicas == replica, ids // replicas, -1)
         self.table.fill_(ids, columns)
 
     def _check_changes(self) -> None:
@@ -321,7 +274,7 @@ class DeviceReplay:
         if batch.owner is not self:
             rule = "must be of this replay's training stream"
             raise DataError("batch", rule, None, "nothing was changed")
-        self._reports.take(batch, reported(batch, priorities, mask, sampler))
+        self._feed.reports.take(batch, reported(batch, priorities, mask, sampler))
 
     update_priorities = update_priorities_
 
@@ -367,7 +320,7 @@ class DeviceReplay:
         Raises:
             StoreError: Some micro batches of a global batch were used, and not all.
         """
-        self._check_between()
+        self._settle()
         return device_state.state_of(self._plan, self.table)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -387,7 +340,7 @@ class DeviceReplay:
             CheckpointError: A file cannot be written, on every rank.
             StoreError: Some micro batches of a global batch were used, and not all.
         """
-        self._check_between()
+        self._settle()
         return device_state.save(self._plan, self.table, Path(folder))
 
     def load(self, folder: str | Path, state: Mapping[str, Any]) -> None:
@@ -402,19 +355,22 @@ class DeviceReplay:
 
     def _go_on(self) -> None:
         self._is_filled = self._has_data or self.num_trajectories > 0
-        self._begin_anew()
+        self._feed.begin_anew()
 
-    def _begin_anew(self) -> None:
-        self._next_micro = 0
-        self._reports.forget()
+    def _settle(self) -> None:
+        """Bring all reports into effect; only between two global batches. Collective where reports are."""
+        if self._sharing.is_joint:
+            self._plan.exchange.agree("the state", self._check_between)
+        else:
+            self._check_between()
+        self._feed.reports.apply()
 
     def _check_between(self) -> None:
         self._check_open()
-        if self._next_micro != 0:
+        if self._feed.next_micro != 0:
             rule = "must be taken between two global batches"
-            at = f"micro batch {self._next_micro} of {self.batch_info.accumulation}"
+            at = f"micro batch {self._feed.next_micro} of {self.batch_info.accumulation}"
             raise StoreError("the state", rule, at, "use the other micro batches first")
-        self._reports.apply()
 
     def clear(self) -> None:
         """Take everything out that was added.
@@ -425,7 +381,12 @@ class DeviceReplay:
         self._check_changes()
         self.table.clear()
         self._is_filled = False
-        self._begin_anew()
+        self._feed.begin_anew()
+
+    def _check_filled(self) -> None:
+        self._check_open()
+        if not self._is_filled and not self._sharing.is_spread:
+            raise StoreError("the table on the device", "must hold a trajectory", None, "add_ comes first")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -11,6 +11,9 @@ from deepspeed_gear.config.schedules import end_of
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import ONE_Q62
+from deepspeed_gear.parallel.device_rows import Arrivals
+from deepspeed_gear.parallel.routes import row_needs
+from deepspeed_gear.parallel.rows import RowNeeds
 from deepspeed_gear.replay import setup
 from deepspeed_gear.replay.parts import Plan
 from deepspeed_gear.replay.samplers import stream_specs
@@ -81,7 +84,29 @@ def betas_of(config: GearConfig, spec: StreamSpec, device: torch.device) -> Tens
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def table_of(plan: Plan, name: str, spec: StreamSpec, ops: Ops, device: torch.device) -> RingTable:
+def needs_of_rows(plan: Plan, name: str) -> RowNeeds:
+    """Return the rows that this rank reads of a sample."""
+    return row_needs([plan.needs], plan.config, plan.schemas[name])
+
+
+def arrivals_of(plan: Plan, name: str) -> Arrivals:
+    """Return the room for the samples of this rank that other replicas hold."""
+    options, info = plan.config.resolved_tables[name], plan.info
+    assert options.max_length is not None
+    n = 0 if plan.config.n_step is None else plan.config.n_step.n
+    return Arrivals(needs_of_rows(plan, name), options.max_length, n, info.micro * info.accumulation)
+
+
+def table_of(
+    plan: Plan,
+    name: str,
+    spec: StreamSpec,
+    ops: Ops,
+    device: torch.device,
+    arrivals: tuple[int, int] = (0, 0),
+    parts: int = 1,
+) -> RingTable:
+    """Return the table of this rank, with the whole data set in it, or empty and with a part of the room."""
     options, rule = plan.config.resolved_tables[name], spec.rule
     needs_returns = any(field.derived == "return_to_go" for field in plan.fields)
     priorities = spec.priorities
@@ -90,13 +115,13 @@ def table_of(plan: Plan, name: str, spec: StreamSpec, ops: Ops, device: torch.de
     dataset = plan.datasets.get(name)
     if dataset is None:
         schema = plan.schemas[name]
-        steps, slots = setup.capacity_of(name, options, schema, 1)
+        steps, slots = setup.capacity_of(name, options, schema, parts)
         assert options.max_length is not None
         if options.capacity_trajectories is None:
             slots = max(slots, -(-steps // options.max_length))
         final = int(schema.has_final_row)
         rows = steps + slots * final + options.max_length + final  # what a turn of the ring may leave out
-        more = (by_row, priorities is not None, has_minima, needs_returns, ops, device)
+        more = (by_row, priorities is not None, has_minima, needs_returns, ops, device, arrivals)
         return RingTable(schema, rows, slots, options.max_length, *more)
     if len(dataset) != dataset.num_trajectories_of_whole:
         raise ConfigError(f"gear.tables.{name}.data", "must be whole on every node for a table on devices")

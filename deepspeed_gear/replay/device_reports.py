@@ -9,6 +9,7 @@ from deepspeed_gear.collection.device_batch import DeviceBatch
 from deepspeed_gear.config import PrioritizedSampler
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS
+from deepspeed_gear.parallel.transport import Transport
 from deepspeed_gear.replay.feedback import mask_of, reduce_steps
 from deepspeed_gear.selection.on_ring import RingSelection
 
@@ -19,14 +20,21 @@ class DeviceReports:
     Args:
         selection: Whose priorities they are.
         accumulation: Micro batches of a global batch.
+        inner: Between the ranks of this replica, and which of them reports for all; None: it is one rank.
     """
 
-    def __init__(self, selection: RingSelection, accumulation: int) -> None:
-        self._selection, self._accumulation = selection, accumulation
+    def __init__(
+        self, selection: RingSelection, accumulation: int, inner: tuple[Transport, int] | None = None
+    ) -> None:
+        self._selection, self._accumulation, self._inner = selection, accumulation, inner
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self, batch: DeviceBatch, values: Tensor) -> None:
         """Take the priorities of a micro batch; those of the last one bring all into effect. [B], float32."""
+        if self._inner is not None:  # what others compute may differ in the last bits, or be of other steps
+            transport, reporter = self._inner
+            values = values.clone()
+            transport.broadcast(values, reporter)
         if self._accumulation == 1:
             self._selection.update_(batch.records, values)
             return

@@ -192,9 +192,9 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
     if table.max_length is not None and table.max_length > steps:
         raise ConfigError(
             f"gear.tables.{name}.max_length",
-            f"must be at most {steps}, what each of {count} nodes holds of capacity_steps ({whole})",
+            f"must be at most {steps}, what each of {count} shards holds of capacity_steps ({whole})",
             table.max_length,
-            "raise capacity_steps, or use fewer nodes",
+            "raise capacity_steps, or use fewer shards",
         )
     return steps, -(-slots // count)
 

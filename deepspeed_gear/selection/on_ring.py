@@ -69,6 +69,22 @@ class RingSelection:
         rest = (self._rule, table.shape, self._draw, self._drawn)
         table.ops.ring_select_(table.state, records, weights, *known, *rest)
 
+    def resolve_(self, records: Tensor, coordinates: Tensor, first: int) -> None:
+        """Find what coordinates hit.
+
+        Args:
+            records: Gets the resolutions. [n, 8], int64.
+            coordinates: In [0, total mass of the table). [n], int64.
+            first: Sample number of the first one.
+        """
+        table = self.table
+        known = (records, table.sums, table.slots)
+        if table.items_are_rows:
+            table.ops.resolve_rows_(*known, table.row_slots, coordinates, first)
+        else:
+            how = (self._rule, self._drawn, self.seed, self.key)
+            table.ops.resolve_(*known, coordinates, *how, first)
+
     def update_(self, records: Tensor, values: Tensor) -> None:
         """Set the priorities of samples; of equal items the last wins. [B, 8], int64; [B], float32."""
         table = self.table

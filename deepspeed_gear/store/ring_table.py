@@ -61,6 +61,7 @@ class RingTable:
         return_to_go: Whether the derived column is kept.
         ops: Of the device.
         device: Where it lies.
+        arrivals: Rows and slots behind its own, for what other devices send.
     Cost: `num_bytes`; beside the columns 72 bytes a slot, 8.3 an item for the sums and 0.3 for the minima,
         4 for a priority, 4 a row where items are rows.
     """
@@ -77,6 +78,7 @@ class RingTable:
         return_to_go: bool,
         ops: Ops,
         device: torch.device,
+        arrivals: tuple[int, int] = (0, 0),
     ) -> None:
         self.schema, self.ops, self.device = schema, ops, device
         self.num_rows, self.num_slots, self.most_steps = num_rows, num_slots, most_steps
@@ -87,13 +89,20 @@ class RingTable:
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        self.columns = {
+        own = {column.name: num_slots if column.rows == "1" else num_rows for column in schema}
+        own[RETURN_TO_GO] = num_rows if return_to_go else 0
+        #: What batches are collected from: a table's own rows, and behind them the arrivals.
+        self._collected = {
             column.name: zeros(
-                num_slots if column.rows == "1" else num_rows, *column.shape, dtype=DTYPES[column.dtype]
+                own[column.name] + arrivals[column.rows == "1"], *column.shape, dtype=DTYPES[column.dtype]
             )
             for column in schema
         }
-        self.returns_to_go = zeros(num_rows if return_to_go else 0, dtype=torch.float32)
+        behind = arrivals[0] if return_to_go else 0
+        self._collected[RETURN_TO_GO] = zeros(own[RETURN_TO_GO] + behind, dtype=torch.float32)
+        held = self._collected if arrivals == (0, 0) else {n: r[: own[n]] for n, r in self._collected.items()}
+        self.columns = {column.name: held[column.name] for column in schema}
+        self.returns_to_go = held[RETURN_TO_GO]
         self.state = zeros(RING_WORDS)
         self.slots, self.begins = zeros(num_slots, SLOT_WORDS), zeros(num_slots)
         self.sums = zeros(tree_size(self.num_items))
@@ -123,11 +132,20 @@ class RingTable:
     @property
     def num_bytes(self) -> int:
         """Memory of the table on its device."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.content.values())
+        arriving = (self.arrivals(name) for name in self._collected)
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.content.values(), *arriving))
 
     def collected(self, name: str) -> Tensor:
-        """Return the rows that batches are collected from. [rows or slots, *shape]."""
+        """Return what batches are collected from: own rows, and behind them the arrivals. [rows, *shape]."""
+        return self._collected[name]
+
+    def held(self, name: str) -> Tensor:
+        """Return the own rows of a column, or of RETURN_TO_GO. [rows or slots, *shape]."""
         return self.returns_to_go if name == RETURN_TO_GO else self.columns[name]
+
+    def arrivals(self, name: str) -> Tensor:
+        """Return the rows for what other devices send, which lie behind the own ones. [rows, *shape]."""
+        return self._collected[name][len(self.held(name)) :]
 
     # ---- content ---------------------------------------------------------------------------------
 

@@ -179,7 +179,7 @@ def test_a_capacity_is_that_of_all_nodes(
 
 def test_the_longest_trajectory_must_fit_into_a_shard() -> None:
     config = parse(config_of(tables={"main": {"capacity_steps": 100, "max_length": 35}}))
-    text = r"gear.tables.main.max_length must be at most 34, what each of 3 nodes holds .* \(100\), got 35"
+    text = r"gear.tables.main.max_length must be at most 34, what each of 3 shards holds .* \(100\), got 35"
     with pytest.raises(ConfigError, match=text):
         setup.table_specs(config, {"main": SCHEMA}, {}, [], 2, {"main": Shard(1, 3)})
 

@@ -1,0 +1,187 @@
+"""Cuts over tables in the memory of the replicas' devices: one distribution, drawn by all together.
+
+Every replica computes all coordinates and resolves those that fall into its own part of the total mass. Then
+each gets the resolutions of the samples that it trains on, and their rows (`device_rows`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import (
+    DRAWABLE,
+    FAN_OUT,
+    HIGHEST_PRIORITY,
+    ONE_Q62,
+    R_ID,
+    R_MASS,
+    R_SLOT,
+    RESOLUTION_WORDS,
+    RING_BATCH,
+    RING_COUNTS,
+    RING_SAMPLES,
+    RING_TOTAL,
+    SHARD_BITS,
+)
+from deepspeed_gear.parallel.device_peers import DevicePeers
+from deepspeed_gear.parallel.device_rows import STEPS, Come, DeviceRows, Sent
+from deepspeed_gear.parallel.wire import MOST
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.kinds import stratify_
+from deepspeed_gear.selection.on_ring import RingSelection
+
+_TOTAL, _ITEMS, _LEAST, _HIGHEST, _BATCH = range(5)  # of the record of a replica; samples so far behind
+_MOST_TOTAL_BITS = 62
+
+
+class DeviceCut:
+    """The next global batch of all replicas' tables. Collective: all ranks call it in the same order.
+
+    Args:
+        own: Masses and draws of this replica's table.
+        spec: The stream.
+        rows: Moves the rows.
+        peers: The ranks.
+        ops: Of the host.
+    """
+
+    def __init__(
+        self,
+        own: RingSelection,
+        spec: StreamSpec,
+        rows: DeviceRows,
+        peers: DevicePeers,
+        ops: Ops,
+    ) -> None:
+        self._own, self._table, self._rows, self._peers, self._ops = own, own.table, rows, peers, ops
+        self._spec = spec
+        self._replica, self._replicas = peers.place.data_rank, peers.place.data_world
+        self._coordinates, self._mine, self._points = torch.empty(3, spec.batch, dtype=torch.int64).unbind()
+        self._owner = torch.empty(spec.batch, dtype=torch.int64)
+        #: Replica that holds each of this rank's samples of the latest batch. [micro * accumulation], int64.
+        self.holders = np.empty(0, np.int64)
+        #: Replica << 32 | slot of each. [micro * accumulation], int64.
+        self.origins = torch.zeros(spec.batch // self._replicas, dtype=torch.int64, device=self._table.device)
+
+    def select_(self, records: Tensor, weights: Tensor) -> None:
+        """Draw the next global batch; take this replica's samples, and their rows into the arrivals.
+
+        Args:
+            records: Gets their resolutions, with the places of their rows here. [B / R, 8], int64.
+            weights: Gets the importance weights; empty: there are none. [B / R], float32.
+        Raises:
+            StoreError: No replica has an item with a mass; on every rank.
+            PeerError, LostNodeError: The replicas stand at different batches, or one does not answer in time.
+        """
+        parts = self._meet()
+        key, first = parts[0][_BATCH:]
+        totals = torch.tensor([part[_TOTAL] for part in parts])
+        total = int(totals.sum())
+        self._check(total)
+        own = self._draw(totals, total, first)
+        found = self._resolve(own, first)
+        least = self._deliver(own, found, records)
+        if len(weights):
+            self._weigh(records, weights, parts, least, key)
+        state = self._table.state
+        state[RING_TOTAL] = total
+        state[RING_SAMPLES] += self._spec.batch
+        state[RING_BATCH] += 1
+        state[RING_COUNTS + HIGHEST_PRIORITY] = max(part[_HIGHEST] for part in parts)
+
+    def _meet(self) -> list[list[int]]:
+        """Return the record of each replica: its masses and its position.
+
+        Raises:
+            PeerError: The replicas stand at different batches.
+        """
+        table = self._table
+        top = table.minima[-FAN_OUT:] if len(table.minima) else table.sums[: table.num_items]
+        least = torch.where(top > 0, top, MOST).min()
+        drawable, highest = (table.state[RING_COUNTS + word] for word in (DRAWABLE, HIGHEST_PRIORITY))
+        masses = table.sums[-FAN_OUT:].sum(), drawable, least, highest
+        record = torch.stack([*masses, table.state[RING_BATCH], table.state[RING_SAMPLES]])
+        parts: list[list[int]] = self._peers.gather(record).tolist()  # waits for the device
+        if any(part[_BATCH:] != parts[0][_BATCH:] for part in parts):
+            at = {f"replica {replica}": part[_BATCH] for replica, part in enumerate(parts)}
+            remedy = "load the same checkpoint on all ranks"
+            raise PeerError("the replicas", "must stand at the same global batch", at, remedy)
+        return parts
+
+    def _check(self, total: int) -> None:
+        if total == 0:
+            remedy = "add trajectories first, and report priorities above 0"
+            rule = "must hold an item that can be drawn, over all replicas"
+            raise StoreError("the tables on the devices", rule, "none", remedy)
+        if not total < 1 << _MOST_TOTAL_BITS:
+            rule = f"must be below 2^{_MOST_TOTAL_BITS}"
+            raise StoreError("the total mass over all replicas", rule, total, "give smaller priorities")
+
+    def _draw(self, totals: Tensor, total: int, first: int) -> np.ndarray:
+        """Compute all coordinates, and who holds what they hit; return which samples lie here. [n], int64."""
+        spec, found = self._spec, torch.zeros(1, dtype=torch.int64)
+        self._ops.draw_(self._coordinates, spec.seed, spec.key, first, total)
+        if spec.kind == "stratified":
+            stratify_(self._coordinates, total)
+        outs = self._owner, self._mine, self._points, found
+        self._ops.assign_draws_(*outs, self._coordinates, totals, self._replica)
+        return self._mine[: int(found)].numpy()
+
+    def _resolve(self, own: np.ndarray, first: int) -> Tensor:
+        """Return the records of own samples, by receiver. [n, 9], int64.
+
+        All numbers of the batch are resolved, those of others at coordinate 0, so that each has its own
+        random words; what is not this replica's is dropped.
+        """
+        device, count = self._table.device, self._spec.batch
+        if len(own) == 0:
+            return torch.zeros(0, STEPS + 1, dtype=torch.int64, device=device)
+        points = torch.zeros(count, dtype=torch.int64)
+        points[own] = self._points[: len(own)]
+        every = torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64, device=device)
+        self._own.resolve_(every, points.to(device), first)
+        mine = every[self._sent(_by_receiver(own, self._replicas))]
+        return torch.cat([mine, self._rows.steps_of(mine)[:, None]], 1)
+
+    def _deliver(self, own: np.ndarray, found: Tensor, records: Tensor) -> int:
+        """Swap resolutions and rows; return the least mass that was drawn."""
+        owner, replicas = self._owner.numpy(), self._replicas
+        wanted = np.arange(self._replica, len(owner), replicas)
+        self.holders = owner[wanted]
+        places = np.argsort(self.holders, kind="stable")  # among the wanted ones, by sender
+        receivers = _by_receiver(own, replicas) % replicas
+        out, coming = (np.bincount(of, minlength=replicas).tolist() for of in (receivers, self.holders))
+        least = found[:, R_MASS].min() if len(found) else torch.tensor(MOST, device=found.device)
+        travelling = found.clone()
+        travelling[:, R_ID] = travelling[:, R_ID] * replicas + self._replica
+        got = self._peers.swap(travelling, out, coming)
+        there, senders = self._sent(places), self._sent(self.holders[places])
+        records[there] = got[:, :RESOLUTION_WORDS]
+        self.origins[there] = senders << SHARD_BITS | got[:, R_SLOT]
+        away, come = (np.nonzero(of != self._replica)[0] for of in (receivers, self.holders[places]))
+        sent = Sent(found[self._sent(away)], self._sent(receivers[away]))
+        arriving = self._sent(come)
+        taken = Come(got[arriving], senders[arriving], there[arriving])
+        return self._rows.exchange(sent, records, taken, least)
+
+    def _weigh(self, records: Tensor, weights: Tensor, parts: list[list[int]], least: int, key: int) -> None:
+        assert self._spec.priorities is not None
+        normalize = self._spec.priorities.normalize
+        numerator, count = sum(part[_TOTAL] for part in parts), sum(part[_ITEMS] for part in parts)
+        if normalize is not None:
+            of_table = min(part[_LEAST] for part in parts)
+            numerator, count = (least if normalize == "batch" else of_table), 1
+        beta = int(self._spec.priorities.beta(key) * ONE_Q62)
+        self._table.ops.importance_(weights, records, numerator, count, beta)
+
+    def _sent(self, words: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(words)).to(self._table.device, non_blocking=True)
+
+
+def _by_receiver(own: np.ndarray, replicas: int) -> np.ndarray:
+    """Return samples by the replica that trains on them, ascending in each. [n], int64."""
+    return own[np.argsort(own % replicas, kind="stable")]

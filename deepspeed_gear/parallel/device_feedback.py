@@ -1,0 +1,99 @@
+"""Priorities that the ranks report to tables on devices which all of them draw from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.errors import StoreError
+from deepspeed_gear.ops.constants import (
+    R_ANCHOR,
+    R_GENERATION,
+    R_NUMBER,
+    R_SLOT,
+    RESOLUTION_WORDS,
+    SHARD_BITS,
+)
+from deepspeed_gear.parallel.device_peers import DevicePeers
+from deepspeed_gear.selection.on_ring import RingSelection
+
+_TOLD = [R_SLOT, R_GENERATION, R_ANCHOR, R_NUMBER]  # of a record; the bits of the priority lie behind them
+_SLOT_MASK = (1 << SHARD_BITS) - 1
+
+
+class _Reported(NamedTuple):
+    words: Tensor  # [B, 5], int64
+    holders: np.ndarray | None  # the replica of each; None: all have them
+
+
+class JointReports:
+    """What all ranks report for a global batch: it takes effect on every replica that holds the items.
+
+    The reporting rank of a replica tells all ranks of the holders, so that tensor ranks stay alike. Reports
+    take effect before the next selection, by sample number; of equal items the last wins.
+
+    Args:
+        selection: Of this replica's table.
+        peers: The ranks.
+    """
+
+    def __init__(self, selection: RingSelection, peers: DevicePeers) -> None:
+        self._selection, self._peers = selection, peers
+        self._waiting: list[_Reported] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def take(self, batch: DeviceBatch, values: Tensor) -> None:
+        """Take the priorities of a micro batch. [B], float32."""
+        if not self._peers.place.reports:
+            return
+        words = torch.cat([batch.records[:, _TOLD], values.view(torch.int32).long()[:, None]], 1)
+        if batch.holders is not None:
+            words[:, 0] = batch.origin & _SLOT_MASK
+        self._waiting.append(_Reported(words, batch.holders))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def apply(self) -> None:
+        """Meet the others, and bring into effect what all have reported. Collective.
+
+        Raises:
+            LostNodeError: A rank does not answer in time.
+            StoreError: The stream is captured: what ranks say to each other cannot be in a graph.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            rule = "cannot be captured where several replicas draw from one distribution"
+            raise StoreError("sampling", rule, None, 'sample before the graph, or use "scope": "shard"')
+        words, outgoing = self._sorted()
+        coming = self._peers.meet(outgoing)
+        if self._selection.is_prioritized:  # as on all ranks
+            self._apply(self._peers.tell_all(words, outgoing, coming))
+
+    def forget(self) -> None:
+        """Drop what waits."""
+        self._waiting.clear()
+
+    def _sorted(self) -> tuple[Tensor, list[int]]:
+        """Return what waits by the replica that it is for, and how much that is for each."""
+        waiting, replicas = self._waiting, self._peers.place.data_world
+        self._waiting = []
+        if not waiting:
+            device = self._selection.table.device
+            return torch.empty(0, len(_TOLD) + 1, dtype=torch.int64, device=device), [0] * replicas
+        words = torch.cat([reported.words for reported in waiting])
+        holders = [reported.holders for reported in waiting if reported.holders is not None]
+        if not holders:
+            return words.repeat(replicas, 1), [len(words)] * replicas
+        every = np.concatenate(holders)
+        order = torch.from_numpy(np.argsort(every, kind="stable"))
+        return words[order.to(words.device)], np.bincount(every, minlength=replicas).tolist()
+
+    def _apply(self, words: Tensor) -> None:
+        if len(words) == 0:
+            return
+        words = words[torch.sort(words[:, _TOLD.index(R_NUMBER)], stable=True).indices]
+        records = torch.zeros(len(words), RESOLUTION_WORDS, dtype=torch.int64, device=words.device)
+        records[:, _TOLD] = words[:, :-1]
+        self._selection.update_(records, words[:, -1].to(torch.int32).view(torch.float32))

@@ -1,0 +1,170 @@
+"""What ranks whose tables lie on their devices say to each other before they do something together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.parallel.link import GRACE_S, Link, message_of
+from deepspeed_gear.parallel.topology import Place, Topology
+from deepspeed_gear.parallel.transport import Transport
+
+
+class _ByRank(Topology):
+    """A topology whose ranks are counted as nodes: each has a part of its own."""
+
+    def describe(self, node: int) -> str:
+        host = f" ({self.names[node]})" if node < len(self.names) else ""
+        return f"rank {node}{host}"
+
+
+class DevicePeers:
+    """The ranks that share a table which lies on their devices, and how they talk.
+
+    What decides whether all go on goes over gloo, with names for what is lost; the rest over the transport of
+    the devices.
+
+    Args:
+        topology: Where the ranks sit.
+        device: Of this rank.
+        is_shared: Whether any two ranks have the same GPU.
+        timeout_s: Longest wait for another rank, in seconds.
+        group: Whose ranks the topology counts; None for all.
+    """
+
+    def __init__(
+        self, topology: Topology, device: torch.device, is_shared: bool, timeout_s: float, group: Any
+    ) -> None:
+        size = topology.world_size
+        self.place, self.places, self.index = topology.place, topology.places, topology.rank
+        names = tuple(topology.names[node] for node in topology.nodes) if topology.names else ()
+        by_rank = _ByRank(topology.rank, topology.places, tuple(range(size)), names)
+        self._link = Link(by_rank, range(size), "devices", timeout_s, group)
+        #: The order in which ranks are counted here: those that sit alike, by replica, lie together.
+        self._order = sorted(range(size), key=lambda rank: _inside_first(self.places[rank]))
+        ranks = [self._link.ranks[rank] for rank in self._order]
+        self._transport = Transport(ranks, device, is_shared, timeout_s + GRACE_S, "tables")
+
+    def open(self) -> None:
+        """Make the groups. Collective."""
+        self._link.open()
+        self._transport.open()
+
+    def meet(self, words: Sequence[int]) -> list[int]:
+        """Tell each replica a word. Collective.
+
+        Args:
+            words: For each replica.
+        Returns:
+            What the reporting rank of each replica has told this one.
+        Raises:
+            LostNodeError: A rank does not answer in time.
+        """
+        said = [np.array([words[place.data_rank]], np.int64) for place in self.places]
+        heard = self._link.begin([message_of(word) for word in said])()
+        found = {
+            place.data_rank: int(word[0])
+            for place, word in zip(self.places, heard, strict=True)
+            if place.reports
+        }
+        return [found[replica] for replica in range(self.place.data_world)]
+
+    def swap(self, rows: Tensor, outgoing: Sequence[int], coming: Sequence[int]) -> Tensor:
+        """Send the twin in each replica its rows.
+
+        Args:
+            rows: By replica. [n, ...].
+            outgoing: Rows for each replica.
+            coming: Rows from each replica.
+        Returns:
+            By replica. [m, ...].
+        Raises:
+            LostNodeError: A rank does not answer in time. (NCCL ends the process instead, as its own
+                watchdog does.)
+        """
+        with self._link.naming_the_lost():
+            return self._transport.swap(rows, self._for_twins(outgoing), self._for_twins(coming))
+
+    def tell_all(self, rows: Tensor, outgoing: Sequence[int], coming: Sequence[int]) -> Tensor:
+        """Send all ranks of each replica its rows, if this rank is the one that reports for its own.
+
+        Args:
+            rows: By replica. [n, ...].
+            outgoing: Rows for each replica; 0 on ranks that do not report.
+            coming: Rows from the reporting rank of each replica.
+        Returns:
+            By replica. [m, ...].
+        Raises:
+            LostNodeError: As `swap`.
+        """
+        copies = len(self.places) // len(outgoing)
+        reporters = [coming[place.data_rank] if place.reports else 0 for place in self._places_in_order]
+        with self._link.naming_the_lost():
+            return self._transport.swap(rows.repeat(copies, 1), list(outgoing) * copies, reporters)
+
+    def gather(self, words: Tensor) -> Tensor:
+        """Return the same words of the twin in each replica. [n] -> [R, n].
+
+        Raises:
+            LostNodeError: As `swap`.
+        """
+        with self._link.naming_the_lost():
+            every = self._transport.gather(words)
+        ours = [i for i, place in enumerate(self._places_in_order) if _is_twin(place, self.place)]
+        return every[ours[0] : ours[-1] + 1]
+
+    @property
+    def _places_in_order(self) -> list[Place]:
+        return [self.places[rank] for rank in self._order]
+
+    def _for_twins(self, counts: Sequence[int]) -> list[int]:
+        """Return rows for each rank from those for each replica: for this rank's twins, 0 for the others."""
+        places = self._places_in_order
+        return [counts[place.data_rank] if _is_twin(place, self.place) else 0 for place in places]
+
+
+def _inside_first(place: Place) -> tuple[int, ...]:
+    return *replace(place, data_rank=0).coordinates, place.data_rank
+
+
+def _is_twin(place: Place, other: Place) -> bool:
+    return replace(place, data_rank=other.data_rank) == other
+
+
+def shares_gpus(exchange: Exchange, topology: Topology, device: torch.device) -> bool:
+    """Return whether any two ranks have the same GPU. Collective."""
+    own = None
+    if device.type == "cuda":
+        own = topology.node, str(torch.cuda.get_device_properties(device).uuid)
+    known = exchange.gather(own)
+    return own is not None and len(set(known)) < len(known)
+
+
+def inside_replica(
+    topology: Topology, device: torch.device, is_shared: bool, timeout_s: float, group: Any
+) -> tuple[Transport, int] | None:
+    """Return what carries tensors inside a replica, and who reports there. Collective over its ranks.
+
+    Args:
+        topology: Where the ranks sit.
+        device: Of this rank.
+        is_shared: Whether any two ranks have the same GPU.
+        timeout_s: Longest wait for another rank, in seconds.
+        group: Whose ranks the topology counts; None for all.
+    Returns:
+        The transport and the reporting rank among those that it counts; None where the replica is one rank.
+    """
+    mine = [rank for rank, place in enumerate(topology.places) if place.data_rank == topology.data_rank]
+    if len(mine) == 1:
+        return None
+    ranks = mine if group is None else [dist.get_global_rank(group, rank) for rank in mine]
+    transport = Transport(ranks, device, is_shared, timeout_s, f"replica {topology.data_rank}")
+    transport.open()
+    return transport, next(i for i, rank in enumerate(mine) if topology.places[rank].reports)

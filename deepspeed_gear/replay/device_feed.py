@@ -1,0 +1,130 @@
+"""Training batches of a table on a device: a global batch is selected, its micro batches are collected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from deepspeed_gear.collection.burn_in import BurnIn
+from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.ops.constants import RESOLUTION_WORDS, RING_TOTAL
+from deepspeed_gear.parallel.device_cut import DeviceCut
+from deepspeed_gear.replay.device_sharing import Draws, Reports, Sharing
+from deepspeed_gear.replay.sizes import BatchInfo
+from deepspeed_gear.selection.on_ring import RingSelection
+
+
+class DeviceFeed:
+    """Fills batches of fixed tensors. Waits for nothing but other replicas, where these draw together.
+
+    Args:
+        selection: Masses and draws of this rank's table.
+        draws: Selects global batches: `selection`, or all replicas together.
+        reports: Take effect before each selection.
+        sharing: How replicas share the table.
+        collector: Of this rank.
+        burn_in: Which steps only warm up.
+        info: Sizes of batches.
+        data_rank: This rank's replica.
+        owner: Of the batches.
+    """
+
+    def __init__(
+        self,
+        selection: RingSelection,
+        draws: Draws,
+        reports: Reports,
+        sharing: Sharing,
+        collector: Collector,
+        burn_in: BurnIn | None,
+        info: BatchInfo,
+        data_rank: int,
+        owner: object,
+    ) -> None:
+        self.reports, self._selection, self._draws = reports, selection, draws
+        self._cut = draws if isinstance(draws, DeviceCut) else None
+        self._collector, self._burn_in, self._owner, self._info = collector, burn_in, owner, info
+        own = sharing.has_own_batches
+        self._num_parts = info.accumulation if own else info.num_micro
+        self._first_part, self._part_step = (0, 1) if own else (data_rank, info.data_world)
+        self._all = self._records(info.micro * self._num_parts)
+        self._all_weights = self._weights(info.micro * self._num_parts)
+        self._later = [collector.buffers(info.micro) for _ in range(info.accumulation - 1)]
+        self._ring: list[DeviceBatch] = []
+        self.next_micro, self._turn = 0, 0
+        later = [tensor for buffers in self._later for tensor in buffers.all]
+        for tensor in (self._all, self._all_weights, collector.counters, *later):
+            torch._dynamo.mark_static_address(tensor)  # as in RingTable
+
+    def _records(self, count: int) -> Tensor:
+        return torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64, device=self._selection.table.device)
+
+    def _weights(self, count: int) -> Tensor:
+        has_any = self._selection.is_prioritized
+        return torch.ones(count if has_any else 0, device=self._selection.table.device)
+
+    def new_batch(self) -> DeviceBatch:
+        """Return tensors that `fill_` can fill."""
+        micro, selection = self._info.micro, self._selection
+        weight = self._weights(micro) if selection.is_prioritized else None
+        facts = selection.has_step_items, selection.table.state[RING_TOTAL], self._burn_in
+        known = self._collector.buffers(micro), self._records(micro), weight, *facts, self._owner
+        batch = DeviceBatch(*known, None if self._cut is None else self._cut.origins[:micro].clone())
+        for tensor in (*batch.buffers.all, batch.records, *([] if weight is None else [weight])):
+            torch._dynamo.mark_static_address(tensor)
+        return batch
+
+    def fill_(self, out: DeviceBatch) -> None:
+        """Fill a batch with this rank's next micro batch; see `DeviceReplay.sample_`."""
+        if not torch.compiler.is_compiling():
+            increment_version(out.written)  # a backward pass that saved the old content must fail
+        if self._num_parts == 1:
+            self.reports.apply()
+            self._draws.select_(out.records, self._all_weights if out.importance is None else out.importance)
+            self._collector.fill(out.buffers, out.records)
+            self._set_origins(out, 0)
+            return
+        if self.next_micro == 0:
+            self.reports.apply()
+            self._draws.select_(self._all, self._all_weights)
+            for micro, buffers in enumerate(self._later, 1):
+                self._collector.fill(buffers, self._records_of(micro))
+        micro, out.micro = self.next_micro, self.next_micro
+        out.records.copy_(self._records_of(micro))
+        if out.importance is not None:
+            out.importance.copy_(self._all_weights[self._part(micro)])
+        if micro == 0:
+            self._collector.fill(out.buffers, out.records)
+        else:
+            torch._foreach_copy_(out.buffers.all, self._later[micro - 1].all)
+        self._set_origins(out, micro)
+        self.next_micro = (micro + 1) % self._info.accumulation
+
+    def next(self) -> DeviceBatch:
+        """Fill the next batch of a ring of max(2, accumulation) batches."""
+        if not self._ring:
+            self._ring = [self.new_batch() for _ in range(max(2, self._info.accumulation))]
+        batch = self._ring[self._turn]
+        self.fill_(batch)
+        self._turn = (self._turn + 1) % len(self._ring)
+        return batch
+
+    def begin_anew(self) -> None:
+        """Go on from another state of the table: drop what waits."""
+        self.next_micro = 0
+        self.reports.forget()
+
+    def _part(self, micro: int) -> slice:
+        """Return which samples of those that were selected are a micro batch."""
+        return slice(self._first_part + micro * self._part_step, None, self._num_parts)
+
+    def _records_of(self, micro: int) -> Tensor:
+        return self._all[self._part(micro)].contiguous()
+
+    def _set_origins(self, out: DeviceBatch, micro: int) -> None:
+        """Say which replicas hold the samples of a micro batch, where they are several."""
+        if self._cut is not None:
+            out.origin.copy_(self._cut.origins[self._part(micro)])
+            out.holders = self._cut.holders[self._part(micro)]

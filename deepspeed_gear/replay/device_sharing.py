@@ -1,0 +1,94 @@
+"""How replicas share a table that lies in the memory of their devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.config import PrioritizedSampler
+from deepspeed_gear.parallel.device_cut import DeviceCut
+from deepspeed_gear.parallel.device_feedback import JointReports
+from deepspeed_gear.parallel.device_peers import DevicePeers, inside_replica
+from deepspeed_gear.parallel.device_rows import DeviceRows
+from deepspeed_gear.replay.device_parts import arrivals_of, needs_of_rows
+from deepspeed_gear.replay.device_reports import DeviceReports
+from deepspeed_gear.replay.parts import Plan
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.on_ring import RingSelection
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What replicas have in common.
+
+    Args:
+        is_spread: Each replica holds a part of the table, and all draw from all of it.
+        is_joint: What one replica reports counts on others too.
+        has_own_batches: A rank resolves only samples of its own replica.
+    """
+
+    is_spread: bool
+    is_joint: bool
+    has_own_batches: bool
+
+    @classmethod
+    def of(cls, plan: Plan, name: str) -> Sharing:
+        """Find out how the replicas of a run share a table."""
+        options, config = plan.config.resolved_tables[name], plan.config
+        is_together = plan.info.data_world > 1 and options.scope == "table"
+        is_spread = is_together and options.data is None
+        has_priorities = isinstance(config.item_sampler, PrioritizedSampler)
+        is_joint = is_spread or (is_together and has_priorities)
+        return cls(is_spread, is_joint, is_spread or options.scope == "shard")
+
+
+class Draws(Protocol):
+    """What selects the next global batch."""
+
+    def select_(self, records: Tensor, weights: Tensor) -> None:
+        """Fill resolutions ([B, 8], int64) and importance weights ([B], float32, or empty)."""
+
+
+class Reports(Protocol):
+    """What takes priorities, and brings them into effect."""
+
+    def take(self, batch: DeviceBatch, values: Tensor) -> None:
+        """Take the priorities of a micro batch. [B], float32."""
+
+    def apply(self) -> None:
+        """Bring into effect what waits."""
+
+    def forget(self) -> None:
+        """Drop what waits."""
+
+
+def join(
+    plan: Plan, sharing: Sharing, selection: RingSelection, spec: StreamSpec, is_shared: bool
+) -> tuple[Draws, Reports]:
+    """Let the ranks talk about the table on their devices, as far as they must. Collective.
+
+    Args:
+        plan: What was agreed on.
+        sharing: How the table is shared.
+        selection: Masses and draws of this rank's table.
+        spec: The training stream.
+        is_shared: Whether any two ranks have the same GPU.
+    """
+    device, name = selection.table.device, plan.config.sampled_tables[0]
+    config, topology = plan.config, plan.topology
+    if not sharing.is_joint:
+        inner = None
+        if selection.is_prioritized:
+            inner = inside_replica(topology, device, is_shared, config.timeout_s, plan.group)
+        return selection, DeviceReports(selection, plan.info.accumulation, inner)
+    peers = DevicePeers(topology, device, is_shared, config.timeout_s, plan.group)
+    peers.open()
+    reports = JointReports(selection, peers)
+    if not sharing.is_spread:
+        return selection, reports
+    needs, n_step = needs_of_rows(plan, name), config.n_step
+    rows = DeviceRows(selection.table, needs, arrivals_of(plan, name), n_step, peers)
+    return DeviceCut(selection, spec, rows, peers, plan.ops), reports
