@@ -63,7 +63,8 @@ class Batch(Mapping[str, torch.Tensor]):
         self._source, self._probability, self._goal_step = source, probability, goal_step
         self._burn_in = burn_in
         self._origin = origin
-        self.host_records, self._host_origin = records, origin  # stay in host memory when the batch moves
+        # These stay in host memory when the batch moves.
+        self.host_records, self._host_origin, self.host_source = records, origin, source
         self.arrival: Any = None  # what a device that another stream has filled it on must wait for
 
     # ---- fields ----------------------------------------------------------------------------------
@@ -175,10 +176,11 @@ class Batch(Mapping[str, torch.Tensor]):
         """Probability of each sample's item in one draw: mass / total mass. [B], float64."""
         if self._probability is not None:
             return self._probability
+        masses = self._records[:, _MASS].double()
         if self._step_items:
-            one = torch.ones(self.num_samples, dtype=torch.float64, device=self._records.device)
-            return one / self._total
-        return self._records[:, _MASS].double() / self._total
+            masses = torch.ones_like(masses)
+        # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which is another last bit.
+        return masses / torch.full_like(masses, 1).mul_(self._total)
 
     @property
     def source(self) -> torch.Tensor:
@@ -219,6 +221,7 @@ class Batch(Mapping[str, torch.Tensor]):
         known, facts = (tensors, mask, records, valid), (self._step_items, self._total, epoch)
         batch = Batch(*known, *facts, weight, source, probability, goal_step, self._burn_in, origin)
         batch.host_records, batch._host_origin = self.host_records, self._host_origin
+        batch.host_source = self.host_source
         return batch
 
     @property

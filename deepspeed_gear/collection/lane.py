@@ -128,7 +128,7 @@ class CudaLane:
 
     def running(self) -> AbstractContextManager[Any]:
         if threading.current_thread() is not threading.main_thread() and not hasattr(self._known, "relaxed"):
-            _allow_captures_elsewhere()
+            allow_captures_elsewhere()
             self._known.relaxed = True
         return torch.cuda.stream(self._stream)
 
@@ -160,11 +160,13 @@ class CudaLane:
         return _brought(tensors, self)
 
 
-def _allow_captures_elsewhere() -> None:
+def allow_captures_elsewhere() -> None:
     """Let this thread allocate and look at events while another one captures a CUDA graph.
 
     A capture of the usual mode fails if any thread does, unless that one says that it is not concerned.
     """
+    if not torch.cuda.is_available():
+        return
     relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
     ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 

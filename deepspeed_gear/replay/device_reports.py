@@ -10,7 +10,7 @@ from deepspeed_gear.config import PrioritizedSampler
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS
 from deepspeed_gear.parallel.transport import Transport
-from deepspeed_gear.replay.feedback import mask_of, reduce_steps
+from deepspeed_gear.replay.feedback import float32_on_device, mask_of, reduce_steps
 from deepspeed_gear.selection.on_ring import RingSelection
 
 
@@ -76,8 +76,4 @@ def reported(
     if values.shape != (batch.num_samples,):
         rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
         raise ShapeError("priorities", rule, list(priorities.shape))
-    rounded = values.to(batch.records.device, torch.float32).contiguous()
-    if values.dtype == torch.float64:  # one that is too small for float32 stays above 0
-        tiny = torch.finfo(torch.float32).smallest_normal
-        rounded = torch.where((values > 0) & (rounded == 0), tiny, rounded)
-    return rounded
+    return float32_on_device(values.to(batch.records.device))

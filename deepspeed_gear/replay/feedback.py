@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.errors import DataError, ShapeError
 from deepspeed_gear.ops.constants import ANY_SLOT, BY_ID, R_ID, SHARD_BITS
+from deepspeed_gear.replay.late_reports import LateReports, Part
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.reports import check_priorities
 from deepspeed_gear.store.split import split_of
@@ -23,30 +25,97 @@ def report(
     batch: Batch,
     priorities: torch.Tensor,
     mask: torch.Tensor | None,
+    late: LateReports,
 ) -> None:
-    """Report the priorities of a batch; see `Replay.update_priorities`."""
+    """Report the priorities of a batch; see `Replay.update_priorities`.
+
+    Args:
+        tables: Those that are sampled.
+        sampler: How [B, T] becomes [B].
+        batch: The batch.
+        priorities: [B], or [B, T].
+        mask: Which steps of [B, T] count. [B, T], bool.
+        late: Reports what a device has yet to compute.
+    """
     values = priorities.detach() if priorities.requires_grad else priorities
+    on_host = values.is_cpu
     if values.dim() == 2:
         assert isinstance(sampler, (PrioritizedSampler, TopKSampler))
-        values = reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
+        values = (_reduced if on_host else _reduced_unseen)(batch, values, mask, sampler)
     if values.dim() != 1 or values.numel() != batch.num_samples:
         rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
         raise ShapeError("priorities", rule, list(priorities.shape))
-    records, rounded = batch.reported, as_float32(values)
+    parts = _parts(tables, batch)
+    if not on_host:
+        late.take(parts, float32_on_device(values))
+        return
+    late.drain()
+    rounded = as_float32(values)
+    if len(parts) > 1:  # nothing has changed where one of the tables refuses
+        check_priorities(rounded.numpy())
+        for part in parts:
+            part.reports.check_room(len(part.records))
+    for part in parts:
+        part.reports.add(part.records, rounded if part.which is None else rounded[part.which])
+
+
+def _parts(tables: Sequence[PriorityMasses], batch: Batch) -> list[Part]:
+    """Return what of a batch goes to which table.
+
+    Raises:
+        DataError: A sample is of an evaluation pass.
+    """
+    records = batch.reported
     if not records.is_cpu:
         records = records.cpu()
     if len(tables) == 1:
         _check_split(tables[0], records)
-        tables[0].reports.add(records, rounded)
-        return
-    check_priorities(rounded.numpy())
-    source = batch.source.cpu()
-    parts = [source == index for index in range(len(tables))]
+        return [Part(tables[0].reports, records)]
+    assert batch.host_source is not None
+    which = [torch.nonzero(batch.host_source == index)[:, 0] for index in range(len(tables))]
+    parts = [Part(t.reports, records[own], own) for t, own in zip(tables, which, strict=True)]
     for masses, part in zip(tables, parts, strict=True):
-        _check_split(masses, records[part])
-        masses.reports.check_room(int(part.sum()))
-    for masses, part in zip(tables, parts, strict=True):
-        masses.reports.add(records[part], rounded[part])
+        _check_split(masses, part.records)
+    return parts
+
+
+Reducing = PrioritizedSampler | TopKSampler
+
+
+def _reduced(
+    batch: Batch, values: torch.Tensor, mask: torch.Tensor | None, sampler: Reducing
+) -> torch.Tensor:
+    return reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
+
+
+def _reduced_unseen(
+    batch: Batch, values: torch.Tensor, mask: torch.Tensor | None, sampler: Reducing
+) -> torch.Tensor:
+    """Return priorities that are reduced without a look at the masks, which would wait for their device.
+
+    Where `_reduced` would raise, they are NaN, which is refused when they are there.
+    """
+    if mask is None:
+        fitting = _fitting(batch, values)
+        mask = fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
+        for other in fitting[1:]:
+            values = torch.where((other == mask).all(), values, torch.nan)
+    elif mask.shape != values.shape:
+        _refuse_shape(mask, values)
+    return reduce_steps(values, mask, sampler.reduce, sampler.eta, is_checked=False)
+
+
+def float32_on_device(values: torch.Tensor) -> torch.Tensor:
+    """Return priorities as they are stored, without a look at them; one that is too small stays above 0.
+
+    Returns:
+        Of the same shape and device, float32, contiguous.
+    """
+    rounded = values.to(torch.float32).contiguous()
+    if values.dtype == torch.float64:
+        tiny = torch.finfo(torch.float32).smallest_normal
+        rounded = torch.where((values > 0) & (rounded == 0), tiny, rounded)
+    return rounded
 
 
 def _check_split(masses: PriorityMasses, records: torch.Tensor) -> None:
@@ -99,18 +168,26 @@ def mask_of(
     """
     if mask is not None:
         if mask.shape != values.shape:
-            raise ShapeError(
-                "mask", f"must have the shape of the priorities {list(values.shape)}", list(mask.shape)
-            )
+            _refuse_shape(mask, values)
         return mask
-    names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}  # equal windows: once
-    fitting = [batch.learns(name) for name in names.values()]
-    others = [m for m in fitting[1:] if m is not fitting[0]]
+    fitting = _fitting(batch, values)
     # A look at them waits for their device.
-    if any(not is_checked or not m.equal(fitting[0]) for m in others):
+    if any(not is_checked or not other.equal(fitting[0]) for other in fitting[1:]):
         rule = "must be given where fields of the same length have different masks"
         raise ShapeError("mask", rule, None, 'as batch.learns("reward")')
     return fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
+
+
+def _fitting(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the different masks of the shape of [B, T], each of the steps that learn."""
+    names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}  # equal windows: once
+    found = [batch.learns(name) for name in names.values()]
+    return [mask for at, mask in enumerate(found) if all(mask is not before for before in found[:at])]
+
+
+def _refuse_shape(mask: torch.Tensor, values: torch.Tensor) -> NoReturn:
+    rule = f"must have the shape of the priorities {list(values.shape)}"
+    raise ShapeError("mask", rule, list(mask.shape))
 
 
 def reduce_steps(

@@ -19,6 +19,7 @@ from deepspeed_gear.parallel.plan import Needs, needs_of
 from deepspeed_gear.parallel.topology import Place, Topology
 from deepspeed_gear.parallel.watch import Watch
 from deepspeed_gear.replay import setup
+from deepspeed_gear.replay.late_reports import LateReports
 from deepspeed_gear.replay.maker import BatchMaker
 from deepspeed_gear.replay.over_nodes import (
     Links,
@@ -312,8 +313,11 @@ def release(
     links: Links,
     watch: Watch | None,
     maker: BatchMaker | None,
+    late: LateReports | None = None,
 ) -> None:
     """Stop what runs and detach from the stores."""
+    if late is not None:
+        late.close()
     if status is not None:
         status.end()
     for stream in streams:

@@ -18,6 +18,7 @@ from deepspeed_gear.replay import continuation, feedback, statistics
 from deepspeed_gear.replay.contents import Contents
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.inference import InferenceLoader
+from deepspeed_gear.replay.late_reports import LateReports
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.parts import agree_on, build, refuse_device, release
@@ -77,7 +78,7 @@ class Replay(Contents):
         self._place, self._closed = plan.topology.place, False
         self._inserters = {}
         self._loaders: list[InferenceLoader] = []
-        self.metrics = Metrics()
+        self.metrics, self._late = Metrics(), LateReports()
         self._passes = Passes(parts)
         self._feed = Feed(
             plan.config,
@@ -104,6 +105,7 @@ class Replay(Contents):
             parts.links,
             parts.watch,
             parts.maker,
+            self._late,
         )
 
     @property
@@ -142,6 +144,7 @@ class Replay(Contents):
                 itself; with an engine on all ranks. The next call tries again.
         """
         self._check_reads()
+        self._late.check()
         return self._feed.next()
 
     def can_sample(self) -> bool:
@@ -203,6 +206,9 @@ class Replay(Contents):
         wins. Items that are gone are ignored, and counted in `statistics()`. One rank of each replica
         reports: what its other tensor, sequence and pipeline ranks give is not looked at.
 
+        Priorities on a GPU are not waited for: a thread reports them when they are computed, and until then
+        cuts that need them wait. What is wrong with them is raised by a later call of this Replay.
+
         Args:
             batch: From `sample`; None is possible on a rank that reports nothing.
             priorities: [B], or [B, T] to be reduced over a window as `sampler.reduce` says; of any
@@ -225,7 +231,8 @@ class Replay(Contents):
                 "priorities", rule, list(priorities.shape), "reduce them over the sequence ranks"
             )
         assert batch is not None
-        feedback.report(masses, self.config.item_sampler, batch, priorities, mask)
+        self._late.check()
+        feedback.report(masses, self.config.item_sampler, batch, priorities, mask, self._late)
 
     def set_priorities(
         self,
@@ -247,6 +254,7 @@ class Replay(Contents):
             ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
         """
         self._check_open()
+        self._late.drain()
         report = self._place.reports
         return feedback.report_by_id(self._priorities(table), ids, priorities, steps, report)
 
@@ -295,6 +303,7 @@ class Replay(Contents):
             `state_dict()`.
         """
         self._check_open()
+        self._late.drain()
         continuation.save(self._parts, self._feed, Path(folder))
         return self.state_dict()
 
@@ -317,6 +326,7 @@ class Replay(Contents):
             CheckpointError: It is of another format, of other data or of options that select other samples.
         """
         self._check_open()
+        self._late.drain()
         self._passes.begun = continuation.go_on(self._parts, self._feed, state)
 
     def take_metrics(self) -> dict[str, float]:

@@ -8,6 +8,10 @@ by id come behind them, and the last one wins.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -34,11 +38,19 @@ TAKING = 3  # a word of the first log's ends: all heads move to NEXT
 ENDS_WORDS = 16
 
 
+@dataclass
+class Promise:
+    """Reports whose values a device has yet to compute: of which global batch, and how many."""
+
+    batch: int
+    count: int
+
+
 class Reports:
     """The logs of all processes.
 
-    Process safety: `ask` and `add` belong to one thread of each process, `add` takes the lock itself; the
-    rest wants the table's lock.
+    Process and thread safety: any thread may call `ask`, `add`, `promise` and `keep`, which take the table's
+    lock themselves; the rest wants that lock.
 
     Args:
         spec: The stream, with priorities.
@@ -58,6 +70,9 @@ class Reports:
         self._peer, self._num_peers = table.memory.peer, len(self.asked)
         self._my_log = torch.from_numpy(self._log[self._peer])
         self._peers = Peers(spec, table, self.asked, table.lock.timeout_s)
+        self._promises: deque[Promise] = deque()
+        self._current = NEVER  # what this process has asked for, while promises are to be kept
+        self._mutex = threading.Lock()
 
     @staticmethod
     def regions(spec: StreamSpec, num_peers: int) -> list[Region]:
@@ -74,8 +89,13 @@ class Reports:
         self.asked[:] = NEVER
 
     def ask(self, key: int) -> None:
-        """Say that this process asks for a global batch: what it reports from now on belongs to that one."""
-        self._asked_words[self._peer] = key
+        """Say that this process asks for a global batch: what it reports from now on belongs to that one.
+
+        While reports of an older one are promised, the others hear of that one only: so they wait for these.
+        """
+        with self._mutex:
+            self._current = key
+            self._asked_words[self._peer] = self._promises[0].batch if self._promises else key
 
     def restart(self, key: int) -> None:
         """Forget what was asked for: a global batch is loaded at which to go on."""
@@ -92,6 +112,9 @@ class Reports:
             waiting = np.arange(self.ends[peer, HEAD], self.ends[peer, TAIL]) % self.rule.log_size
             self._log[peer, waiting, BATCH] = NEVER
             self.asked[peer] = NEVER
+        with self._mutex:
+            for promise in self._promises:
+                promise.batch = NEVER
 
     def too_early(self, key: int) -> bool:
         """Whether this process itself has yet to ask for what a cut of this global batch needs."""
@@ -129,12 +152,43 @@ class Reports:
             DataError: A priority is negative, infinite or NaN; nothing has changed.
             StoreError: More wait than the log holds; nothing has changed.
         """
-        count, peer = priorities.numel(), self._peer
-        self.check_room(count)
-        ends = self._ends[peer]
+        with self._mutex:
+            assert not self._promises, "reports lie in the log in the order of their batches"
+            self.check_room(priorities.numel())
+            self._write(samples, priorities, self._asked_words[self._peer])
+
+    def promise(self, count: int) -> None:
+        """Say that priorities will be reported for what this process has asked for last.
+
+        Raises:
+            StoreError: More wait than the log holds; nothing has changed.
+        """
+        with self._mutex:
+            self.check_room(count)
+            batch = self._current if self._promises else self._asked_words[self._peer]
+            self._current = batch
+            self._promises.append(Promise(batch, count))
+
+    def keep(self, samples: torch.Tensor, priorities: torch.Tensor | None) -> None:
+        """Report what was promised first; None: nothing comes of it. As `add`.
+
+        Raises:
+            DataError: A priority is negative, infinite or NaN; nothing is reported.
+        """
+        with self._mutex:
+            promise = self._promises.popleft()
+            try:
+                if priorities is not None:
+                    self._write(samples, priorities, promise.batch)
+            finally:
+                following = self._promises[0].batch if self._promises else self._current
+                self._asked_words[self._peer] = following
+
+    def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
+        ends, count = self._ends[self._peer], priorities.numel()
         tail = ends[TAIL]
         try:
-            self.ops.report_(self._my_log, samples, priorities, tail, self._asked_words[peer])
+            self.ops.report_(self._my_log, samples, priorities, tail, batch)
         except (RuntimeError, ShapeError):
             check_priorities(priorities.numpy())
             raise
@@ -148,7 +202,7 @@ class Reports:
             StoreError: There are more.
         """
         ends = self._ends[self._peer]
-        waiting = ends[TAIL] - ends[HEAD]
+        waiting = ends[TAIL] - ends[HEAD] + sum(promise.count for promise in self._promises)
         if count > self.rule.log_size - waiting:
             raise StoreError(
                 f"stream {self.spec.name}: priorities",

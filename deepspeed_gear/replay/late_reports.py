@@ -1,0 +1,123 @@
+"""Priorities that a device has yet to compute when they are reported: nobody waits for them but a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_gear.collection.lane import Event, allow_captures_elsewhere
+from deepspeed_gear.selection.reports import Reports, check_priorities
+
+Fetch = Callable[[Tensor], tuple[Tensor, Event]]
+
+
+class Part(NamedTuple):
+    """What is reported to one table.
+
+    Args:
+        reports: Of the table.
+        records: Resolutions of its samples. [n, 8], int64, contiguous, in host memory.
+        which: Their indices in the batch; None: all. [n], int64.
+    """
+
+    reports: Reports
+    records: Tensor
+    which: Tensor | None = None
+
+
+class _Job(NamedTuple):
+    parts: Sequence[Part]
+    values: Tensor
+    event: Event
+
+
+def fetched(values: Tensor) -> tuple[Tensor, Event]:
+    """Copy a tensor to pinned memory behind all that its stream was given; waits for nothing."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(values.device))
+    return host, event
+
+
+class LateReports:
+    """Reports priorities when their device has computed them. One thread gives them.
+
+    What is wrong with them is raised by the next call of `check` or `drain`; they are not reported then.
+
+    Args:
+        fetch: Brings values to the host, and says when they are there.
+    """
+
+    def __init__(self, fetch: Fetch = fetched) -> None:
+        self._fetch = fetch
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+
+    def take(self, parts: Sequence[Part], values: Tensor) -> None:
+        """Report values as soon as they are computed.
+
+        Args:
+            parts: What of them goes where.
+            values: Of the whole batch, on their device. [B], float32.
+        Raises:
+            StoreError: More were reported than a log holds; nothing has changed.
+        """
+        for part in parts:
+            part.reports.check_room(len(part.records))
+        host, event = self._fetch(values)
+        for part in parts:
+            part.reports.promise(len(part.records))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gear reports", daemon=True)
+            self._thread.start()
+        self._jobs.put(_Job(parts, host, event))
+
+    def check(self) -> None:
+        """Raise what has gone wrong since the last call.
+
+        Raises:
+            DataError: A priority was negative, infinite or NaN.
+        """
+        if not self._errors.empty():
+            raise self._errors.get()
+
+    def drain(self) -> None:
+        """Wait until all that was given is reported; as `check`."""
+        self._jobs.join()
+        self.check()
+
+    def close(self) -> None:
+        """End the thread when all that was given is reported; safe to call twice."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        allow_captures_elsewhere()
+        while (job := self._jobs.get()) is not None:
+            self._report(job)
+            self._jobs.task_done()
+        self._jobs.task_done()
+
+    def _report(self, job: _Job) -> None:
+        is_good = False
+        try:
+            job.event.synchronize()
+            check_priorities(job.values.numpy())
+            is_good = True
+        except Exception as error:
+            self._errors.put(error)
+        for part in job.parts:  # also where nothing comes of it: others wait for it
+            own = job.values if part.which is None else job.values[part.which]
+            try:
+                part.reports.keep(part.records, own if is_good else None)
+            except Exception as error:
+                self._errors.put(error)

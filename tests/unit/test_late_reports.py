@@ -1,0 +1,185 @@
+"""Priorities that a device computes later: nobody waits for them but those who need them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gear_support import config_of, lengths_of, write_dataset
+
+from deepspeed_gear import Batch, Replay
+from deepspeed_gear.collection.lane import HostEvent
+from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.selection.priorities import PriorityMasses
+
+SAMPLER = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on a device."""
+
+    is_cpu = False
+
+
+class Device:
+    """Computes what it was given when it is told to."""
+
+    def __init__(self) -> None:
+        self.given: list[HostEvent] = []
+
+    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, HostEvent]:
+        self.given.append(HostEvent())
+        return values.as_subclass(torch.Tensor).clone(), self.given[-1]
+
+    def finish(self) -> None:
+        for event in self.given:
+            event.finish()
+
+
+def there(values: torch.Tensor) -> torch.Tensor:
+    return values.as_subclass(Elsewhere)  # type: ignore[return-value]
+
+
+def priorities(batch: Batch) -> torch.Tensor:
+    return (batch.number % 13 + 1).float() * (batch.anchor + 1)
+
+
+def made(data: Path, device: Device | None = None, **options: Any) -> Replay:
+    replay = Replay(config_of(data, sampler=SAMPLER, fields={"code": {}}, batch_size=16, **options))
+    if device is not None:
+        replay._late._fetch = device.fetch
+    return replay
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path / "set", lengths_of(20))
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    device = Device()
+    yield device
+    device.finish()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_late_reports_give_the_batches_of_early_ones(data: Path, device: Device, prefetch: int) -> None:
+    with made(data, prefetch=prefetch) as early, made(data, device, prefetch=prefetch) as late:
+        for _ in range(12):
+            expected, batch = early.sample(), late.sample()
+            assert torch.equal(batch.number, expected.number)
+            assert torch.equal(batch.id, expected.id)
+            assert torch.equal(batch.weight, expected.weight)
+            early.update_priorities(expected, priorities(expected))
+            late.update_priorities(batch, there(priorities(batch)))
+            threading.Timer(0.01, device.given[-1].finish).start()
+        device.finish()
+
+
+def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, device: Device) -> None:
+    with made(data, device, prefetch=2) as replay:
+        first = replay.sample()
+        time.sleep(0.3)  # two more are prepared
+        begin = time.monotonic()
+        replay.update_priorities(first, there(priorities(first)))
+        second = replay.sample()
+        replay.update_priorities(second, there(priorities(second)))
+        assert time.monotonic() - begin < 0.25
+        masses = replay.streams["train"].masses
+        assert isinstance(masses, PriorityMasses)
+        assert masses.reports.asked[0] == 0, "others wait for what was promised for global batch 0"
+        device.given[0].finish()
+        while masses.reports.asked[0] == 0:
+            time.sleep(0.001)
+        assert masses.reports.asked[0] == 1
+        device.finish()
+        replay._late.drain()
+        assert masses.reports.asked[0] == 1
+        replay.sample()
+        assert masses.reports.asked[0] == 2
+
+
+def test_closing_waits_for_the_device(data: Path, device: Device) -> None:
+    replay = made(data, device)
+    batch = replay.sample()
+    replay.update_priorities(batch, there(priorities(batch)))
+    begin = time.monotonic()
+    threading.Timer(0.2, device.finish).start()
+    replay.close()
+    assert time.monotonic() - begin >= 0.19
+
+
+def test_the_selection_that_needs_a_report_waits_for_it(data: Path, device: Device) -> None:
+    with made(data, device) as replay:
+        batch = replay.sample()
+        replay.update_priorities(batch, there(priorities(batch)))
+        begin = time.monotonic()
+        threading.Timer(0.2, device.finish).start()
+        replay.sample()
+        assert time.monotonic() - begin >= 0.19
+
+
+def test_a_device_may_take_longer_than_the_timeout(data: Path, device: Device) -> None:
+    with made(data, device, timeout_s=0.2) as replay:
+        batch = replay.sample()
+        replay.update_priorities(batch, there(priorities(batch)))
+        threading.Timer(0.6, device.finish).start()
+        replay.sample()
+
+
+def test_what_is_wrong_is_raised_later_and_holds_nobody_up(data: Path, device: Device) -> None:
+    with made(data) as early, made(data, device) as late:
+        for replay in (early, late):
+            replay.update_priorities(replay.sample(), torch.ones(16))
+        batch = late.sample()
+        values = priorities(batch)
+        values[3] = torch.nan
+        late.update_priorities(batch, there(values))
+        device.finish()
+        with pytest.raises(DataError, match="priority 3 must be finite and at least 0, got nan"):
+            late._late.drain()
+        early.sample()
+        assert torch.equal(early.sample().id, late.sample().id)
+
+
+def test_more_than_the_log_holds_is_refused_at_once(data: Path, device: Device) -> None:
+    with made(data, device) as replay:
+        batch = replay.sample()
+        masses = replay.streams["train"].masses
+        assert isinstance(masses, PriorityMasses)
+        for _ in range(masses.rule.log_size // 16):
+            replay.update_priorities(batch, there(priorities(batch)))
+        with pytest.raises(StoreError, match="must be at most"):
+            replay.update_priorities(batch, there(priorities(batch)))
+        device.finish()
+
+
+def test_a_checkpoint_waits_for_what_was_reported(tmp_path: Path, data: Path, device: Device) -> None:
+    with made(data, device) as replay, made(data) as other:
+        replay.update_priorities(batch := replay.sample(), there(priorities(batch)))
+        threading.Timer(0.2, device.finish).start()
+        state = replay.save(tmp_path / "saved")
+        other.load(tmp_path / "saved", state)
+        assert torch.equal(other.sample().id, replay.sample().id)
+
+
+def test_masks_that_differ_are_refused_when_they_are_there(data: Path, device: Device) -> None:
+    fields = {"code": {"offset": -3, "length": 4}, "reward": {"offset": 0, "length": 4}}
+    section = config_of(data, sampler=SAMPLER, fields=fields, batch_size=16)
+    with Replay(section) as replay:
+        replay._late._fetch = device.fetch
+        batch = replay.sample()
+        values = torch.ones(16, 4)
+        replay.update_priorities(batch, there(values), mask=batch.mask["code"])
+        device.finish()
+        replay._late.drain()
+        replay.update_priorities(batch, there(values))
+        device.finish()
+        with pytest.raises(DataError, match="must be finite"):
+            replay._late.drain()
