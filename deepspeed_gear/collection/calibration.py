@@ -14,6 +14,7 @@ from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_MASS, R_NUM_ST
 from deepspeed_gear.store.table import Table
 
 ROUNDS = 5
+MOST_SLOWED = 0.05  # of the time of what the device does beside a batch
 MOST_STEPS = 1000  # of a trajectory that is made up
 _MATMUL, _MATMULS = 4096, 32  # what keeps a device busy: 4 TFLOP, some milliseconds
 Collect = Callable[[torch.Tensor], object]
@@ -26,10 +27,12 @@ class Figures:
     Args:
         idle_s: With nothing else to do.
         busy_s: Beside matrix products on the device; the same as idle on the CPU.
+        slowed: How much longer the products take beside a batch, of their own time; 0 on the CPU.
     """
 
     idle_s: float
     busy_s: float
+    slowed: float = 0.0
 
 
 def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
@@ -65,32 +68,56 @@ def measure(collect: Collect, records: torch.Tensor, lane: Lane) -> Figures:
         lane: The lane.
     """
 
-    def seconds(prepare: Callable[[], None]) -> float:
-        taken = []
-        for _ in range(ROUNDS):
-            prepare()
-            begin = time.perf_counter()
-            collect(records)
-            lane.record().synchronize()
-            taken.append(time.perf_counter() - begin)
-        return min(taken)
+    def seconds() -> float:
+        begin = time.perf_counter()
+        collect(records)
+        lane.record().synchronize()
+        return time.perf_counter() - begin
 
-    idle = seconds(lambda: None)
-    return Figures(idle, idle if lane.device.type == "cpu" else seconds(_keep_busy(lane.device)))
+    idle = min(seconds() for _ in range(ROUNDS))
+    if lane.device.type == "cpu":
+        return Figures(idle, idle)
+    products = _Products(lane.device)
+    alone = min(products.begin().seconds() for _ in range(ROUNDS))
+    busy, beside = [], []
+    for _ in range(ROUNDS):
+        products.begin()
+        busy.append(seconds())
+        beside.append(products.seconds())
+    return Figures(idle, min(busy), min(beside) / alone - 1)
 
 
-def _keep_busy(device: torch.device) -> Callable[[], None]:
-    matrix = torch.zeros(_MATMUL, _MATMUL, dtype=torch.bfloat16, device=device)
-    out = torch.empty_like(matrix)
+class _Products:
+    """Matrix products that keep a device busy, as a training step does."""
 
-    def multiply() -> None:
-        torch.cuda.synchronize(device)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._matrix = torch.zeros(_MATMUL, _MATMUL, dtype=torch.bfloat16, device=device)
+        self._out = torch.empty_like(self._matrix)
+        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self.begin().seconds()  # loads kernels
+
+    def begin(self) -> _Products:
+        """Give the products to the current stream of an idle device."""
+        torch.cuda.synchronize(self._device)
+        self._first.record()
         for _ in range(_MATMULS):
-            torch.mm(matrix, matrix, out=out)
+            torch.mm(self._matrix, self._matrix, out=self._out)
+        self._last.record()
+        return self
 
-    return multiply
+    def seconds(self) -> float:
+        """Wait for the products; return how long they took."""
+        self._last.synchronize()
+        return float(self._first.elapsed_time(self._last)) * 1e-3
 
 
 def fastest(figures: Mapping[str, Figures]) -> str:
-    """Return the way that is fastest beside work of the device; of equal ones the first."""
-    return min(figures, key=lambda way: figures[way].busy_s)
+    """Return the way that is fastest beside work of the device and hardly slows it; of equal ones the first.
+
+    Where all of them slow it more than `MOST_SLOWED`, the one that does so least.
+    """
+    gentle = [way for way, of_way in figures.items() if of_way.slowed <= MOST_SLOWED]
+    if not gentle:
+        return min(figures, key=lambda way: figures[way].slowed)
+    return min(gentle, key=lambda way: figures[way].busy_s)

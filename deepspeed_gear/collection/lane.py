@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from deepspeed_gear.errors import StoreError
+
 ALIGNMENT = 128  # of what lies in one allocation: a line of a GPU's caches
 
 
@@ -171,6 +173,20 @@ def allow_captures_elsewhere() -> None:
     ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
+def refuse_capture(name: str, rule: str, remedy: str = "") -> None:
+    """Refuse what cannot be in a CUDA graph while one is captured.
+
+    Args:
+        name: What is refused.
+        rule: As of an error.
+        remedy: Likewise.
+    Raises:
+        StoreError: The current stream is being captured.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise StoreError(name, rule, None, remedy)
+
+
 def lane_of(device: torch.device) -> Lane:
     """Return a lane of a device."""
     return CudaLane(device) if device.type == "cuda" else HostLane()
@@ -191,11 +207,14 @@ class Packing:
         self.num_bytes = at
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors in an allocation. [num_bytes], uint8."""
+        """Return the tensors in an allocation. [num_bytes], uint8.
+
+        Each counts its own changes, as tensors of their own do: autograd tells who was changed in place.
+        """
         found = []
         for (shape, dtype), begin in zip(self._shapes, self._begins, strict=True):
             end = begin + torch.Size(shape).numel() * dtype.itemsize
-            found.append(flat[begin:end].view(dtype).view(torch.Size(shape)))
+            found.append(flat[begin:end].view(dtype).view(torch.Size(shape)).data)
         return found
 
 

@@ -107,6 +107,8 @@ class PlacedCollector(Collector):
         self._carriage, self._lane, self._reach = carriage, carriage.lane, reach
         # Few blocks keep enough reads of the host's memory under way (1 MiB), and leave the device to others.
         self._blocks = _DIRECT_BLOCKS if self._lane.device.type == "cuda" else options["threads"]
+        # Of what is in its own memory already it may read with all of them, which it takes 1 for.
+        self._free_blocks = 1 if self._lane.device.type == "cuda" else options["threads"]
         self._slots: list[_Slot] = []
         self._pinned: deque[_Pinned] = deque()
         self._out: deque[tuple[_Slot, int]] = deque()
@@ -353,7 +355,7 @@ class PlacedCollector(Collector):
         self._carriage.ops.copy_pieces_(self._scratch, self._sources, every)
         there = self._lane.bring(moved)
         for group, at in zip(self._fetched.values(), there, strict=True):
-            group.run(self._carriage.ops, buffers, self._counters_there, at, None, self._threads)
+            group.run(self._carriage.ops, buffers, self._counters_there, at, None, self._free_blocks)
 
     def _pieces(self, index: int, found: Fetched, records: torch.Tensor) -> np.ndarray:
         name, number = self._name(index), self._number[index]

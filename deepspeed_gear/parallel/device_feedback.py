@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.collection.device_batch import DeviceBatch
-from deepspeed_gear.errors import StoreError
+from deepspeed_gear.collection.lane import refuse_capture
 from deepspeed_gear.ops.constants import (
     R_ANCHOR,
     R_GENERATION,
@@ -63,9 +63,8 @@ class JointReports:
             LostNodeError: A rank does not answer in time.
             StoreError: The stream is captured: what ranks say to each other cannot be in a graph.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            rule = "cannot be captured where several replicas draw from one distribution"
-            raise StoreError("sampling", rule, None, 'sample before the graph, or use "scope": "shard"')
+        rule = "cannot be captured where several replicas draw from one distribution"
+        refuse_capture("sampling", rule, 'sample before the graph, or use "scope": "shard"')
         words, outgoing = self._sorted()
         coming = self._peers.meet(outgoing)
         if self._selection.is_prioritized:  # as on all ranks

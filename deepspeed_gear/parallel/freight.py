@@ -18,10 +18,10 @@ _LEAST_ROOM = 1 << 12  # words of a buffer
 class Freight:
     """Carries packed rows behind the messages of a link, which say how many there are.
 
-    Every exchange is one collective of the ranks that exchange, on the stream that is current: among the
-    collectives of training it has its place in the program, the same on every rank. So only the main thread
-    may call it. On a GPU rows go through pinned memory; the host waits for them, as it puts them where all
-    ranks of the node read.
+    Every exchange is one collective of the ranks that exchange: among the collectives of training it has its
+    place in the program, the same on every rank. So only the main thread may call it. On a GPU it has a
+    stream of its own, beside the training step, and rows go through pinned memory; the host waits for them,
+    as it puts them where all ranks of the node read.
 
     Args:
         link: Between the nodes; its errors name what is lost.
@@ -32,6 +32,9 @@ class Freight:
         self._link, self._device = link, device
         self._group: Any = None
         self._rooms: dict[str, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def open(self) -> None:
         """Make the group. Collective over the ranks that exchange."""
@@ -56,14 +59,8 @@ class Freight:
         sent, found = self._room("sent", sum(out)), self._room("found", sum(coming))
         if sum(out):
             torch.cat([torch.from_numpy(messages[node]) for node in order], out=sent)
-        there, back = (self._there(name, words) for name, words in (("sent", sent), ("found", found)))
-        if there is not sent:
-            there.copy_(sent, non_blocking=True)
-        with self._link.naming_the_lost():
-            dist.all_to_all_single(back, there, coming, out, group=self._group)
-            if back is not found:
-                found.copy_(back, non_blocking=True)
-                torch.cuda.current_stream(self._device).synchronize()
+        with self._link.naming_the_lost(), torch.cuda.stream(self._stream):  # None: nothing is changed
+            self._all_to_all(sent, found, coming, out)
         ends = np.cumsum(coming)
         parts = np.split(found.numpy(), ends[:-1])
         received: list[np.ndarray] = [parts[0]] * len(order)
@@ -72,6 +69,18 @@ class Freight:
         self._link.bytes_sent += sent.nbytes
         self._link.bytes_received += found.nbytes
         return received
+
+    def _all_to_all(
+        self, sent: torch.Tensor, found: torch.Tensor, coming: Sequence[int], out: Sequence[int]
+    ) -> None:
+        """Send words, and wait for those that come."""
+        there, back = self._there("sent", sent), self._there("found", found)
+        if self._stream is not None:
+            there.copy_(sent, non_blocking=True)
+        dist.all_to_all_single(back, there, list(coming), list(out), group=self._group)
+        if self._stream is not None:
+            found.copy_(back, non_blocking=True)
+            self._stream.synchronize()
 
     def _room(self, name: str, words: int) -> torch.Tensor:
         """Return memory of the host, pinned where there is a GPU, that is kept for the next exchange."""

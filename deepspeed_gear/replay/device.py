@@ -121,7 +121,7 @@ class DeviceReplay:
             plan.info.micro,
             0,
             engine_dtype,
-            config.threads,
+            config.threads if self.device.type == "cpu" else 1,  # of a kernel it would be its blocks
         )
         self._burn_in = BurnIn.of(config, plan.fields, needs.fields)
         splits = specs if options.data is not None else {}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.collection.lane import refuse_capture
 from deepspeed_gear.config import PrioritizedSampler
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS
@@ -40,12 +41,16 @@ class DeviceReports:
             return
         self._waiting[batch.micro] = (batch.records.clone(), values.clone())
         if batch.micro == self._accumulation - 1:
-            self.apply()
+            self._apply()
 
     def apply(self) -> None:
         """Bring into effect what waits, in the order of sample numbers."""
         if not self._waiting:
             return
+        refuse_capture("reports of some micro batches", "must be complete before sampling is captured")
+        self._apply()
+
+    def _apply(self) -> None:
         parts = [self._waiting[micro] for micro in sorted(self._waiting)]
         self._waiting.clear()
         records = torch.stack([records for records, _ in parts], 1).reshape(-1, RESOLUTION_WORDS)

@@ -17,6 +17,7 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
 
 from deepspeed_gear import Batch, Column, Replay, Schema
+from deepspeed_gear.collection.calibration import Figures, fastest
 from deepspeed_gear.collection.lane import Event, HostEvent, HostLane
 from deepspeed_gear.collection.ways import WAYS
 from deepspeed_gear.config import parse
@@ -361,3 +362,27 @@ def test_a_cut_from_before_a_load_is_not_taken_for_a_later_one(late: LateLane) -
         thread.join(20)
         assert consumed(replay) == 0
         assert_same(replay.sample(), first)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_field_may_change_in_place_while_another_is_kept_for_backward(way: str) -> None:
+    with online(way, n_step={"n": 2, "gamma": 0.9}) as replay:
+        batch, other = replay.sample(), replay.sample()
+        factor = torch.ones(3, requires_grad=True)
+        loss = (batch["observation"] * factor).sum()
+        batch["action"].mul_(2)
+        batch.valid.logical_not_()
+        loss.backward()
+        loss = (other["observation"] * factor).sum()
+        other["observation"].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_the_fastest_way_that_leaves_the_device_to_others_is_taken() -> None:
+    assert (
+        fastest({"direct": Figures(1, 1, 0.2), "copies": Figures(3, 3, 0.01), "staged": Figures(2, 4)})
+        == "copies"
+    )
+    assert fastest({"direct": Figures(1, 1, 0.04), "staged": Figures(2, 4)}) == "direct"
+    assert fastest({"direct": Figures(1, 1, 0.3), "copies": Figures(3, 3, 0.2)}) == "copies"
