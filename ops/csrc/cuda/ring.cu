@@ -235,14 +235,7 @@ __global__ void SelectKernel(const Ring ring, const RingShape shape, const RingR
       const Slot& slot = ring.slots[hit.item];
       const int64_t anchor = ChooseAnchor(rule.anchors, rule.unit, slot.num_steps, hit.remainder,
                                           draw.seed, static_cast<uint64_t>(number), draw.stream);
-      resolutions[i] = {slot.id,
-                        hit.item,
-                        slot.generation,
-                        slot.first_row,
-                        slot.num_steps,
-                        anchor,
-                        static_cast<int64_t>(mass),
-                        number};
+      resolutions[i] = ResolutionOf(slot, hit.item, anchor, mass, number);
     }
     // The greatest complement is that of the least mass.
     atomicMax(reinterpret_cast<unsigned long long*>(&ring.state[kRingLeast]),
