@@ -35,6 +35,15 @@ GEAR_HOST_DEVICE Resolution ResolutionOf(const Slot& slot, int64_t slot_index, i
           number};
 }
 
+// What a draw from a table without masses resolves to: no sample. What is collected of it is all
+// padding.
+GEAR_HOST_DEVICE Resolution NoSample(int64_t number) { return {-1, -1, 0, 0, 0, 0, 0, number}; }
+
+GEAR_HOST_DEVICE bool IsNoSample(const Resolution& r) {
+  return r.num_steps == 0 && r.id == -1 && r.slot == -1 &&
+         (r.generation | r.first_row | r.anchor | r.mass) == 0;
+}
+
 // Of trajectories, offsets and lengths, so that no sum of them overflows.
 inline constexpr int64_t kMostSteps = int64_t{1} << 40;
 

@@ -141,15 +141,17 @@ __device__ uint64_t Collect(const Batch& batch, const Task& task, int64_t thread
   for (int64_t k = thread / task.team; k < batch.count; k += threads / task.team) {
     const int64_t sample = SampleAt(batch, k);
     const Resolution r = batch.resolutions[sample];
-    Read read{sample, r.slot, {0, 1, 0, 0, 0}};
-    if (field.source != cpu::kTrajectoryRow) {
+    Read read{sample, r.slot, field.pad, {0, 1, 0, 0, 0}};
+    if (IsNoSample(r)) {
+      read = {sample, 0, kPadValue, {0, 0, 0, 0, 0}};
+    } else if (field.source != cpu::kTrajectoryRow) {
       Require(IsAnchored(r));
       const int64_t held = r.num_steps + (field.source == cpu::kStepRowsPlusOne ? 1 : 0);
       read.span = Cut(Bounds(WindowOf(batch, field, sample), r.anchor, held), field.part);
       read.first_row = r.first_row;
     }
     const Span& span = read.span;
-    Require(IsInside(read.first_row, span, length, field.pad, task.held));
+    Require(IsInside(read.first_row, span, length, read.pad, task.held));
     Write(task, read, lane);
     const int64_t rows = span.end - span.begin;
     if (field.mask != nullptr)

@@ -214,10 +214,13 @@ __global__ void SelectKernel(const Ring ring, const RingShape shape, const RingR
                              Resolution* __restrict__ resolutions) {
   const int lane = Lane();
   const uint64_t total = TotalOfWarp(ring.sums, tree, lane);
-  Require(total > 0);
   const int64_t first = ring.state[kRingSamples];
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
     const int64_t number = (first + i) * draw.stride + draw.offset;
+    if (total == 0) {  // a trap would take the process's whole context with it
+      if (lane == 0) resolutions[i] = NoSample(number);
+      continue;
+    }
     const Word128 word =
         Philox(draw.seed, static_cast<uint64_t>(number), draw.stream, kForCoordinate);
     uint64_t point = Coordinate(word, total);
@@ -264,10 +267,11 @@ __global__ void WeighKernel(const Ring ring, const RingDraw draw, const TreeShap
     numerator = total;
     divisor = static_cast<uint64_t>(ring.state[kRingCounts + cpu::kDrawable]);
   }
-  const int64_t log_ratio = Log2(numerator) - Log2(divisor);
-  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads())
-    weights[i] =
-        BitCast<float>(ImportanceBits(log_ratio, static_cast<uint64_t>(resolutions[i].mass), beta));
+  const int64_t log_ratio = total == 0 ? 0 : Log2(numerator) - Log2(divisor);
+  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
+    const auto mass = static_cast<uint64_t>(resolutions[i].mass);
+    weights[i] = total == 0 ? 0.0f : BitCast<float>(ImportanceBits(log_ratio, mass, beta));
+  }
 }
 
 // One warp: the state behind the batch.
@@ -277,6 +281,7 @@ __global__ void AdvanceKernel(const Ring ring, const TreeShape tree, int64_t cou
   ring.state[kRingTotal] = static_cast<int64_t>(total);
   ring.state[kRingSamples] += count;
   ring.state[kRingBatch] += 1;
+  ring.state[kRingEmpty] += total == 0;
   ring.state[kRingLeast] = 0;
 }
 
