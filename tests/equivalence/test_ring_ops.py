@@ -31,6 +31,7 @@ from deepspeed_gear.ops.constants import (
     RING_BATCH,
     RING_COUNTS,
     RING_EMPTY,
+    RING_HEAD,
     RING_NEXT,
     RING_REFUSED,
     RING_SAMPLES,
@@ -262,6 +263,41 @@ def empty(ops: Ops, kind: tuple[Any, ...], why: str) -> Ring:
         resolutions, _ = ring.select(400, [0, 0, 1, 0, 0, NOT_NORMALIZED], [0])
         ring.update(resolutions, torch.zeros(400))
     return ring
+
+
+def some_lengths(count: int, most: int) -> list[int]:
+    """Lengths, among them ones that add nothing and ones that are refused."""
+    lengths, kind = torch.randint(1, most + 1, (count,)), torch.rand(count)
+    lengths[kind < 0.15], lengths[kind > 0.9], lengths[kind > 0.95] = 0, -1, most + 1
+    return lengths.tolist()
+
+
+PLACES = [0, 1, 31, 32, 33, 63, 64, 992, 993, 1023, 1024, 1025, 2047, 2048, 2049, 3072]
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 1023, 1024, 1025, 2081, 4096])
+def test_many_trajectories_are_placed_at_once(native: Ops, cpu: Ops, reference: Ops, count: int) -> None:
+    """Warps and rounds of every fill: the ring's end lies in front of, in and behind each."""
+    if native is cpu and count > 64:
+        pytest.skip("one after the other, as fewer")
+    torch.manual_seed(count)
+    most, num_slots, num_rows = 5, count + 40, (count + 2) * 6 + 7
+    lengths = some_lengths(count, most)
+    ahead = torch.tensor([0, *(steps + 1 if 0 < steps <= most else 0 for steps in lengths)]).cumsum(0)
+    places = [place for place in (*PLACES, count) if place <= count]
+    for place in places[:: -1 - count // 1000]:
+        for rows in (-1, 0, 1):  # of the trajectory at this place that are behind the end
+            both = [
+                Ring(ops, num_rows, num_slots, 1, most, UNIT_TRAJECTORY, ALL_ANCHORS, False)
+                for ops in (reference if native is cpu else cpu, native)
+            ]
+            for ring in both:
+                ring.state[RING_HEAD] = 3 * num_rows - int(ahead[place]) + rows
+                ring.state[RING_NEXT] = ring.state[RING_TAIL] = 2 * num_slots - place
+            for added in (lengths, lengths[::-1])[: 1 + (place == count)]:
+                assert torch.equal(*[ring.add(added) for ring in both]), (place, rows)
+            for name, tensor in both[0].content.items():
+                assert torch.equal(tensor, both[1].content[name]), (place, rows, name)
 
 
 @pytest.mark.parametrize("why", ["new", "only lengths that add nothing", "no priority above 0"])

@@ -45,22 +45,22 @@ struct ConvertedElements {
   }
 };
 
-// Where the rows of one window lie: step t of its trajectory is row first_row + t. `pad`: an enum
-// Pad; the field's, but for what is no sample and so has no edge.
+// Where the rows of one window lie: step t of its trajectory is row first_row + t.
 struct Read {
-  int64_t sample, first_row, pad;
+  int64_t sample, first_row;
   Span span;
 };
 
 // Fills `count` elements with the padding: a value, or whole rows like `edge`.
 template <typename Elements>
-__device__ void Pad(const Field& field, int64_t pad, const typename Elements::From* edge,
+__device__ void Pad(const Field& field, const typename Elements::From* edge,
                     typename Elements::To value, typename Elements::To* to, int64_t count,
                     Lane lane) {
   for (int64_t i = lane.index; i < count; i += lane.team) {
     const int64_t element = i % field.elements;
-    to[i] = pad == kPadEdge ? Elements::At(field, edge, element, field.period > 1 ? element : 0)
-                            : value;
+    to[i] = field.pad == kPadEdge
+                ? Elements::At(field, edge, element, field.period > 1 ? element : 0)
+                : value;
   }
 }
 
@@ -75,8 +75,8 @@ __device__ void PadWindow(const Field& field, uint64_t pad, const Read& read, La
   const Span& span = read.span;
   const int64_t length = field.part.count, behind = span.place + span.end - span.begin;
   auto* out = static_cast<To*>(field.out) + read.sample * length * field.elements;
-  Pad<Elements>(field, read.pad, at(span.before), value, out, span.place * field.elements, lane);
-  Pad<Elements>(field, read.pad, at(span.after), value, out + behind * field.elements,
+  Pad<Elements>(field, at(span.before), value, out, span.place * field.elements, lane);
+  Pad<Elements>(field, at(span.after), value, out + behind * field.elements,
                 (length - behind) * field.elements, lane);
 }
 
