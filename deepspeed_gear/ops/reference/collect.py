@@ -112,7 +112,8 @@ def gather_(
 ) -> None:
     """Collect all fields of a batch.
 
-    Of a record that is no sample (`is_no_sample`) every row is padding; where the edge pads it is 0.
+    Of a record that is no sample (`is_no_sample`) every row is padding; where the edge pads it is
+    0, and a position stays one.
 
     Args:
         outs: Every field's tensor, written whole: the rows [first, first + count) of its window.
