@@ -39,7 +39,7 @@ if [ "$#" -gt 0 ]; then exec python -m pytest "$@"; fi
 failed=()
 python -m pytest tests/gpu tests/equivalence tests/unit/test_cuda_compile.py || failed+=(pytest)
 if sanitizer="$(find_sanitizer)"; then
-  # racecheck sees shared memory alone: it watches over the kernels that will use some.
+  # racecheck sees shared memory alone: it watches over the one kernel that uses some, which places rows in a ring.
   for tool in memcheck racecheck synccheck; do
     sanitize "$sanitizer" "$tool" || failed+=("$tool")
   done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.collector import Buffers
+from deepspeed_gear.ops.constants import R_ID
 
 
 class DeviceBatch(Batch):
@@ -43,16 +45,40 @@ class DeviceBatch(Batch):
         #: Replica that holds each sample; None: this one holds all. [B], int64.
         self.holders: np.ndarray | None = None
         self.written = [*buffers.all, records, *([] if weight is None else [weight])]
-        valid = torch.ones(len(records), dtype=torch.bool, device=records.device)
         epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
-        facts = (records, valid, step_items, total, epoch, weight)
+        facts = (records, records[:, R_ID] >= 0, step_items, total, epoch, weight)
         super().__init__(dict(buffers.tensors), dict(buffers.mask), *facts, burn_in=burn_in, origin=origin)
+        self._valid: Tensor | None = None
 
     def again(self) -> DeviceBatch:
         """Return a batch of the same tensors, of which a transform may set fields."""
         other = copy.copy(self)
         other._tensors, other.mask = dict(self.buffers.tensors), dict(self.buffers.mask)
         return other
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """As of every `Batch`; what it returns keeps its probabilities when the table is drawn from again."""
+        batch = super().map(function)
+        batch._probability = function(self.probability)
+        return batch
+
+    @property
+    def valid(self) -> Tensor:
+        """False where the table had no mass to draw from, or a sample only fills up a pass. [B], bool.
+
+        Of the training stream it is found in the records whenever it is asked for, so that `sample_` need not
+        write it.
+        """
+        return self.id >= 0 if self._valid is None else self._valid
+
+    @valid.setter
+    def valid(self, valid: Tensor) -> None:
+        self._valid = valid
+
+    @property
+    def probability(self) -> Tensor:
+        """As of every `Batch`; 0 where the table had no mass to draw from. [B], float64."""
+        return torch.where(self.id >= 0, super().probability, 0.0)
 
     @property
     def records(self) -> Tensor:

@@ -7,6 +7,7 @@ SLOT_WORDS = 8
 SLOT_STATE, SLOT_GENERATION, SLOT_ID, SLOT_FIRST_ROW, SLOT_NUM_STEPS, SLOT_NUM_ROWS, SLOT_OWNER = range(7)
 RESOLUTION_WORDS = 8
 R_ID, R_SLOT, R_GENERATION, R_FIRST_ROW, R_NUM_STEPS, R_ANCHOR, R_MASS, R_NUMBER = range(8)
+NO_SAMPLE = -1  # id and slot of a record that is no sample; but for its number the rest of it is 0
 SLOT_COMMITTED = 2  # the state of a slot whose trajectory can be drawn
 UNIT_TRAJECTORY, UNIT_STEP, UNIT_LENGTH = 0, 1, 2  # the last one of masses only: a trajectory by its length
 COMMITTED = 2  # the state of a slot whose trajectory can be drawn
@@ -96,6 +97,7 @@ def minima_size(num_items: int) -> int:
 RING_WORDS = 32
 RING_HEAD, RING_NEXT, RING_TAIL, RING_SAMPLES, RING_BATCH, RING_TOTAL, RING_STEPS, RING_REFUSED = range(8)
 RING_COUNTS = 8  # the five words of updates begin here
+RING_EMPTY = 14  # global batches without samples
 PLACED_WORDS = 5
 P_SLOT, P_FIRST_ROW, P_NUM_STEPS, P_ID, P_BEGIN = range(5)
 NOT_NORMALIZED, BY_BATCH, BY_TABLE = range(3)

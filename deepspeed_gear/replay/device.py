@@ -304,7 +304,7 @@ class DeviceReplay:
         return {name: float(found[name]) for name in ("steps", "trajectories", "refused")}
 
     def check(self) -> None:
-        """Raise if the device has refused a length or a priority. Waits for the device.
+        """Raise if the device has refused a length or a priority, or had nothing to draw. Waits for it.
 
         Raises:
             DataError: It has.
@@ -313,6 +313,7 @@ class DeviceReplay:
         if refused:
             rule = "must be in range: lengths in [0, T], priorities finite and at least 0"
             raise DataError("what was given to the device", rule, f"{refused} that were not")
+        device_state.check_drawn(self.table)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the content and the position, in host memory. Waits for the device.

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.errors import CheckpointError, DataError
 from deepspeed_gear.ops.constants import (
     APPLIED,
     CLAMPED,
     DRAWABLE,
     RING_BATCH,
     RING_COUNTS,
+    RING_EMPTY,
     RING_NEXT,
     RING_REFUSED,
     RING_STEPS,
@@ -39,6 +40,7 @@ def statistics_of(table: RingTable, has_priorities: bool) -> dict[str, int]:
         "trajectories": state[RING_NEXT] - state[RING_TAIL],
         "added": state[RING_NEXT],
         "global_batches": state[RING_BATCH],
+        "empty_batches": state[RING_EMPTY],
         "refused": state[RING_REFUSED],
         "bytes": table.num_bytes,
     }
@@ -47,6 +49,22 @@ def statistics_of(table: RingTable, has_priorities: bool) -> dict[str, int]:
         found |= {f"priorities_{name}": counts[word] for name, word in words.items()}
         found["items"] = counts[DRAWABLE]
     return found
+
+
+def check_drawn(table: RingTable) -> None:
+    """Refuse a table from which a global batch without samples was drawn. Waits for the device.
+
+    Raises:
+        DataError: There was one.
+    """
+    empty = int(table.state[RING_EMPTY])
+    if empty:
+        rule = "must have an item with a mass whenever a batch is drawn"
+        remedy = (
+            "add trajectories that have an anchor before sample_, and report priorities above 0; "
+            "batch.valid and batch.weight tell which samples there are"
+        )
+        raise DataError("the table on the device", rule, f"{empty} global batches without samples", remedy)
 
 
 def state_of(plan: Plan, table: RingTable) -> dict[str, Any]:

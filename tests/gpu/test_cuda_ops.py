@@ -14,10 +14,13 @@ from torch import Tensor
 
 from deepspeed_gear.ops import Ops, fake, load_backend
 from deepspeed_gear.ops.constants import (
+    BY_TABLE,
     COMMITTED,
     NUM_UPDATE_COUNTS,
     ONE_Q62,
+    RING_WORDS,
     SOURCE_STEPS,
+    SOURCE_STEPS_PLUS_ONE,
     minima_size,
     tree_size,
 )
@@ -189,6 +192,40 @@ def test_equals_the_reference(reference: Ops, cuda: Ops, name: str) -> None:
     getattr(reference, name)(*expected)
     getattr(cuda, name)(*got)
     assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("count", [33, 1100])
+def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> None:
+    """A draw of nothing, adds that go round, a draw, an update: the sanitizers see all of its kernels."""
+    shape = [(count + 2) * 5, count + 9, 1, 4]
+    num_items, rule, alpha = shape[0], [*ALL_ANCHORS], round(0.6 * ONE_Q62)
+    found = []
+    for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
+        random = torch.Generator().manual_seed(count)
+        kept = [torch.zeros(size, dtype=torch.int64) for size in (RING_WORDS, (shape[1], 8), shape[1])]
+        kept += [torch.zeros(size(num_items), dtype=torch.int64) for size in (tree_size, minima_size)]
+        kept += [torch.zeros(num_items), torch.zeros(num_items, dtype=torch.int32)]
+        kept = [tensor.to(device) for tensor in kept]
+        state, slots, _, sums, minima, priorities, row_slots = kept
+        column = torch.zeros(shape[0], 3, device=device)
+        records = torch.zeros(2, 65, 8, dtype=torch.int64, device=device)
+        weights = torch.zeros(2, 65, device=device)
+        betas = torch.tensor([alpha], device=device)
+        draw, known = [5, 1, 1, 0, 0, BY_TABLE], (slots, sums, minima, row_slots, betas, rule, shape)
+        ops.ring_select_(state, records[0], weights[0], *known, draw, 1)
+        for _ in range(3):
+            lengths = torch.randint(-1, 6, (count,), generator=random).to(device)
+            placed = torch.zeros(count, 5, dtype=torch.int64, device=device)
+            ops.ring_add_(*kept, placed, lengths, rule, shape, 1, alpha, 0x3F800000)
+            values = torch.rand(count, 5, 3, generator=random).to(device)
+            ops.scatter_([column], [values], placed, [SOURCE_STEPS_PLUS_ONE])
+        ops.ring_select_(state, records[1], weights[1], *known, draw, 1)
+        reported = torch.rand(65, generator=random).to(device)
+        ops.ring_update_(state, sums, minima, priorities, slots, records[1], reported, shape, 1, alpha)
+        state[16:22] = 0  # what kernels tell each other
+        found.append([*kept, placed, column, records, weights])
+    assert_equal(found[1], found[0])
+    assert records[0, :, 0].tolist() == [-1] * 65
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)

@@ -131,6 +131,46 @@ def test_a_compiled_step_gives_the_same_batches(sampler: str, mode: str) -> None
     assert_equal(run_on(DEVICE, sampler, 40, compiled), run_on("cpu", sampler, 40, plainly))
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_table_without_masses_gives_batches_without_samples(sampler: str) -> None:
+    """And ends no kernel; a graph that was captured of such a step draws as soon as there is something."""
+
+    def run(device: str, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> list[list[Tensor]]:
+        found = []
+        with DeviceReplay(section(sampler), device) as replay:
+            batch, added = replay.new_batch(), columns(0, device)
+            lengths = torch.zeros(ENVS, dtype=torch.int64, device=device)
+
+            def whole() -> None:
+                replay.add_(added, lengths)
+                replay.sample_(batch)
+                if sampler != "uniform":
+                    replay.update_priorities_(batch, batch["reward"].abs() + 0.5)
+
+            before = replay.state_dict()
+            for _ in range(3):
+                whole()
+            replay.load_state_dict(before)
+            replay.add_(added, lengths)
+            step = wrap(whole)
+            for steps in (0, 0, STEPS):
+                lengths.fill_(steps)
+                step()
+                found.append([*facts(batch), batch.valid.cpu(), replay.table.state[:16].cpu()])
+        return found
+
+    def capture(whole: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            whole()
+        return graph.replay
+
+    expected = run("cpu", lambda whole: whole)
+    assert [bool(facts[-2].any()) for facts in expected] == [False, False, True]
+    assert_equal(run(DEVICE, lambda whole: whole), expected)
+    assert_equal(run(DEVICE, capture), expected)
+
+
 def test_nothing_waits_for_the_device() -> None:
     """Behind a kernel that sleeps for a second, every call returns within a millisecond."""
     with DeviceReplay(section("prioritized"), DEVICE) as replay:

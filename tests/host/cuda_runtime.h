@@ -1,7 +1,8 @@
 // Runs kernels on the host, lane by lane, so that a machine without a GPU tests what they compute:
 // indices, alignment, padding, the order of sums. It stands in for the toolkit's header; launches
-// are rewritten to gear_host::Launch. The lanes of a warp are fibers that meet at its collectives.
-// It shows nothing about speed, races or memory order.
+// are rewritten to gear_host::Launch. The lanes of a warp are fibers that meet at its collectives,
+// the warps of a block take turns from one barrier to the next, and one block runs at a time, so
+// that what it shares is static. It shows nothing about speed, races or memory order.
 #pragma once
 #include <ucontext.h>
 
@@ -10,9 +11,11 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #define __global__
 #define __device__
+#define __shared__ static
 #define __host__
 #define __forceinline__ inline
 #define __grid_constant__
@@ -39,65 +42,84 @@ struct Trap : std::runtime_error {
 struct Warp {
   ucontext_t scheduler, lanes[kLanes];
   std::unique_ptr<char[]> stacks{new char[kLanes * kStackBytes]};
-  bool done[kLanes];
-  uint64_t given[kLanes];  // what each lane brought to a collective
-  int lane = 0, first_thread = 0;
+  bool done[kLanes], waits[kLanes];  // waits: for the other warps of its block
+  uint64_t given[kLanes];            // what each lane brought to a collective
+  int lane, num_lanes, first_thread;
   const void* body;
   void (*call)(const void*);
   std::string error;
 };
-inline Warp warp;
+inline Warp* warp = nullptr;  // that runs
 
-inline void Yield() { swapcontext(&warp.lanes[warp.lane], &warp.scheduler); }
+inline void Yield() { swapcontext(&warp->lanes[warp->lane], &warp->scheduler); }
 
 inline void RunLane() {
   try {
-    warp.call(warp.body);
+    warp->call(warp->body);
   } catch (const std::exception& error) {
-    warp.error = error.what();
+    warp->error = error.what();
   }
-  warp.done[warp.lane] = true;
+  warp->done[warp->lane] = true;
 }
 
-// Runs the body on every lane of one warp: each up to its next collective, in turn.
 template <typename Body>
-void RunWarp(const Body& body, int num_lanes) {
-  warp.body = &body;
-  warp.call = [](const void* b) { (*static_cast<const Body*>(b))(); };
-  warp.error.clear();
+void Begin(Warp* begun, const Body& body, int first_thread, int num_lanes) {
+  begun->first_thread = first_thread;
+  begun->num_lanes = num_lanes;
+  begun->body = &body;
+  begun->call = [](const void* b) { (*static_cast<const Body*>(b))(); };
+  begun->error.clear();
   for (int i = 0; i < num_lanes; ++i) {
-    warp.done[i] = false;
-    getcontext(&warp.lanes[i]);
-    warp.lanes[i].uc_stack.ss_sp = warp.stacks.get() + i * kStackBytes;
-    warp.lanes[i].uc_stack.ss_size = kStackBytes;
-    warp.lanes[i].uc_link = &warp.scheduler;
-    makecontext(&warp.lanes[i], RunLane, 0);
+    begun->done[i] = begun->waits[i] = false;
+    getcontext(&begun->lanes[i]);
+    begun->lanes[i].uc_stack.ss_sp = begun->stacks.get() + i * kStackBytes;
+    begun->lanes[i].uc_stack.ss_size = kStackBytes;
+    begun->lanes[i].uc_link = &begun->scheduler;
+    makecontext(&begun->lanes[i], RunLane, 0);
   }
-  for (int running = num_lanes; running > 0 && warp.error.empty();) {
-    running = 0;
-    for (warp.lane = num_lanes - 1; warp.lane >= 0; --warp.lane) {
-      if (warp.done[warp.lane]) continue;
-      threadIdx.x = static_cast<unsigned>(warp.first_thread + warp.lane);
-      swapcontext(&warp.scheduler, &warp.lanes[warp.lane]);
-      running += !warp.done[warp.lane];
+}
+
+// Runs a warp to its end, or to where it waits for the others of its block: each lane up to its
+// next collective, in turn. Returns whether it waits.
+inline bool RunWarp(Warp* running) {
+  warp = running;
+  for (;;) {
+    int left = 0, waiting = 0;
+    for (warp->lane = warp->num_lanes - 1; warp->lane >= 0; --warp->lane) {
+      if (warp->done[warp->lane]) continue;
+      threadIdx.x = static_cast<unsigned>(warp->first_thread + warp->lane);
+      swapcontext(&warp->scheduler, &warp->lanes[warp->lane]);
+      left += !warp->done[warp->lane];
+      waiting += warp->waits[warp->lane];
     }
+    if (!warp->error.empty()) throw std::runtime_error(warp->error);
     // All lanes take part in a collective, or none: the kernels name all of them in its mask.
-    if (running != 0 && running != num_lanes && warp.error.empty())
-      warp.error = "gear: some lanes ended while others wait for them";
+    if ((left != 0 && left != warp->num_lanes) || (waiting != 0 && waiting != left))
+      throw std::runtime_error("gear: some lanes ended while others wait for them");
+    if (left == 0 || waiting != 0) return waiting != 0;
   }
-  if (!warp.error.empty()) throw std::runtime_error(warp.error);
 }
 
 // Blocks, warps and lanes run from the last to the first: what relies on their order shows.
 template <typename Body>
 void Launch(unsigned blocks, int threads, const Body& body) {
+  static std::vector<std::unique_ptr<Warp>> warps;  // kept: their stacks are large
+  const size_t num_warps = static_cast<size_t>((threads + kLanes - 1) / kLanes);
   gridDim.x = blocks;
   blockDim.x = static_cast<unsigned>(threads);
   for (unsigned block = blocks; block-- > 0;) {
     blockIdx.x = block;
+    size_t waiting = 0;  // warps, which lie in front; one that does not wait leaves its place
     for (int first = (threads - 1) / kLanes * kLanes; first >= 0; first -= kLanes) {
-      warp.first_thread = first;
-      RunWarp(body, threads - first < kLanes ? threads - first : kLanes);
+      if (warps.size() == waiting) warps.push_back(std::make_unique<Warp>());
+      Begin(warps[waiting].get(), body, first, threads - first < kLanes ? threads - first : kLanes);
+      waiting += RunWarp(warps[waiting].get());
+    }
+    while (waiting != 0) {
+      if (waiting != num_warps)
+        throw std::runtime_error("gear: some warps ended while others wait for them");
+      waiting = 0;
+      for (size_t i = 0; i < num_warps; ++i) waiting += RunWarp(warps[i].get());
     }
   }
 }
@@ -106,11 +128,11 @@ void Launch(unsigned blocks, int threads, const Body& body) {
 template <typename T, typename Choose>
 auto Exchange(T value, const Choose& choose) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "");
-  std::memcpy(&warp.given[warp.lane], &value, sizeof value);
+  std::memcpy(&warp->given[warp->lane], &value, sizeof value);
   Yield();
   const auto result = choose([](int lane) {
     T other;
-    std::memcpy(&other, &warp.given[lane], sizeof other);
+    std::memcpy(&other, &warp->given[lane], sizeof other);
     return other;
   });
   Yield();
@@ -126,13 +148,13 @@ T __shfl_sync(unsigned, T value, int lane) {
 
 template <typename T>
 T __shfl_up_sync(unsigned, T value, int by) {
-  const int self = gear_host::warp.lane;
+  const int self = gear_host::warp->lane;
   return gear_host::Exchange(value, [&](auto of) { return of(self < by ? self : self - by); });
 }
 
 template <typename T>
 T __shfl_down_sync(unsigned, T value, int by) {
-  const int self = gear_host::warp.lane;
+  const int self = gear_host::warp->lane;
   return gear_host::Exchange(
       value, [&](auto of) { return of(self + by < gear_host::kLanes ? self + by : self); });
 }
@@ -143,6 +165,14 @@ inline unsigned __ballot_sync(unsigned, bool value) {
     for (int i = 0; i < gear_host::kLanes; ++i) bits |= unsigned{of(i)} << i;
     return bits;
   });
+}
+
+// Meets the other warps of the block.
+inline void __syncthreads() {
+  gear_host::Warp* own = gear_host::warp;
+  own->waits[own->lane] = true;
+  gear_host::Yield();
+  own->waits[own->lane] = false;
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

@@ -20,6 +20,7 @@ from deepspeed_gear.errors import (
     ShapeError,
     StoreError,
 )
+from deepspeed_gear.ops.constants import RING_SAMPLES
 
 WINDOWS = {
     "observation": {"offset": -3, "length": 5, "normalize": "mean_std"},
@@ -316,7 +317,7 @@ def test_a_whole_step_is_traced_without_a_break() -> None:
         replay.sample_(batch)
         error = (batch["following"] @ weights - batch["return_n"]).abs()
         replay.update_priorities_(batch, error)
-        return (batch.weight * error).sum()
+        return (batch.weight * batch.valid * error).sum()
 
     torch._dynamo.reset()
     found = []
@@ -327,6 +328,68 @@ def test_a_whole_step_is_traced_without_a_break() -> None:
             found.append((torch.stack(losses), batch.id.clone(), replay.table.state.clone()))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+def without_masses(replay: DeviceReplay, why: str) -> None:
+    """Add trajectories of which none can be drawn."""
+    if why == "nothing was added":
+        replay.add_(trajectories(3, 4), torch.tensor([0, 0, 0]))
+    elif why == "no anchor":
+        replay.add_(trajectories(3, 2))
+    else:
+        replay.add_(trajectories(1, 2))
+        for _ in range(4):
+            replay.update_priorities_(replay.sample(), torch.zeros(16))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "why"),
+    [
+        ({"kind": "uniform", "unit": "step"}, "nothing was added"),
+        ({"kind": "uniform"}, "nothing was added"),
+        ({"kind": "uniform", "unit": "step", "anchors": "fits"}, "no anchor"),
+        ({**PRIORITIZED, "anchors": "fits", "normalize": "table"}, "no anchor"),
+        (PRIORITIZED, "no priority"),
+        ({**PRIORITIZED, "normalize": "table"}, "no priority"),
+        ({**PRIORITIZED, "normalize": None}, "no priority"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_table_without_masses_gives_batches_without_samples(
+    sampler: dict[str, Any], why: str, backend: str
+) -> None:
+    """And what can be drawn is drawn as soon as it is there."""
+    fields = {"fields": {**online()["fields"], "observation": {"offset": -2, "length": 3, "pad": "edge"}}}
+    section = online(sampler, gradient_accumulation_steps=2, backend=backend, **fields)
+    with DeviceReplay(section, "cpu") as replay:
+        without_masses(replay, why)
+        before = replay.statistics()
+        first = int(replay.table.state[RING_SAMPLES])
+        for micro in range(4):
+            batch = replay.sample()
+            assert batch.number.tolist() == [
+                first + 16 * (micro // 2) * 2 + 2 * i + micro % 2 for i in range(16)
+            ]
+            assert batch.id.tolist() == [-1] * 16
+            for empty in (*(batch[name] for name in batch), batch.valid, batch.weight, batch.probability):
+                assert not empty.any()
+            assert not any(mask.any() for mask in batch.mask.values())
+            assert not batch.clone().valid.any()
+            if "priority" in why:
+                replay.update_priorities_(batch, torch.ones(16))
+        found = replay.statistics()
+        assert found["empty_batches"] - before["empty_batches"] == 2
+        if "priority" in why:
+            assert found["priorities_ignored"] - before["priorities_ignored"] == 64
+            assert found["priorities_applied"] == before["priorities_applied"]
+        message = f"got '{found['empty_batches']} global batches without samples'; add trajectories"
+        with pytest.raises(DataError, match=message):
+            replay.check()
+        replay.add_(trajectories(3, 6, 100))
+        batch = replay.sample()
+        assert batch.valid.all()
+        assert set(batch["task"].tolist()) <= {100, 101, 102}
+        assert bool((batch.weight > 0).all())
 
 
 def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
@@ -461,3 +524,13 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
         replay.sample()
     with pytest.raises(StoreError, match="must be open"):
         replay.sample()
+
+
+def test_a_clone_keeps_its_probabilities() -> None:
+    with DeviceReplay(online(), "cpu") as replay:
+        replay.add_(trajectories(2, 5))
+        batch = replay.sample()
+        kept, probability = batch.clone(), batch.probability.clone()
+        replay.add_(trajectories(3, 6))
+        assert not torch.equal(replay.sample().probability, probability)
+        assert torch.equal(kept.probability, probability)

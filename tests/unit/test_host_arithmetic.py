@@ -353,7 +353,7 @@ def test_python_repeats_the_headers_numbers() -> None:
     """Enumerators of the headers against `constants` and `schema`."""
     text = "".join(
         (CSRC / name).read_text()
-        for name in ("common/slot.h", "common/philox.h", "common/window.h", "common/power.h")
+        for name in ("common/slot.h", "common/philox.h", "common/window.h", "common/power.h", "common/ring.h")
     )
     text += (CSRC / "cpu" / "ops.h").read_text() + (CSRC / "common" / "convert.h").read_text()
     named = {k: int(v) for k, v in re.findall(r"\b(k\w+) = (\d+)", text)}
@@ -387,6 +387,20 @@ def test_python_repeats_the_headers_numbers() -> None:
         "kMassBits": constants.MASS_BITS,
         "kMostMassBits": constants.MOST_MASS_BITS,
     }
+    words = (
+        "Head",
+        "Next",
+        "Tail",
+        "Samples",
+        "Batch",
+        "Total",
+        "Steps",
+        "Refused",
+        "Counts",
+        "Empty",
+        "Words",
+    )
+    expected |= {f"kRing{word}": getattr(constants, f"RING_{word.upper()}") for word in words}
     assert {name: named.get(name) for name in expected} == expected
     assert "kMostSteps = int64_t{1} << 40;" in text
     assert constants.MOST_STEPS == 1 << 40

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..constants import MOST_STEPS, R_ANCHOR, R_FIRST_ROW, R_NUM_STEPS, R_SLOT
+from ..constants import (
+    MOST_STEPS,
+    NO_SAMPLE,
+    R_ANCHOR,
+    R_FIRST_ROW,
+    R_GENERATION,
+    R_ID,
+    R_NUM_STEPS,
+    R_NUMBER,
+    R_SLOT,
+)
 
 
 class Reads(NamedTuple):
@@ -20,11 +30,17 @@ class Reads(NamedTuple):
     num_rows: int
 
 
+def is_no_sample(resolutions: Tensor) -> Tensor:
+    """Tell which records are no samples: a table without masses was drawn from. [B], bool."""
+    is_named = (resolutions[:, [R_ID, R_SLOT]] == NO_SAMPLE).all(dim=1)
+    return is_named & (resolutions[:, R_GENERATION:R_NUMBER] == 0).all(dim=1)
+
+
 def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | None = None) -> None:
     """Check that every resolution has an anchor and that the rows that are read lie in the columns.
 
     Step t of a trajectory is row first_row + t. A trajectory of which only some steps are there may begin
-    before its column, at a negative row, and end behind it.
+    before its column, at a negative row, and end behind it. Of a record that is no sample nothing is read.
 
     Args:
         resolutions: [B, 8], int64.
@@ -41,6 +57,7 @@ def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | Non
     for step, is_read, num_rows in columns:
         is_inside = (first[:, None] >= -step) & (first[:, None] < num_rows - step)
         good &= (is_inside | ~is_read).all(dim=1)
+    good |= is_no_sample(resolutions)
     if not good.all():
         i = int(torch.nonzero(~good)[0])
         rows = min((column.num_rows for column in columns), default=None)

@@ -25,7 +25,7 @@ from ..constants import (
     SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
 )
-from .checks import Reads, check_order, check_rows
+from .checks import Reads, check_order, check_rows, is_no_sample
 from .convert import convert, narrow
 
 
@@ -59,10 +59,10 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
 
     The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none. `place` is the
     first one's place in the window; `before` and `after` are the rows that pad it on both sides where the pad
-    is "edge".
+    is "edge"; of a trajectory without rows both are 0.
     """
     first = anchor + offset
-    zero, rows_1 = torch.zeros_like(rows), rows - 1
+    zero, rows_1 = torch.zeros_like(rows), (rows - 1).clamp(min=0)
     begin = torch.minimum(torch.maximum(first, zero), rows)
     end = torch.maximum(begin, torch.minimum(torch.maximum(first + length, zero), rows))
     count = end - begin
@@ -112,6 +112,9 @@ def gather_(
 ) -> None:
     """Collect all fields of a batch.
 
+    Of a record that is no sample (`is_no_sample`) every row is padding; where the edge pads it is
+    0, and a position stays one.
+
     Args:
         outs: Every field's tensor, written whole: the rows [first, first + count) of its window.
             [B, count, elements] in any shape.
@@ -137,13 +140,15 @@ def gather_(
     check_windows(fields, columns, resolutions, n_steps)
     if order is not None:
         check_order(order, len(resolutions))
-    written = {-1}
+    written, none = {-1}, is_no_sample(resolutions)
     for each in zip(fields, outs, columns, shifts, gains, pad_values, strict=True):
         field, out, column, shift, gain, pad = each
         row, real = _rows_of(field, resolutions, n_steps)
         values = _values(field, out.dtype, column, shift, gain, resolutions, row, real)
-        if field.pad != PAD_EDGE and field.source != SOURCE_POSITION:
-            values[~real] = _pad(pad, out.dtype)
+        if field.source != SOURCE_POSITION:
+            has_edge = field.pad == PAD_EDGE
+            padded = none[:, None].expand_as(real) if has_edge else ~real
+            values[padded] = _pad(0.0 if has_edge else pad, out.dtype)
         out.copy_(values.view(out.shape))
         if field.mask not in written:
             masks[field.mask].copy_(real.view(masks[field.mask].shape))
@@ -194,12 +199,13 @@ def check_windows(
 
 def _rows_of(field: FieldSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the row of every place of the part, and where it is real. [B, count] each."""
+    is_sample = ~is_no_sample(resolutions)
     if field.source == SOURCE_TRAJECTORY:
-        return resolutions[:, R_SLOT, None], torch.ones(len(resolutions), 1, dtype=torch.bool)
+        return resolutions[:, R_SLOT, None], is_sample[:, None]
     offset: Tensor | int = field.offset
     if field.after_n_step and n_steps is not None:
         offset = offset + n_steps
-    rows = resolutions[:, R_NUM_STEPS] + (field.source == SOURCE_STEPS_PLUS_ONE)
+    rows = resolutions[:, R_NUM_STEPS] + is_sample * (field.source == SOURCE_STEPS_PLUS_ONE)
     span = bounds(offset, field.length, field.align, resolutions[:, R_ANCHOR], rows)
     row, real = window_rows(span, field.length)
     part = slice(field.part_first, field.part_first + field.part_count)
@@ -225,7 +231,7 @@ def _values(
         return places.repeat(len(row), 1)[:, :, None]
     if field.source == SOURCE_TIMESTEP:
         return row[:, :, None].clone()
-    is_read = real | (field.pad == PAD_EDGE)
+    is_read = real | ((field.pad == PAD_EDGE) & ~is_no_sample(resolutions)[:, None])
     if field.source != SOURCE_TRAJECTORY:
         row = row + resolutions[:, R_FIRST_ROW, None]
     values = column.new_zeros(*row.shape, field.elements)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..constants import R_ANCHOR, R_FIRST_ROW, R_NUM_STEPS
-from .checks import Reads, check_extents, check_rows
+from .checks import Reads, check_extents, check_rows, is_no_sample
 from .convert import narrow, widen
 
 
@@ -48,6 +48,7 @@ def n_step_(
 
     With r the rewards from the anchor on, and k the number of steps until n, a termination, a truncation or
     the trajectory's end: returns = sum of gamma^i * r[i] over i < k; discount = gamma^k, 0 once terminated.
+    All are 0 of a record that is no sample.
 
     Args:
         returns: [B], float32.
@@ -68,8 +69,8 @@ def n_step_(
     first = resolutions[:, R_FIRST_ROW] + resolutions[:, R_ANCHOR]
     left = resolutions[:, R_NUM_STEPS] - resolutions[:, R_ANCHOR]
     total = torch.zeros(len(resolutions), dtype=torch.float64)
-    ended = torch.zeros(len(resolutions), dtype=torch.bool)
-    running = torch.ones_like(ended)
+    ended = is_no_sample(resolutions)
+    running = ~ended
     taken = torch.zeros_like(first)
     for k in range(n):
         running = running & (left > k)

@@ -22,6 +22,7 @@ from ..constants import (
     DRAWABLE,
     FOR_COORDINATE,
     HIGHEST_PRIORITY,
+    NO_SAMPLE,
     P_BEGIN,
     P_FIRST_ROW,
     P_ID,
@@ -29,10 +30,13 @@ from ..constants import (
     P_SLOT,
     R_ANCHOR,
     R_GENERATION,
+    R_ID,
     R_MASS,
+    R_NUMBER,
     R_SLOT,
     RING_BATCH,
     RING_COUNTS,
+    RING_EMPTY,
     RING_HEAD,
     RING_NEXT,
     RING_REFUSED,
@@ -175,14 +179,23 @@ def ring_select_(
     `draw`: seed, stream, stride, offset, stratified (0 or 1) and normalize. Sample i has the number (samples
     so far + i) * stride + offset; the draws are those of `draw_` and `resolve_` (`resolve_rows_` where
     `row_slots` is not empty), the weights those of `importance_` with the exponent of the batch in `betas`,
-    whose last one holds on. Empty `weights` are not computed.
+    whose last one holds on. Empty `weights` are not computed. Where no item has a mass the batch has no
+    samples: records that say so, weights of 0, and the state counts it.
     """
     seed, stream, stride, offset, stratified, normalize = draw
     num_items = len(row_slots) or shape[1]
     total, count = int(sums[-32:].sum()), len(resolutions)
-    if total == 0:
-        raise ShapeError("sums", "must have an item with a mass", 0)
     numbers = (int(state[RING_SAMPLES]) + torch.arange(count)) * stride + offset
+    state[RING_TOTAL] = total
+    state[RING_SAMPLES] += count
+    if total == 0:
+        state[RING_BATCH] += 1
+        state[RING_EMPTY] += 1
+        resolutions.zero_()
+        resolutions[:, [R_ID, R_SLOT]] = NO_SAMPLE
+        resolutions[:, R_NUMBER] = numbers
+        weights.zero_()
+        return
     points = coordinate(*philox(seed, numbers, stream, FOR_COORDINATE), total)
     if stratified:
         whole, rest = divmod(total, count)
@@ -205,8 +218,6 @@ def ring_select_(
         log_ratio = log2(torch.tensor(numerator)) - log2(torch.tensor(divisor))
         bits = float_bits(*exp2(scale(log_ratio - log2(resolutions[:, R_MASS]), beta)))
         weights.copy_(bits.to(torch.int32).view(torch.float32))
-    state[RING_TOTAL] = total
-    state[RING_SAMPLES] += count
     state[RING_BATCH] += 1
 
 
@@ -224,7 +235,8 @@ def ring_update_(
 ) -> None:
     """Set the priorities of samples; of equal items the last wins.
 
-    Values that are no priorities are counted and change nothing, nor do those of trajectories that are gone.
+    Values that are no priorities are counted and change nothing, nor do those of trajectories that are gone
+    and of records that are no samples.
     The state's counts are those of `prioritize_`.
     """
     counts = state[RING_COUNTS:]

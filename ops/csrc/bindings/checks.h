@@ -129,7 +129,7 @@ inline cpu::Field FieldOf(const int64_t* spec, double pad_value, const at::Tenso
   field.to = CodeOf(out);
   field.from = cpu::IsComputed(field.source) ? field.to : CodeOf(column);
   field.to_bytes = out.element_size();
-  field.pad_value = pad_value;
+  field.pad_value = field.pad == kPadEdge ? 0 : pad_value;
   TORCH_CHECK(out.is_contiguous() && column.is_contiguous(),
               "gear: out and columns must be contiguous");
   TORCH_CHECK(out.numel() == count * field.part.count * field.elements, "gear: out must hold ",

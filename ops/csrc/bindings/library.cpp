@@ -197,15 +197,17 @@ void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& exte
 }
 
 // One pass over the resolutions protects every column. `is_inside(i)`: whether the rows that are
-// read of resolution i, which has an anchor, lie in them.
+// read of resolution i, which has an anchor, lie in them. Of one that is no sample nothing is read.
 template <typename IsInsideAt>
 static void CheckRows(const Resolution* resolutions, int64_t count, int64_t rows, int64_t slots,
                       const IsInsideAt& is_inside) {
   for (int64_t i = 0; i < count; ++i) {
     const Resolution& r = resolutions[i];
-    TORCH_CHECK(IsAnchored(r) && r.slot >= 0 && r.slot < slots && is_inside(i), "gear: resolution ",
-                i, " must lie in the columns: rows [", r.first_row, ", +", r.num_steps, ") anchor ",
-                r.anchor, " slot ", r.slot, " of ", rows, " rows and ", slots, " slots");
+    const bool is_good =
+        IsNoSample(r) || (IsAnchored(r) && r.slot >= 0 && r.slot < slots && is_inside(i));
+    TORCH_CHECK(is_good, "gear: resolution ", i, " must lie in the columns: rows [", r.first_row,
+                ", +", r.num_steps, ") anchor ", r.anchor, " slot ", r.slot, " of ", rows,
+                " rows and ", slots, " slots");
   }
 }
 

@@ -45,11 +45,9 @@ void RingSelect(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights,
                        minima.numel() > 0 ? const_cast<uint64_t*>(Unsigned(minima)) : nullptr,
                        nullptr,
                        const_cast<int32_t*>(row_slots.const_data_ptr<int32_t>())};
-  TORCH_CHECK(
-      cpu::RingSelect(ring, ring_shape, ring_rule, ring_draw, resolutions.size(0),
-                      reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()),
-                      weights.numel() > 0 ? weights.mutable_data_ptr<float>() : nullptr),
-      "gear: an item must have a mass");
+  cpu::RingSelect(ring, ring_shape, ring_rule, ring_draw, resolutions.size(0),
+                  reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()),
+                  weights.numel() > 0 ? weights.mutable_data_ptr<float>() : nullptr);
 }
 
 void RingUpdate(at::Tensor& state, at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities,

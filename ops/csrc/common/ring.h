@@ -22,6 +22,7 @@ enum RingWord : int64_t {
   kRingRefused = 7,     // lengths and priorities that are none, and have changed nothing
   kRingCounts = 8,      // what updates did: the words of cpu::UpdateCount
   kRingLeast = 13,      // while a batch is drawn: the complement of its least mass
+  kRingEmpty = 14,      // global batches without samples: no item had a mass
   kRingGoneFrom = 16,   // of the latest add, for the kernels behind it: ids that went,
   kRingGoneTo = 17,     //
   kRingFreedFrom = 18,  // the items that these had (numbers of rows, or ids),

@@ -22,6 +22,28 @@ struct Resolution {
 };
 static_assert(sizeof(Resolution) == 64, "a resolution is a row of 8 int64");
 
+// The record of a sample of a slot's trajectory.
+GEAR_HOST_DEVICE Resolution ResolutionOf(const Slot& slot, int64_t slot_index, int64_t anchor,
+                                         uint64_t mass, int64_t number) {
+  return {slot.id,
+          slot_index,
+          slot.generation,
+          slot.first_row,
+          slot.num_steps,
+          anchor,
+          static_cast<int64_t>(mass),
+          number};
+}
+
+// What a draw from a table without masses resolves to: no sample. What is collected of it is all
+// padding.
+GEAR_HOST_DEVICE Resolution NoSample(int64_t number) { return {-1, -1, 0, 0, 0, 0, 0, number}; }
+
+GEAR_HOST_DEVICE bool IsNoSample(const Resolution& r) {
+  return r.num_steps == 0 && r.id == -1 && r.slot == -1 &&
+         (r.generation | r.first_row | r.anchor | r.mass) == 0;
+}
+
 // Of trajectories, offsets and lengths, so that no sum of them overflows.
 inline constexpr int64_t kMostSteps = int64_t{1} << 40;
 
@@ -114,14 +136,7 @@ GEAR_HOST_DEVICE bool ResolveRow(const Slot* slots, int64_t num_slots, int64_t s
   const Slot& slot = slots[slot_index];
   const int64_t anchor = row - slot.first_row;
   if (slot.first_row < 0 || anchor < 0 || anchor >= slot.num_steps) return false;
-  *resolution = {slot.id,
-                 slot_index,
-                 slot.generation,
-                 slot.first_row,
-                 slot.num_steps,
-                 anchor,
-                 static_cast<int64_t>(mass),
-                 number};
+  *resolution = ResolutionOf(slot, slot_index, anchor, mass, number);
   return true;
 }
 

@@ -22,15 +22,15 @@ struct Span {
   int64_t before, after;  // rows whose values pad the window in front and behind, for kPadEdge
 };
 
-// The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none; rows
-// >= 1.
+// The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none. Of no
+// rows at all the edge is row 0, which is not to be read.
 GEAR_HOST_DEVICE Span Bounds(const Window& window, int64_t anchor, int64_t rows) {
   const int64_t first = anchor + window.offset, last = first + window.length;
   const int64_t begin = Clamp<int64_t>(first, 0, rows);
   const int64_t end = Max(begin, Clamp<int64_t>(last, 0, rows));
   Span span{begin, end, 0, 0, 0};
   if (end == begin) {
-    span.before = span.after = Clamp<int64_t>(first, 0, rows - 1);
+    span.before = span.after = Clamp<int64_t>(first, 0, Max<int64_t>(rows - 1, 0));
     return span;
   }
   span.place = window.align == kInPlace

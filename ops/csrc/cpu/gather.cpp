@@ -65,6 +65,15 @@ void PadRows(const Field& field, const char* edge, char* to, int64_t count) {
   }
 }
 
+// Pads all of a sample that is none.
+template <typename To>
+void PadSample(const Field& field, int64_t sample) {
+  const int64_t rows = field.part.count, count = rows * field.elements;
+  FillValue(static_cast<To*>(field.out) + sample * count, count,
+            field.pad_value == 0 ? 0.0 : field.pad_value);
+  if (field.mask != nullptr) std::memset(field.mask + sample * rows, 0, static_cast<size_t>(rows));
+}
+
 template <typename To, typename Rows>
 int64_t GatherRows(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
                    int64_t begin, int64_t end) {
@@ -87,6 +96,10 @@ int64_t GatherRows(const Field& field, const Resolution* resolutions, const int6
       PrefetchBytes(window, length * from_row);
     }
     const Resolution& r = resolutions[i];
+    if (IsNoSample(r)) {
+      PadSample<To>(field, i);
+      continue;
+    }
     char* out = static_cast<char*>(field.out) + i * length * to_row;
     if (field.source == kTrajectoryRow) {
       Rows::Run(column + r.slot * from_row, out, 1, field);
@@ -156,6 +169,10 @@ int64_t GatherSteps(const Field& field, const Resolution* resolutions, const int
   int64_t real = 0;
   for (int64_t i = begin; i < end; ++i) {
     const Resolution& r = resolutions[i];
+    if (IsNoSample(r)) {
+      PadSample<To>(field, i);
+      continue;
+    }
     const int64_t step = r.anchor + field.window.offset + (field.after_n_step ? n_steps[i] : 0);
     const int64_t nearest = Clamp<int64_t>(step, 0, r.num_steps + more - 1);
     const bool is_real = step == nearest;

@@ -266,7 +266,7 @@ struct Field {
   int64_t elements;      // of one row
   int64_t from, to;      // enum Dtype
   int64_t to_bytes;      // of one element
-  double pad_value;
+  double pad_value;      // for kPadEdge 0: of what is no sample there is no edge
   const void* column;
   const void* shift;  // [period] of the arithmetic type, or null
   const void* gain;

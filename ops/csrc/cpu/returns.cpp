@@ -51,6 +51,11 @@ void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t cou
   WithReward(n_step.reward, n_step.dtype, [&](const auto* rewards) {
     for (int64_t i = 0; i < count; ++i) {
       const Resolution& r = resolutions[i];
+      if (IsNoSample(r)) {
+        returns[i] = discount[i] = 0.0f;
+        steps[i] = 0;
+        continue;
+      }
       const int64_t most = Min(n_step.n, r.num_steps - r.anchor), first = r.first_row + r.anchor;
       double sum = 0;
       bool terminated = false, stop = false;

@@ -124,12 +124,12 @@ uint64_t RingTotal(const uint64_t* sums, int64_t num_items) {
   return total;
 }
 
-bool RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
-                const RingDraw& draw, int64_t count, Resolution* resolutions, float* weights) {
-  int64_t* state = ring.state;
-  const int64_t num_items = ItemsOfRing(shape, rule);
-  const uint64_t total = RingTotal(ring.sums, num_items);
-  if (total == 0) return false;
+namespace {
+
+// Draws a batch from a total above 0, and weighs it.
+void DrawBatch(const Ring& ring, const RingShape& shape, const RingRule& rule, const RingDraw& draw,
+               uint64_t total, int64_t count, Resolution* resolutions, float* weights) {
+  const int64_t* state = ring.state;
   const auto number_of = [&](int64_t i) {
     return (state[kRingSamples] + i) * draw.stride + draw.offset;
   };
@@ -158,17 +158,33 @@ bool RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
     const int64_t batch = Min(state[kRingBatch], draw.num_betas - 1);
     const auto beta = static_cast<uint64_t>(draw.betas[batch]);
     uint64_t numerator = least, divisor = 1;
-    if (draw.normalize == kByTable) numerator = LeastOf(ring, ShapeOfTree(num_items));
+    if (draw.normalize == kByTable)
+      numerator = LeastOf(ring, ShapeOfTree(ItemsOfRing(shape, rule)));
     if (draw.normalize == kNotNormalized) {
       numerator = total;
       divisor = static_cast<uint64_t>(state[kRingCounts + kDrawable]);
     }
     Importance(resolutions, count, numerator, divisor, beta, weights);
   }
+}
+
+}  // namespace
+
+void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
+                const RingDraw& draw, int64_t count, Resolution* resolutions, float* weights) {
+  int64_t* state = ring.state;
+  const uint64_t total = RingTotal(ring.sums, ItemsOfRing(shape, rule));
+  if (total > 0) {
+    DrawBatch(ring, shape, rule, draw, total, count, resolutions, weights);
+  } else {
+    for (int64_t i = 0; i < count; ++i)
+      resolutions[i] = NoSample((state[kRingSamples] + i) * draw.stride + draw.offset);
+    if (weights != nullptr) std::fill(weights, weights + count, 0.0f);
+    state[kRingEmpty] += 1;
+  }
   state[kRingTotal] = static_cast<int64_t>(total);
   state[kRingSamples] += count;
   state[kRingBatch] += 1;
-  return true;
 }
 
 void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,

@@ -34,9 +34,9 @@ void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, con
 // The total mass that a batch is drawn from.
 uint64_t RingTotal(const uint64_t* sums, int64_t num_items);
 
-// Fills resolutions, and weights unless they are null. False, and nothing is changed: no item has a
-// mass.
-bool RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
+// Fills resolutions, and weights unless they are null. Where no item has a mass the batch has no
+// samples, weights of 0, and is counted.
+void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
                 const RingDraw& draw, int64_t count, Resolution* resolutions, float* weights);
 
 // Of equal items the last wins. Values that are no priorities are refused and counted.

@@ -96,14 +96,7 @@ void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const i
       const int64_t number = first + begin + i;
       const int64_t anchor = ChooseAnchor(rule, unit, slot.num_steps, hit.remainder, seed,
                                           static_cast<uint64_t>(number), stream);
-      resolutions[begin + i] = {slot.id,
-                                hit.item,
-                                slot.generation,
-                                slot.first_row,
-                                slot.num_steps,
-                                anchor,
-                                static_cast<int64_t>(sums[hit.item]),
-                                number};
+      resolutions[begin + i] = ResolutionOf(slot, hit.item, anchor, sums[hit.item], number);
     }
   }
 }

@@ -132,6 +132,17 @@ __device__ void Write(const Task& task, const Read& read, Lane lane) {
   }
 }
 
+// Pads all of a sample that is none: byte by byte, as it is rare.
+__device__ void PadSample(const Task& task, int64_t sample, Lane lane) {
+  const Field& field = task.field;
+  const int64_t rows = field.part.count, bytes = rows * field.elements * field.to_bytes;
+  char* out = static_cast<char*>(field.out) + sample * bytes;
+  for (int64_t i = lane.index; i < bytes; i += lane.team)
+    out[i] = static_cast<char>(task.pad >> (i % field.to_bytes * 8));
+  if (field.mask == nullptr) return;
+  for (int64_t t = lane.index; t < rows; t += lane.team) field.mask[sample * rows + t] = false;
+}
+
 // Windows of a column: a team of lanes for each. Returns the real rows, in the first lanes.
 __device__ uint64_t Collect(const Batch& batch, const Task& task, int64_t thread, int64_t threads) {
   const Field& field = task.field;
@@ -141,6 +152,10 @@ __device__ uint64_t Collect(const Batch& batch, const Task& task, int64_t thread
   for (int64_t k = thread / task.team; k < batch.count; k += threads / task.team) {
     const int64_t sample = SampleAt(batch, k);
     const Resolution r = batch.resolutions[sample];
+    if (IsNoSample(r)) {
+      PadSample(task, sample, lane);
+      continue;
+    }
     Read read{sample, r.slot, {0, 1, 0, 0, 0}};
     if (field.source != cpu::kTrajectoryRow) {
       Require(IsAnchored(r));

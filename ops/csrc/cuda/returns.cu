@@ -28,6 +28,11 @@ __global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step, in
                             int64_t* __restrict__ steps) {
   for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
     const Resolution r = resolutions[i];
+    if (IsNoSample(r)) {
+      returns[i] = discount[i] = 0.0f;
+      steps[i] = 0;
+      continue;
+    }
     Require(IsAnchored(r));
     const int64_t most = Min(n_step.n, r.num_steps - r.anchor), first = r.first_row + r.anchor;
     Require(IsInside(r.first_row, r.anchor, r.anchor + most, num_rows));

@@ -1,4 +1,4 @@
-// The table in the memory of one device: places by one warp, everything else by the whole grid.
+// The table in the memory of one device: places by one block, everything else by the whole grid.
 // What a kernel must know of the one before it lies in the state.
 #include "cuda/ring.h"
 
@@ -16,6 +16,7 @@ namespace {
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr int64_t kMostThreads = 1 << 16;  // of kernels whose work only the device knows
+constexpr int kMostPlacers = 1024;         // threads of the block that places
 
 __device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
@@ -49,42 +50,83 @@ __device__ int64_t FirstThatStays(const Ring& ring, const RingShape& shape, int6
   return low;
 }
 
-// One warp: where each trajectory lies, who goes, and which items change.
-__global__ void PlaceKernel(const Ring ring, const RingShape shape, const bool by_row,
-                            const int64_t* __restrict__ lengths, int64_t count,
-                            Placed* __restrict__ placed) {
-  const int lane = Lane();
+// What the warps of the block that places tell each other, in shared memory.
+struct WarpSums {
+  int64_t rows[kWarp], coming[kWarp];  // of each warp
+  int64_t in_front[kWarp];             // rows before its first one that meets the ring's end, or -1
+};
+static_assert(sizeof(WarpSums) == 3 * kWarp * sizeof(int64_t) && kMostPlacers <= kWarp * kWarp,
+              "a lane for each warp of the block");
+
+struct BlockSum {
+  int64_t before, all;  // the values of the threads before this one, and of all
+};
+
+// `before`: of its own warp alone; `sums`: of the warps.
+__device__ BlockSum SumOverWarps(const int64_t* sums, int64_t before, int lane) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t own = lane < static_cast<int>(blockDim.x) / kWarp ? sums[lane] : 0;
+  const int64_t ahead = SumBefore(own, lane);
+  return {before + __shfl_sync(kAll, ahead, warp), __shfl_sync(kAll, ahead + own, kWarp - 1)};
+}
+
+// Rows in front of the first trajectory of the block that meets the ring's end, or -1. `before`:
+// those in front of this one. The barrier keeps the next round from the sums of this one, too.
+__device__ int64_t RowsThatFit(WarpSums* sums, bool meets_end, int64_t before, int lane) {
+  const unsigned ends = __ballot_sync(kAll, meets_end);
+  const int64_t in_front =
+      __shfl_sync(kAll, before, __ffs(static_cast<int>(ends | 1u << (kWarp - 1))) - 1);
+  if (lane == 0) sums->in_front[threadIdx.x / kWarp] = ends != 0 ? in_front : -1;
+  __syncthreads();
+  const int64_t own = lane < static_cast<int>(blockDim.x) / kWarp ? sums->in_front[lane] : -1;
+  const unsigned found = __ballot_sync(kAll, own >= 0);
+  return found == 0 ? -1 : __shfl_sync(kAll, own, __ffs(static_cast<int>(found)) - 1);
+}
+
+// One block: where each trajectory lies, who goes, and which items change.
+__global__ void __launch_bounds__(kMostPlacers)
+    PlaceKernel(const Ring ring, const RingShape shape, const bool by_row,
+                const int64_t* __restrict__ lengths, int64_t count, Placed* __restrict__ placed) {
+  __shared__ WarpSums sums;
+  const int lane = Lane(), warp = static_cast<int>(threadIdx.x) / kWarp;
   int64_t* state = ring.state;
   const int64_t old_head = state[kRingHead], old_next = state[kRingNext], tail = state[kRingTail];
-  int64_t head = old_head, next = old_next, refused = 0;
-  for (int64_t first = 0; first < count; first += kWarp) {
-    const int64_t i = first + lane;
+  int64_t head = old_head, next = old_next;
+  uint64_t refused = 0;
+  for (int64_t first = 0; first < count; first += blockDim.x) {
+    const int64_t i = first + threadIdx.x;
     const int64_t steps = i < count ? lengths[i] : 0;
     const bool is_length = steps >= 0 && steps <= shape.most_steps, comes = is_length && steps > 0;
-    const int64_t rows = comes ? steps + shape.final_row : 0;
-    const int64_t before = SumBefore(rows, lane);
+    const int64_t rows = comes ? steps + shape.final_row : 0, in_warp = SumBefore(rows, lane);
     const unsigned coming = __ballot_sync(kAll, comes);
-    int64_t begin = head + before;
-    // Of all that fits into the ring at once, one at most meets its end.
-    const unsigned ends =
-        __ballot_sync(kAll, comes && head % shape.num_rows + before + rows > shape.num_rows);
-    if (ends != 0) {
-      const int at = __ffs(static_cast<int>(ends)) - 1;
-      const int64_t skipped = __shfl_sync(kAll, before, at);
-      const int64_t round = head - head % shape.num_rows + shape.num_rows;
-      if (lane >= at) begin = round + before - skipped;
+    refused += !is_length;
+    if (lane == kWarp - 1) {
+      sums.rows[warp] = in_warp + rows;
+      sums.coming[warp] = __popc(coming);
     }
+    __syncthreads();
+    const auto [before, all] = SumOverWarps(sums.rows, in_warp, lane);
+    const BlockSum ids = SumOverWarps(sums.coming, __popc(coming & ((1u << lane) - 1)), lane);
+    const int64_t at = head % shape.num_rows;
+    // Of all that fits into the ring at once, one at most meets its end: it and what follows it
+    // begin anew there.
+    const bool meets_end = comes && at + before + rows > shape.num_rows;
+    const int64_t fit = RowsThatFit(&sums, meets_end, before, lane);
+    const bool is_beyond = fit >= 0 && before >= fit;
+    const int64_t left_out = fit >= 0 ? shape.num_rows - at - fit : 0;
     if (i < count) {
       placed[i] = {-1, 0, 0, -1, 0};
       if (comes) {
-        const int64_t id = next + __popc(coming & ((1u << lane) - 1));
-        placed[i] = {id % shape.num_slots, begin % shape.num_rows, steps, id, begin};
+        const int64_t id = next + ids.before;
+        placed[i] = {id % shape.num_slots, is_beyond ? before - fit : at + before, steps, id,
+                     head + before + (is_beyond ? left_out : 0)};
       }
     }
-    refused += __popc(__ballot_sync(kAll, !is_length));
-    next += __popc(coming);
-    head = __shfl_sync(kAll, begin + rows, kWarp - 1);
+    next += ids.all;
+    head += all + left_out;
   }
+  AddToCount(state, kRingRefused, refused);
+  if (warp != 0) return;
   const int64_t stays = FirstThatStays(ring, shape, tail, old_next, head, next, lane);
   if (lane != 0) return;
   const auto begin_of = [&](int64_t id) {
@@ -96,7 +138,6 @@ __global__ void PlaceKernel(const Ring ring, const RingShape shape, const bool b
   state[kRingAddedFrom] = by_row ? old_head : old_next;
   state[kRingAddedTo] = by_row ? head : next;
   state[kRingHead] = head, state[kRingNext] = next, state[kRingTail] = stays;
-  state[kRingRefused] += refused;
 }
 
 // The trajectories that go, and the masses of their items.
@@ -214,10 +255,13 @@ __global__ void SelectKernel(const Ring ring, const RingShape shape, const RingR
                              Resolution* __restrict__ resolutions) {
   const int lane = Lane();
   const uint64_t total = TotalOfWarp(ring.sums, tree, lane);
-  Require(total > 0);
   const int64_t first = ring.state[kRingSamples];
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
     const int64_t number = (first + i) * draw.stride + draw.offset;
+    if (total == 0) {  // a trap would take the process's whole context with it
+      if (lane == 0) resolutions[i] = NoSample(number);
+      continue;
+    }
     const Word128 word =
         Philox(draw.seed, static_cast<uint64_t>(number), draw.stream, kForCoordinate);
     uint64_t point = Coordinate(word, total);
@@ -235,14 +279,7 @@ __global__ void SelectKernel(const Ring ring, const RingShape shape, const RingR
       const Slot& slot = ring.slots[hit.item];
       const int64_t anchor = ChooseAnchor(rule.anchors, rule.unit, slot.num_steps, hit.remainder,
                                           draw.seed, static_cast<uint64_t>(number), draw.stream);
-      resolutions[i] = {slot.id,
-                        hit.item,
-                        slot.generation,
-                        slot.first_row,
-                        slot.num_steps,
-                        anchor,
-                        static_cast<int64_t>(mass),
-                        number};
+      resolutions[i] = ResolutionOf(slot, hit.item, anchor, mass, number);
     }
     // The greatest complement is that of the least mass.
     atomicMax(reinterpret_cast<unsigned long long*>(&ring.state[kRingLeast]),
@@ -271,10 +308,11 @@ __global__ void WeighKernel(const Ring ring, const RingDraw draw, const TreeShap
     numerator = total;
     divisor = static_cast<uint64_t>(ring.state[kRingCounts + cpu::kDrawable]);
   }
-  const int64_t log_ratio = Log2(numerator) - Log2(divisor);
-  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads())
-    weights[i] =
-        BitCast<float>(ImportanceBits(log_ratio, static_cast<uint64_t>(resolutions[i].mass), beta));
+  const int64_t log_ratio = total == 0 ? 0 : Log2(numerator) - Log2(divisor);
+  for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
+    const auto mass = static_cast<uint64_t>(resolutions[i].mass);
+    weights[i] = total == 0 ? 0.0f : BitCast<float>(ImportanceBits(log_ratio, mass, beta));
+  }
 }
 
 // One warp: the state behind the batch.
@@ -284,6 +322,7 @@ __global__ void AdvanceKernel(const Ring ring, const TreeShape tree, int64_t cou
   ring.state[kRingTotal] = static_cast<int64_t>(total);
   ring.state[kRingSamples] += count;
   ring.state[kRingBatch] += 1;
+  ring.state[kRingEmpty] += total == 0;
   ring.state[kRingLeast] = 0;
 }
 
@@ -350,7 +389,10 @@ void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, con
   if (count == 0) return;
   const int64_t num_items = ItemsOfRing(shape, rule);
   const TreeShape tree = ShapeOfTree(num_items);
-  PlaceKernel<<<1, kWarp, 0, AsStream(stream)>>>(ring, shape, rule.by_row, lengths, count, placed);
+  const int placers =
+      static_cast<int>(Min<int64_t>((count + kWarp - 1) / kWarp * kWarp, kMostPlacers));
+  PlaceKernel<<<1, placers, 0, AsStream(stream)>>>(ring, shape, rule.by_row, lengths, count,
+                                                   placed);
   CheckLaunch("RingAdd");
   const int64_t most = Min(Max(num_items, shape.num_slots), kMostThreads);
   ClearKernel<<<Blocks(most), kThreads, 0, AsStream(stream)>>>(ring, shape, num_items);

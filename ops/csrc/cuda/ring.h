@@ -12,7 +12,6 @@ using cpu::ScatterColumn;
 void RingAdd(const Ring& ring, const RingShape& shape, const RingRule& rule, const int64_t* lengths,
              int64_t count, int64_t initial, Placed* placed, void* stream);
 
-// A ring in which no item has a mass ends the kernel.
 void RingSelect(const Ring& ring, const RingShape& shape, const RingRule& rule,
                 const RingDraw& draw, int64_t count, Resolution* resolutions, float* weights,
                 void* stream);

@@ -47,14 +47,7 @@ __global__ void ResolveKernel(const uint64_t* __restrict__ sums, const Slot* __r
     const int64_t anchor =
         ChooseAnchor(second.rule, second.unit, slot.num_steps, hit.remainder, second.seed,
                      static_cast<uint64_t>(first + i), second.stream_number);
-    resolutions[i] = {slot.id,
-                      hit.item,
-                      slot.generation,
-                      slot.first_row,
-                      slot.num_steps,
-                      anchor,
-                      static_cast<int64_t>(mass),
-                      first + i};
+    resolutions[i] = ResolutionOf(slot, hit.item, anchor, mass, first + i);
   }
 }
 
