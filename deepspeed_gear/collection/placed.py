@@ -58,6 +58,7 @@ class Carriage:
         is_reached: Whether the device reads a column in place, of every table that has it.
         reaches_n_step: Whether it reads in place what n-step returns are made of, of every table.
         keep: Batches that their user may hold: an older one is not touched any more.
+        least_copy_bytes: Smaller windows are read in place, not fetched by the copy engine.
     """
 
     lane: Lane
@@ -66,6 +67,7 @@ class Carriage:
     is_reached: Callable[[str], bool]
     reaches_n_step: bool
     keep: int
+    least_copy_bytes: int = 0
 
 
 @dataclass
@@ -136,7 +138,9 @@ class PlacedCollector(Collector):
     # ---- what goes which way ---------------------------------------------------------------------
 
     def _divide(self, num_samples: int) -> None:
-        self._ways = ways_of(self._fields, self._carriage.way, self._is_reached)
+        self._ways = ways_of(
+            self._fields, self._carriage.way, self._is_reached, self._carriage.least_copy_bytes
+        )
         self._stages_n_step = self._n_step is None or not self._reaches_n_step()
         chosen = {way: [i for i, of in enumerate(self._ways) if of == way] for way in set(self._ways)}
         self._staged = self._group(chosen.get(STAGED, []), self._columns)

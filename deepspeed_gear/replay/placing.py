@@ -20,7 +20,15 @@ from deepspeed_gear.collection.calibration import Figures, fastest, made_up_reco
 from deepspeed_gear.collection.guards import Guards
 from deepspeed_gear.collection.lane import Event, lane_of
 from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach, n_step_columns
-from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, WAYS, is_computed, suits_copies
+from deepspeed_gear.collection.ways import (
+    COPIES,
+    DIRECT,
+    LEAST_COPY_BYTES,
+    STAGED,
+    WAYS,
+    is_computed,
+    suits_copies,
+)
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.errors import BuildError, ConfigError
 from deepspeed_gear.ops import Ops, load_backend
@@ -117,7 +125,13 @@ class Placing:
     def carriage(self, way: str) -> Carriage:
         """Return what a collector needs to know."""
         ops = self._ops or self._tables[0].ops  # which no staged field asks for
-        return Carriage(self.lane, ops, way, self._is_reached, self._reaches_n_step, self._keep)
+        reached = self._is_reached, self._reaches_n_step
+        return Carriage(self.lane, ops, way, *reached, self._keep, self._least_copy_bytes)
+
+    @property
+    def _least_copy_bytes(self) -> int:
+        """Smallest window that the copy engine fetches: any, where it is named."""
+        return 0 if self._options.way == COPIES else LEAST_COPY_BYTES
 
     def reach(self, table: Table) -> Reach:
         """Return what the device reads in place of a table."""
@@ -192,8 +206,10 @@ class Placing:
             why = [f"{name}: {rule}" for known in self._left_out.values() for name, rule in known.items()]
             text = "; ".join(["the device reads no column in place", *why[:3]])
             self._refused |= dict.fromkeys((DIRECT, COPIES), text)
-        if self._ops is not None and reached and not any(suits_copies(field) for field in reached):
-            self._refused[COPIES] = "no field that the device reads in place suits the copy engine"
+        suits = any(suits_copies(field, self._least_copy_bytes) for field in reached)
+        if self._ops is not None and reached and not suits:
+            least = f", of windows of at least {self._least_copy_bytes} bytes" * (self._least_copy_bytes > 0)
+            self._refused[COPIES] = f"no field that the device reads in place suits the copy engine{least}"
         return [way for way in WAYS if way not in self._refused]
 
     # ---- the choice ------------------------------------------------------------------------------

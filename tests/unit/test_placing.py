@@ -19,8 +19,8 @@ from gear_support import SCHEMA, config_of, trajectory, write_dataset
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.collection.calibration import Figures, fastest
 from deepspeed_gear.collection.lane import Event, HostEvent, HostLane
-from deepspeed_gear.collection.ways import WAYS
-from deepspeed_gear.config import parse
+from deepspeed_gear.collection.ways import COPIES, DIRECT, WAYS, ways_of
+from deepspeed_gear.config import ResolvedField, parse
 from deepspeed_gear.errors import ConfigError, StoreFullError
 from deepspeed_gear.replay import placing
 
@@ -197,7 +197,8 @@ def test_what_is_measured_is_told() -> None:
 def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device where no way is named."""
     monkeypatch.setattr("deepspeed_gear.replay.maker.is_wanted", lambda config, device: True)
-    for calibrate, fields in ((False, FIELDS), (True, FIELDS), (True, {"task": {}})):
+    large = {**FIELDS, "return_to_go": {"length": 5000}}  # 20 kB, for the copy engine
+    for calibrate, fields in ((False, FIELDS), (True, large), (True, FIELDS)):
         options = {"collect": {"calibrate": calibrate}, "n_step": {"n": 1, "gamma": 1.0}, "fields": fields}
         with online("auto", **options) as replay:
             told = replay.statistics()["collect"]
@@ -206,9 +207,10 @@ def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.Monk
             assert told["way"] == "direct"
             assert told["seconds"] == told["measured"] == {}
         else:
-            assert set(told["seconds"]) == (set(WAYS) if fields is FIELDS else {"direct", "staged"})
+            assert set(told["seconds"]) == (set(WAYS) if fields is large else {"direct", "staged"})
             assert told["way"] == min(told["seconds"], key=lambda way: told["seconds"][way]["busy_s"])
             assert told["measured"]["samples"] == 8
+            assert ("at least 16384 bytes" in told["refused"].get("copies", "")) == (fields is FIELDS)
 
 
 def test_one_field_of_a_column_is_enough_for_the_copy_engine() -> None:
@@ -386,3 +388,16 @@ def test_the_fastest_way_that_leaves_the_device_to_others_is_taken() -> None:
     )
     assert fastest({"direct": Figures(1, 1, 0.04), "staged": Figures(2, 4)}) == "direct"
     assert fastest({"direct": Figures(1, 1, 0.3), "copies": Figures(3, 3, 0.2)}) == "copies"
+
+
+def test_small_windows_are_not_for_the_copy_engine() -> None:
+    frame = Column("frame", "uint8", (84, 84), "observation")
+    fields = [
+        ResolvedField("frame", frame, length=4),
+        ResolvedField("one", frame),
+        ResolvedField("action", SCHEMA["action"], length=4),
+        ResolvedField("return_to_go", None, "return_to_go", length=4096),
+        ResolvedField("timestep", None, "timestep", length=1 << 20),
+    ]
+    assert ways_of(fields, COPIES, lambda field: True, 1 << 14) == [COPIES, DIRECT, DIRECT, COPIES, DIRECT]
+    assert ways_of(fields, COPIES, lambda field: True) == [COPIES] * 4 + [DIRECT]
