@@ -37,6 +37,7 @@ def examine(data: str | None = None) -> dict[str, Any]:
         **_torch(),
         **_native(),
         "not_registered": _why_not_registered(),
+        "collecting": _collecting(),
     }
     return {**facts, "data": _data(data)} if data else facts
 
@@ -100,6 +101,24 @@ def _why_not_registered() -> str:
         return why_impossible()
     except (GearError, RuntimeError) as error:
         return str(error)
+
+
+def _collecting() -> list[dict[str, Any]]:
+    """Return how batches of this user's running processes get to their devices, a table of a process each."""
+    from ..store.living import living_stores
+    from ..store.table import PEER_PID, REGISTERED
+
+    found = []
+    for store in living_stores():
+        peers, notes = store.views["peers"], store.views["collect"]
+        for peer, note in zip(peers.tolist(), notes, strict=False):
+            if peer[REGISTERED] > 0 and peer[PEER_PID] in store.processes:
+                way, _, why = note.tobytes().rstrip(b"\0").decode(errors="replace").partition("; ")
+                sizes = {"registered_bytes": peer[REGISTERED] - 1, "store_bytes": store.layout.total_bytes}
+                found.append(
+                    {"process": peer[PEER_PID], "table": store.table, "way": way, "why": why, **sizes}
+                )
+    return found
 
 
 def _data(path: str) -> dict[str, Any]:

@@ -192,12 +192,25 @@ def version_lines(reports: Mapping[str, Facts]) -> list[str]:
 
 
 def registration_lines(reports: Mapping[str, Facts]) -> list[str]:
-    """Return of each machine what of its shared memory CUDA can read in place, and why not more."""
+    """Return of each machine what of its shared memory CUDA can read in place, and why not more.
+
+    Of processes that run there: what each has registered.
+    """
     return [
-        f"registration: {host}: {_registration(facts)}"
+        f"registration: {host}: {text}"
         for host, facts in reports.items()
         if "not_registered" in facts
+        for text in (_registration(facts), *map(_collecting, facts.get("collecting", [])))
     ]
+
+
+def _collecting(known: Mapping[str, Any]) -> str:
+    """Return how the batches of a process get to its device."""
+    why = f"; not more: {known['why']}" if known["why"] else ""
+    return (
+        f"process {known['process']} collects from table {known['table']} by the way {known['way']}, with "
+        f"{show_bytes(known['registered_bytes'])} of {show_bytes(known['store_bytes'])} registered{why}"
+    )
 
 
 def _registration(facts: Facts) -> str:

@@ -103,6 +103,7 @@ class Placing:
         self.lane, self.guards = lane_of(device), Guards()
         self._options, self._needs, self._keep = config.collect, needs, keep
         self._registrations: list[Registration] = []
+        self._registered: dict[str, int] = {}
         self._left_out: dict[str, dict[str, str]] = {}
         self._refused: dict[str, str] = {}
         self._figures: dict[str, Figures] = {}
@@ -117,6 +118,7 @@ class Placing:
             for table in self._tables:
                 self._reaches[table.spec.name] = self._reach(table)
             self.way = self._choose(train[0], num_samples, make)
+            self._note()
         except BaseException:
             self.close()
             raise
@@ -177,6 +179,7 @@ class Placing:
         with torch.cuda.device(self.lane.device):
             registration = Registration(table.memory, wanted, CudaRuntime())
         self._registrations.append(registration)
+        self._registered[table.spec.name] = registration.num_bytes
         self._left_out[table.spec.name] = registration.left_out
         there: dict[str, torch.Tensor] = {}
         for name in registration.columns:
@@ -253,6 +256,15 @@ class Placing:
             self._refused[way] = str(error)
             return False
         return True
+
+    def _note(self) -> None:
+        """Leave word for `gear doctor`."""
+        for table in self._tables:
+            why = dict(self._left_out.get(table.spec.name, {}))
+            if self._ops is None:
+                why = {"no kernels": next(iter(self._refused.values()), "staged is wanted")}
+            text = "; ".join([self.way, *(f"{name}: {rule}" for name, rule in why.items())])
+            table.note_collect(self._registered.get(table.spec.name, 0), text)
 
     # ---- batches ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region, description_
 from deepspeed_gear.store.life import UNLIMITED, Life
 
 CONTROL_WORDS, PEER_WORDS, LIFE_WORDS = 32, 8, 4
+NOTE_BYTES = 512  # what a process says of how its batches get to its device
 STALE_BINS = 48  # of lengths of dropped trajectories: powers of two
 LEAST_FREE = 32  # a table moves extents as long as more than one of so many rows is free
 MOST_SPARE = 8  # at most one of so many rows is kept to move extents through
@@ -135,6 +136,7 @@ class TableSpec:
         regions = [
             Region("control", "int64", (CONTROL_WORDS,)),
             Region("peers", "int64", (self.num_peers + self.num_writers, PEER_WORDS)),
+            Region("collect", "uint8", (self.num_peers, NOTE_BYTES)),
             Region("slots", "int64", (self.num_slots, SLOT_WORDS)),
         ]
         if self.dataset is None:

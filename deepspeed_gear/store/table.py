@@ -45,7 +45,7 @@ from deepspeed_gear.store.layout import Layout, Region, read_header, write_heade
 from deepspeed_gear.store.lock import StoreLock
 from deepspeed_gear.store.memory import SharedMemory
 from deepspeed_gear.store.native import open_store
-from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec, table_layout
+from deepspeed_gear.store.spec import NOTE_BYTES, RETURN_TO_GO, Shard, TableSpec, table_layout
 from deepspeed_gear.store.trajectory import as_numbers
 from deepspeed_gear.store.unfinished import Unfinished
 
@@ -62,13 +62,15 @@ __all__ = [
     "NUM_STEPS",
     "OWNER",
     "PEER_PID",
+    "REGISTERED",
     "RESERVED",
     "RETIRED",
     "STATE",
     "STEPS_COMMITTED",
     "Table",
 ]
-PEER_PID, OLDEST_OPEN = 0, 1  # words of a peer; oldest policy version of its open trajectories, plus 1
+# Words of a peer: oldest policy version of its open trajectories, plus 1; bytes that CUDA knows, plus 1.
+PEER_PID, OLDEST_OPEN, REGISTERED = 0, 1, 2
 
 
 class Table:
@@ -170,8 +172,21 @@ class Table:
 
     def claim_peer(self, peer: int) -> None:
         """Write down which process an index belongs to, for error texts."""
-        self.peers[peer, OLDEST_OPEN] = 0
+        self.peers[peer, [OLDEST_OPEN, REGISTERED]] = 0
         self.peers[peer, PEER_PID] = os.getpid()
+
+    def note_collect(self, registered_bytes: int, text: str) -> None:
+        """Write down how this process's batches get to its device, for `gear doctor`.
+
+        Args:
+            registered_bytes: Of the store, that CUDA reads in place.
+            text: The way, and why no more is registered.
+        """
+        encoded = text.encode()[:NOTE_BYTES]
+        note = self.views["collect"][self.memory.peer]
+        note[:] = 0
+        note[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        self.peers[self.memory.peer, REGISTERED] = registered_bytes + 1
 
     # ---- reading ---------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.launcher.runner import fetch_hostfile
-from gear_support import lengths_of, wait_until, write_dataset
+from gear_support import config_of, exit_status, in_child, lengths_of, wait_until, write_dataset
 
+from deepspeed_gear import Replay
 from deepspeed_gear.cli import network, verdict
 from deepspeed_gear.cli.doctor import read_answer
 from deepspeed_gear.cli.machine import examine
@@ -136,6 +137,33 @@ def test_what_cuda_can_register_is_told() -> None:
         'limit of locked memory is 8 MiB; mapped files (data.load "map") are staged',
         "registration: node1: none can be registered, batches are staged: torch sees no CUDA device",
     ]
+
+
+def test_what_running_processes_have_registered_is_told(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "set", lengths_of(5))
+    section = config_of(data, fields={"code": {}}, batch_size=4, collect={"way": "staged"})
+
+    def hold() -> None:
+        with Replay(section) as replay:
+            replay.tables["main"].note_collect(
+                1 << 20, "direct; reward: gear.collect.register_bytes is used up"
+            )
+            (tmp_path / "ready").touch()
+            wait_until(lambda: (tmp_path / "end").exists(), "the end")
+
+    child = in_child(hold)
+    try:
+        wait_until(lambda: (tmp_path / "ready").exists(), "a store")
+        (found,) = [known for known in examine()["collecting"] if known["process"] == child]
+    finally:
+        (tmp_path / "end").touch()
+        assert exit_status(child) == 0
+    assert found["registered_bytes"] == 1 << 20
+    (shown,) = verdict.registration_lines({"node0": {**GOOD, "collecting": [found]}})[1:]
+    assert shown.startswith(
+        f"registration: node0: process {child} collects from table main by the way direct"
+    )
+    assert shown.endswith(" registered; not more: reward: gear.collect.register_bytes is used up")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
