@@ -67,6 +67,7 @@ class DeviceCut:
         #: Replica << 32 | slot of each. [micro * accumulation], int64.
         self.origins = torch.zeros(spec.batch // self._replicas, dtype=torch.int64, device=self._table.device)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def select_(self, records: Tensor, weights: Tensor) -> None:
         """Draw the next global batch; take this replica's samples, and their rows into the arrivals.
 

@@ -92,6 +92,17 @@ def highest_of(replay: DeviceReplay) -> int:
     return int(replay.table.state[RING_COUNTS + HIGHEST_PRIORITY])
 
 
+def check_compiled(replay: DeviceReplay) -> None:
+    """`torch.compile` leaves out what ranks say to each other, and gives the same batch."""
+    state, out = replay.state_dict(), replay.new_batch()
+    replay.sample_(out)
+    expected = told(out)
+    replay.load_state_dict(state)
+    torch.compile(replay.sample_, backend="eager")(out)
+    assert all(torch.equal(values, expected[name]) for name, values in told(out).items())
+    replay.load_state_dict(state)
+
+
 def check_going_on(replay: DeviceReplay, folder: str) -> None:
     """What was saved goes on as it would have gone on."""
     state = replay.save(folder)
@@ -116,6 +127,7 @@ def check_case(case: dict[str, Any]) -> None:
             add(replay, added[place.data_rank])
         parts, state = run(replay), replay.statistics()
         highest = highest_of(replay)
+        check_compiled(replay)
         check_going_on(replay, sys.argv[2])
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, (place.data_rank, parts, state, highest))
