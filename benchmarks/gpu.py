@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import device_placement, host_placement
+from support import device_placement, hopper_job, host_placement
 from support.device_clock import Clock, Row
 from support.report import Disturbance, document, print_table, write_json
 
@@ -36,6 +36,7 @@ def figures(clock: Clock, is_smoke: bool) -> dict[str, Figure]:
         "draw, update": lambda: device_placement.selection(clock, device),
         "sample and update": lambda: device_placement.steps(clock, device),
         "host table": lambda: host_placement.collections(clock, host),
+        "hopper": lambda: hopper_job.waits(clock.device, is_smoke),
     }
 
 

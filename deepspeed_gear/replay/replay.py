@@ -116,7 +116,7 @@ class Replay(Contents):
         """A program's own last step: (batch, key per sample [B] int64) -> batch; set it before sampling.
 
         The keys are random words that depend on seed, stream and sample number only, so what is derived from
-        them is the same for any number of ranks.
+        them is the same for any number of ranks. They are on the batch's device.
         """
         return self._maker.transform
 
