@@ -174,6 +174,9 @@ GPU_FIGURES = {
     "sample and update",
     "host table",
     "training step beside",
+    "replay from host memory",
+    "training step beside replay",
+    "example",
     "hopper",
 }
 
@@ -202,10 +205,14 @@ def test_gpu_runs_without_a_gpu(run_python: Run, tmp_path: Path) -> None:
         ("host table", "fraction >= 0.9"),
         ("host table", "fraction >= 0.85"),
         ("training step beside", "growth <= 0.05"),
+        ("training step beside replay", "growth <= 0.05"),
         ("hopper", "sample_share <= 0.02"),
     }
-    cases = [row["case"] for row in rows if row.get("is_chosen")]
-    assert len(cases) == len(set(cases)) == 2 * 3, "one way of each table and size of rows"
+    chosen = [row for row in rows if row["figure"] == "replay from host memory"]
+    assert len({row["case"] for row in chosen}) == len(chosen) == 2 * 3, "of each table and size of rows"
+    assert all(row["way"] in row["seconds"] for row in chosen)
+    turns = [row for row in rows if row["figure"] == "example"]
+    assert [row["program"] for row in turns] == ["td3_device.py"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
