@@ -259,6 +259,15 @@ def test_the_plain_prioritized_buffer_draws_by_mass(load: Load) -> None:
     assert float(plain.masses[[3, 50]].min()) == pytest.approx(1.001**0.6)
 
 
+def test_a_torchrl_that_does_not_load_is_left_out(load: Load) -> None:
+    placement, clock = load("support.device_placement"), load("support.device_clock")
+    columns = {"item": torch.arange(100), "done": torch.zeros(100, dtype=torch.bool)}
+    timed = clock.Clock(torch.device("cpu"), 2, 0.0)
+    row = placement._torchrl(timed, columns, torch.rand(8), lambda: None, 2)
+    assert row.us is None or row.us > 0
+    assert (row.us is None) == ("left out, " in row.case)
+
+
 def test_select_hides_no_module_of_the_standard_library(run_python: Run) -> None:
     code = "import sys; sys.path.insert(0, 'benchmarks'); import select, subprocess; select.poll()"
     result = run_python("-c", code)
