@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import device_placement, host_placement
+from support import device_placement, hopper_job, host_placement, programs, replay_placement
 from support.device_clock import Clock, Row
 from support.report import Disturbance, document, print_table, write_json
 
@@ -36,6 +36,9 @@ def figures(clock: Clock, is_smoke: bool) -> dict[str, Figure]:
         "draw, update": lambda: device_placement.selection(clock, device),
         "sample and update": lambda: device_placement.steps(clock, device),
         "host table": lambda: host_placement.collections(clock, host),
+        "replay from host memory": lambda: replay_placement.replays(clock, host),
+        "example": lambda: programs.turns(clock.device, is_smoke),
+        "hopper": lambda: hopper_job.waits(clock.device, is_smoke),
     }
 
 
@@ -80,6 +83,11 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     columns = ("figure", "case", "what", "us", "gb_per_s", "ceiling_us", "fraction", "asked", "holds")
     good = [row for row in rows if "error" not in row]
     print_table(columns, [[row.get(column) for column in columns] for row in good])
+    turns = [row for row in good if "steps_per_s" in row]
+    if turns:
+        print()
+        columns = ("program", "compile", "cudagraphs", "steps_per_s", "return")
+        print_table(columns, [[row[column] for column in columns] for row in turns])
     for row in rows:
         if "error" in row:
             print(f"{row['figure']}: {row['error']}")

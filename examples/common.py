@@ -56,7 +56,7 @@ def shorten_history(batch: Batch, keys: Tensor) -> Batch:
     """
     real = batch.mask["action"]
     steps = real.shape[1]
-    kept = torch.arange(steps) >= keys.remainder(steps)[:, None]
+    kept = torch.arange(steps, device=keys.device) >= keys.remainder(steps)[:, None]
     batch.mask["action"] = real & kept
     return batch
 
@@ -77,7 +77,7 @@ def held_out_loss(engine: Any, errors: Errors) -> float:
 
     Where several ranks see the same samples each counts them, in both sums.
     """
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     engine.eval()
     for batch in engine.gear_iterator("eval"):
         error, real = errors(batch)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All checks that need a GPU: every op on the card against the reference, bit for bit, then every kernel under
-# compute-sanitizer, which finds accesses outside of memory and lanes that miss a collective. With arguments: pytest
-# with them.
+# All checks that need a GPU: every op on the card against the reference, bit for bit; the Hopper job in both placements,
+# with its batches, its return and what gear_sample() takes of a step; then every kernel under compute-sanitizer, which
+# finds accesses outside of memory and lanes that miss a collective. With arguments: pytest with them.
 # On a machine without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=<a folder of wheels> bash launch/test_gpu.sh
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -31,12 +31,8 @@ MODES = {  # what the program makes: ranks, replicas
 }
 # Those that can follow each other in one process: DeepSpeed keeps groups of the last engine in globals.
 TOGETHER = [
-    ["zero:1x2", "expert:2", "hpz:2", "pipe:2"],
-    ["zero:3x4", "pipe:2x2", "pipe:2x1x2"],
-    ["tensor:2", "tp_model_init:2"],
-    ["tensor:2x2"],
-    ["megatron:2x2"],
-    ["ulysses:2x2"],
+    ["zero:1x2", "expert:2", "hpz:2", "pipe:2", "tensor:2", "tp_model_init:2"],
+    ["zero:3x4", "pipe:2x2", "pipe:2x1x2", "megatron:2x2", "ulysses:2x2", "tensor:2x2"],
     ["mesh:2x2"],
     ["pipe:3"],
 ]

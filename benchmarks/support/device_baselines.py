@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -91,12 +93,22 @@ class TorchPrioritized:
         self.masses.index_copy_(0, items, (priorities + EPSILON) ** ALPHA)
 
 
+def _check_torchrl() -> None:
+    """Load the part of TorchRL that is compiled, without which it imports but has no prioritized buffer."""
+    try:
+        importlib.import_module("torchrl._torchrl")
+    except ImportError as error:
+        rule = "does not load, so it is built for another torch (docs/gpu.md: versions that fit)"
+        raise ImportError(f"torchrl {version('torchrl')} with torch {torch.__version__} {rule}") from error
+
+
 def torchrl_step(columns: Mapping[str, Tensor], count: int, priorities: Tensor) -> Callable[[], None]:
     """Return a step of TorchRL's prioritized buffer with its storage on the device: sample and update.
 
     Raises:
-        ImportError: TorchRL is not installed.
+        ImportError: TorchRL is not installed, or is built for another torch.
     """
+    _check_torchrl()
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 

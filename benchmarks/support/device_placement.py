@@ -239,4 +239,4 @@ def _torchrl(clock: Clock, columns: Mapping[str, Tensor], td: Tensor, copy: Run,
         runs = {name: torchrl_step(columns, len(td), td), COPY: copy}
         return rows_against("sample and update", case, clock.compare(runs, calls), COPY)[name]
     except Exception as error:  # one that is installed and does not run must not end gear's figures
-        return Row("sample and update", case, name, None, more={"left_out": f"{error}"})
+        return Row("sample and update", f"{case}: left out, {error}", name, None)

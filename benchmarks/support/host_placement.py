@@ -1,12 +1,12 @@
-"""Figures of a table in host memory that the device reads: by kernels, and by the copy engine.
+"""Figures of memory of the host that the device reads, by the ops: by kernels, and by the copy engine.
 
-Which ways there are, and which one is chosen, stands in `ways`: the place to put a Replay's own in.
+What a Replay makes of them is in replay_placement.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,14 +107,10 @@ class Ways:
     runs: dict[str, Run]
     out: dict[str, Tensor]
     numbers: dict[str, Tensor]  # of the rows, in host memory
-    chosen: Callable[[dict[str, float]], str]  # the name, given the GB/s of each
 
 
 def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways:
     """Return the ways to collect random rows of a table.
-
-    A Replay's own ways belong here: replace `runs` by its calls, and `chosen` by its choice. What stands here
-    are the bare ones, of which the faster one counts as chosen.
 
     Args:
         table: In host memory.
@@ -146,7 +142,7 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
             out[ENGINE][piece].copy_(source[row], non_blocking=True)
 
     runs = {ZERO_COPY: kernel(ZERO_COPY), SORTED: kernel(SORTED), ENGINE: clock.graph(engine)}
-    return Ways(runs, out, numbers, lambda speeds: max((ZERO_COPY, ENGINE), key=lambda name: speeds[name]))
+    return Ways(runs, out, numbers)
 
 
 def _records(rows: Tensor) -> Tensor:
@@ -159,7 +155,7 @@ def _records(rows: Tensor) -> Tensor:
 def collections(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     """Tables of every size: rows by every way against what reads or copies the same memory in one piece."""
     for num_bytes in sizes.tables:
-        free = _available_bytes()
+        free = available_bytes()
         if num_bytes * 1.2 > free:
             case = f"table of {num_bytes} bytes: left out, {free} bytes of host memory are available"
             yield Row("host table", case, "", None)
@@ -191,7 +187,6 @@ def _collections_of(clock: Clock, sizes: Sizes, table: MappedTable, row_bytes: i
     of_all = {"read": len(slices) * part, "copy": len(slices) * part}
     num_bytes = {**of_all, **{name: out.numel() * 8 for name, out in found.out.items()}}
     speeds = {name: num_bytes[name] / median_us(seconds) / 1e3 for name, seconds in times.items()}
-    chosen = found.chosen(speeds)
     case = f"table of {len(table.host) >> 20} MiB, rows of {row_bytes} B"
     for name in found.runs:
         scaled = {key: times[key] / num_bytes[key] * num_bytes[name] for key in (name, "read", "copy")}
@@ -200,7 +195,7 @@ def _collections_of(clock: Clock, sizes: Sizes, table: MappedTable, row_bytes: i
         row = rows_against("host table", case, against, limit, 1, num_bytes[name])[name]
         of_copy = float(np.median(scaled["copy"] / scaled[name]))
         rows_right = bool(torch.equal(found.out[name][:, 0, 0].cpu(), found.numbers[name]))
-        row.more = {"of_pinned_copy": of_copy, "is_chosen": name == chosen, "rows_right": rows_right}
+        row.more = {"of_pinned_copy": of_copy, "rows_right": rows_right}
         row.more |= {"kernel_read_gb_per_s": speeds["read"], "pinned_copy_gb_per_s": speeds["copy"]}
         if name == ZERO_COPY:
             row.judged, row.at_least = "fraction", 0.9 if row_bytes >= 4096 else 0.75
@@ -246,6 +241,7 @@ def _beside(clock: Clock, sizes: Sizes, table: MappedTable) -> Iterator[Row]:
             )
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
+    """Return the host's memory that programs can still have."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -195,11 +195,15 @@ class BatchMaker:
     def _finish(self, batch: Batch, keys: torch.Tensor | None, collector: Collector) -> Batch:
         """Move a batch to the device and call the user's transform."""
         if self._placing is not None and isinstance(collector, PlacedCollector):
-            with self._placing.lane.running():
+            lane = self._placing.lane
+            with lane.running():
+                if self.transform is not None and keys is not None:  # it computes where the batch is
+                    keys = lane.bring([keys])[0]
                 batch = self._change(self._placing.bring(batch), keys)
             return self._placing.finish(batch, collector)
         if self._device.type != "cpu":
             batch = batch.to(self._device)
+            keys = None if keys is None else keys.to(self._device)
         return self._change(batch, keys)
 
     def _change(self, batch: Batch, keys: torch.Tensor | None) -> Batch:

@@ -111,6 +111,7 @@ class Replay(Contents):
     @property
     def streams(self) -> dict[str, Stream]:
         """The streams of the first sampled table by name: "train", and one for each split."""
+        self._check_open()
         return self._streams[self.config.sampled_tables[0]]
 
     @property
@@ -118,12 +119,14 @@ class Replay(Contents):
         """A program's own last step: (batch, key per sample [B] int64) -> batch; set it before sampling.
 
         The keys are random words that depend on seed, stream and sample number only, so what is derived from
-        them is the same for any number of ranks.
+        them is the same for any number of ranks. They are on the batch's device.
         """
+        self._check_open()
         return self._maker.transform
 
     @transform.setter
     def transform(self, transform: Transform | None) -> None:
+        self._check_open()
         self._maker.transform = transform
 
     # ---- sampling --------------------------------------------------------------------------------
@@ -164,6 +167,7 @@ class Replay(Contents):
             Exception: What `action` raised here.
             PeerError: Another rank failed, died, ended, or has not come in time.
         """
+        self._check_open()
         status = self._parts.status
         return action() if status is None else status.agree(action, self._feed.take_digest)
 
@@ -188,6 +192,7 @@ class Replay(Contents):
         Raises:
             ConfigError: There is no such split.
         """
+        self._check_open()
         return self._passes.num_batches(stream)
 
     def _endless(self) -> Iterator[Batch]:
@@ -283,6 +288,7 @@ class Replay(Contents):
     @property
     def fingerprint(self) -> dict[str, str]:
         """Fingerprint of each table's data set."""
+        self._check_open()
         return continuation.fingerprint(self._parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -337,6 +343,7 @@ class Replay(Contents):
         node: bytes per global batch, and how late each node was. With a rate: the seconds that it has made
         this rank wait, in all.
         """
+        self._check_open()
         taken = self.metrics.take(self._maker.counters)
         if any(stream.is_gated for stream in self._train):
             taken["rate_wait_s"] = sum(stream.gate_wait.total_s for stream in self._train)
@@ -367,17 +374,31 @@ class Replay(Contents):
             raise StoreError("a batch", "must be asked for on the first or last stage", at)
 
     def close(self) -> None:
-        """Stop the prefetch thread and detach; safe to call twice and at exit."""
+        """Stop the prefetch thread and detach; safe to call twice and at exit.
+
+        What the program still holds of a store (a column's tensor, say) stays valid, and keeps that store's
+        memory until it is dropped.
+        """
         if not self._closed:
             self._closed = True
             for loader in self._loaders:
                 loader.close()
             self._finalizer()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop what looks into the stores: their memory is free unless the program holds a part of it."""
+        parts, feed = self._parts, self._feed
+        self.__dict__.pop("_all_priorities", None)
+        self.tables, self._streams, self._inserters, self._loaders, self._train = {}, {}, {}, [], []
+        del self._parts, self._maker, self._passes, self._feed, self._questions
+        for hub in (*parts.all_streams, parts, feed):  # all else refers to these, and they to all else:
+            vars(hub).clear()  # without this the memory would stay until the next collection of garbage
 
     def __enter__(self) -> Replay:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._parts.watch is not None:
+        if error is not None and not self._closed and self._parts.watch is not None:
             self._parts.watch.explain(error)
         self.close()

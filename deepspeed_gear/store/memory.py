@@ -18,6 +18,7 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.store.layout import MAGIC
@@ -52,13 +53,16 @@ class PeerTakenError(StoreError):
 class SharedMemory:
     """A shared-memory file, mapped. Use `create` or `attach`.
 
+    `buffer` is a memoryview, not the map itself: an array over a map does not count as one of its users, so
+    that closing the map would leave the array without memory; over a memoryview it keeps the map.
+
     Thread and process safety: creation, attachment and removal may race between processes; the content is the
     caller's to guard.
     """
 
     def __init__(self, path: Path, fd: int, num_bytes: int, peer: int) -> None:
         self.path, self.fd, self.num_bytes, self.peer = path, fd, num_bytes, peer
-        self.buffer = mmap.mmap(fd, num_bytes)
+        self.buffer = memoryview(mmap.mmap(fd, num_bytes))
         self._closed = False
         self._pid = os.getpid()
 
@@ -98,14 +102,23 @@ class SharedMemory:
         """Make every page exist now, so that a full /dev/shm is an error and not a SIGBUS later."""
         if huge_pages:
             with contextlib.suppress(OSError):  # a kernel without them: the store works with small pages
-                self.buffer.madvise(mmap.MADV_HUGEPAGE)
+                self.advise(mmap.MADV_HUGEPAGE)
         try:
-            self.buffer.madvise(MADV_POPULATE_WRITE)
+            self.advise(MADV_POPULATE_WRITE)
             return
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):
                 raise
         os.posix_fallocate(self.fd, 0, self.num_bytes)
+
+    def advise(self, option: int, first: int = 0, num_bytes: int | None = None) -> None:
+        """Call madvise for bytes of the map; None: up to its end.
+
+        Raises:
+            OSError: The kernel refuses.
+        """
+        whole: Any = self.buffer.obj
+        whole.madvise(option, first, self.num_bytes - first if num_bytes is None else num_bytes)
 
     def link(self, name: str) -> None:
         """Give the memory its name, after it was initialised."""
@@ -180,7 +193,7 @@ class SharedMemory:
         return _mapped_huge_bytes(self.path, os.fstat(self.fd).st_ino)
 
     def close(self) -> None:
-        """Detach; the last to detach removes the file. Views stay valid until they are dropped."""
+        """Detach; the last to detach removes the file. Views stay valid, and keep the map for that."""
         if self._closed:
             return
         self._closed = True
@@ -188,8 +201,7 @@ class SharedMemory:
             _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
             _unlink_if_garbage(self.fd, self.path)
         os.close(self.fd)
-        with contextlib.suppress(BufferError):  # a view still lives; the map goes with the last of them
-            self.buffer.close()
+        self.buffer = memoryview(b"")
 
 
 def _full(num_bytes: int, error: OSError) -> StoreFullError:

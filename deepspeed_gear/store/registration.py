@@ -202,7 +202,7 @@ class Registration:
         base = memory_span(memory).begin
         first = max(call.begin - base, 0) // mmap.PAGESIZE * mmap.PAGESIZE
         with contextlib.suppress(OSError):  # older kernels: CUDA touches the pages itself, only slower
-            memory.buffer.madvise(MADV_POPULATE_WRITE, first, min(call.end - base, memory.num_bytes) - first)
+            memory.advise(MADV_POPULATE_WRITE, first, min(call.end - base, memory.num_bytes) - first)
         error = self._runtime.register(call.begin, call.num_bytes)
         if error == SUCCESS:
             self.calls.append(call)

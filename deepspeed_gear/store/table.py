@@ -7,6 +7,7 @@ slot is written before it. The slot table is the truth; free slots and free rows
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,12 +92,15 @@ class Table:
         self.slots: np.ndarray = views["slots"]
         self._columns = Columns(spec, views)
         self.columns: dict[str, np.ndarray] = self._columns.by_name
-        self._recoveries: list[Callable[[], None]] = [self._recover]
-        self.lock = StoreLock(memory, ops.native, timeout_s, self._run_recoveries)
+        self._recoveries: list[Callable[[], None]] = []
+        itself: Table = weakref.proxy(
+            self
+        )  # its parts must not keep it, and its memory, behind its last user
+        self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._run_recoveries())
         self.handle: Any = None  # of the native store
         self.extents = self._open_extents() if spec.dataset is None else None
         if self.extents is not None:
-            self.unfinished = Unfinished(self, self.extents)
+            self.unfinished = Unfinished(itself, self.extents)
 
     @classmethod
     def create(
@@ -375,6 +379,7 @@ class Table:
 
     def _run_recoveries(self) -> None:
         self.control[RECOVERIES] += 1
+        self._recover()
         for recover in self._recoveries:
             recover()
 
@@ -439,3 +444,4 @@ class Table:
     def close(self) -> None:
         """Detach; the last process removes the store."""
         self.memory.close()
+        self._recoveries.clear()  # of streams, which refer to it

@@ -155,7 +155,7 @@ def test_kill_at_any_time_leaves_nothing_after_the_next_start(name: str, data: P
             if when == "named":
                 wait_until((folder / "linked").exists, "a store with a name", START_S)
             else:
-                time.sleep(chance.uniform(4, 12))
+                time.sleep(chance.uniform(4, 12) if ROUNDS > 4 else chance.uniform(3, 6))
             ranks.kill()
             assert len(shared_files(name)) == 1 or when == "start", "it had no name when it was killed"
             continue

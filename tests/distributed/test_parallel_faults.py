@@ -16,6 +16,7 @@ from gear_support import SHM, config_of, environment, launcher, shared_files, wa
 from parallel_support import ENDS, FIELDS, MODES
 
 TIMEOUT_S = 5.0
+LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
 
 
 def task(dataset: Path, out: Path, kind: str, mode: str, **options: Any) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def test_what_attach_refuses(dataset: Path, tmp_path: Path, deepspeed_run: Calla
             assert text in found[name][1]
 
 
-@pytest.mark.parametrize("mode", ["zero:1x2", "tensor:2", "pipe:3"])
+@pytest.mark.parametrize("mode", ["zero:1x2", pytest.param("tensor:2", marks=LONG), "pipe:3"])
 def test_a_rank_that_fails_or_ends_early(
     mode: str, dataset: Path, tmp_path: Path, deepspeed_run: Callable[..., str]
 ) -> None:

@@ -37,7 +37,7 @@ from deepspeed_gear.selection.reports import HEAD, TAIL
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION
 
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
-STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "9"))
+STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "9" if LONG else "19"))
 BACKENDS = [("cpu", STRIDE), ("reference", 5 * STRIDE)]
 LENGTHS = [3, 1, 4, 2, 5]
 FOREVER = 1 << 60

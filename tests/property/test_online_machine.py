@@ -402,4 +402,4 @@ class OnlineMachine(RuleBasedStateMachine):
 
 
 TestOnline = OnlineMachine.TestCase
-TestOnline.settings = settings(max_examples=400 if LONG else 24, stateful_step_count=40, deadline=None)
+TestOnline.settings = settings(max_examples=400 if LONG else 12, stateful_step_count=40, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.errors import StoreError, StoreFullError
 
+LONG = os.environ.get("GEAR_LONG_TESTS") == "1"
 CAPACITY_STEPS, NUM_SLOTS = 30, 5
 NUM_ROWS = CAPACITY_STEPS + NUM_SLOTS
 BATCH, BEFORE, AFTER = 6, 2, 1
@@ -216,7 +218,7 @@ def case(kind: str, unit: str) -> Any:
     """Return the tests of one sampler."""
     machine = type(f"{kind}_{unit}", (ReplayMachine,), {"kind": kind, "unit": unit})
     made: Any = machine.TestCase
-    made.settings = settings(max_examples=12, stateful_step_count=30)
+    made.settings = settings(max_examples=40 if LONG else 8, stateful_step_count=30)
     return made
 
 

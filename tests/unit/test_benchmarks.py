@@ -167,11 +167,24 @@ def test_exchange_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
     assert all(row["wire"] > row["sent"] >= row["needed"] > 0 for row in rows if row["what"] == "bytes")
 
 
-GPU_FIGURES = {"gather", "draw", "update", "sample and update", "host table", "training step beside"}
+GPU_FIGURES = {
+    "gather",
+    "draw",
+    "update",
+    "sample and update",
+    "host table",
+    "training step beside",
+    "replay from host memory",
+    "training step beside replay",
+    "example",
+    "hopper",
+}
 
 
 def test_gpu_runs_without_a_gpu(run_python: Run, tmp_path: Path) -> None:
     """All of its code but what needs CUDA: events, graphs, streams, the registration."""
+    for package in ("gymnasium", "mujoco"):
+        pytest.importorskip(package, reason="the Hopper job evaluates in its environments")
     rows = rows_of(run_python, tmp_path / "gpu.json", "gpu", "--device", "cpu")
     assert {row["figure"] for row in rows} == GPU_FIGURES
     document = json.loads((tmp_path / "gpu.json").read_text())
@@ -192,9 +205,14 @@ def test_gpu_runs_without_a_gpu(run_python: Run, tmp_path: Path) -> None:
         ("host table", "fraction >= 0.9"),
         ("host table", "fraction >= 0.85"),
         ("training step beside", "growth <= 0.05"),
+        ("training step beside replay", "growth <= 0.05"),
+        ("hopper", "sample_share <= 0.02"),
     }
-    cases = [row["case"] for row in rows if row.get("is_chosen")]
-    assert len(cases) == len(set(cases)) == 2 * 3, "one way of each table and size of rows"
+    chosen = [row for row in rows if row["figure"] == "replay from host memory"]
+    assert len({row["case"] for row in chosen}) == len(chosen) == 2 * 3, "of each table and size of rows"
+    assert all(row["way"] in row["seconds"] for row in chosen)
+    turns = [row for row in rows if row["figure"] == "example"]
+    assert [row["program"] for row in turns] == ["td3_device.py"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -239,6 +257,15 @@ def test_the_plain_prioritized_buffer_draws_by_mass(load: Load) -> None:
     assert float((drawn == 50).float().mean()) == pytest.approx(0.75, abs=0.03)
     assert float(plain.out["weight"][drawn == 3].min()) == 1
     assert float(plain.masses[[3, 50]].min()) == pytest.approx(1.001**0.6)
+
+
+def test_a_torchrl_that_does_not_load_is_left_out(load: Load) -> None:
+    placement, clock = load("support.device_placement"), load("support.device_clock")
+    columns = {"item": torch.arange(100), "done": torch.zeros(100, dtype=torch.bool)}
+    timed = clock.Clock(torch.device("cpu"), 2, 0.0)
+    row = placement._torchrl(timed, columns, torch.rand(8), lambda: None, 2)
+    assert row.us is None or row.us > 0
+    assert (row.us is None) == ("left out, " in row.case)
 
 
 def test_select_hides_no_module_of_the_standard_library(run_python: Run) -> None:

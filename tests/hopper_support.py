@@ -1,0 +1,69 @@
+"""What the tests of the Hopper job share: its batches, as the configs of the repository give them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from gear_support import ROOT, prefix
+
+from deepspeed_gear import DeviceReplay, Replay
+from deepspeed_gear.store.ingest import ingest
+
+WORDS = ("id", "anchor", "number", "weight", "valid")
+
+
+def load(path: Path) -> ModuleType:
+    """Import a module of a folder of scripts, which are no package."""
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def hopper_data(folder: Path) -> Path:
+    """Make the data set of the configs."""
+    path = folder / "hopper"
+    ingest([ROOT / "examples" / "data" / "hopper_expert.hdf5"], path)
+    return path
+
+
+def replay_of(config: str, device: str, data: Path, **options: Any) -> Replay | DeviceReplay:
+    """Return the replay of a config of the repository, with the transform of its example."""
+    whole = json.loads((ROOT / "configs" / config).read_text())
+    section = {**whole["gear"], "batch_size": whole["train_batch_size"], **options}
+    section["shared_memory"] = {"prefix": prefix()}
+    table = section.get("tables", {}).get("main")
+    (section if table is None else table)["data"]["path"] = str(data)
+    replay = Replay(section, device=device) if table is None else DeviceReplay(section, device)
+    replay.transform = load(ROOT / "examples" / "common.py").shorten_history
+    return replay
+
+
+def digests(config: str, device: str, data: Path, count: int, **options: Any) -> list[str]:
+    """Return a digest of each of the first batches: all fields, masks and what describes the samples."""
+    with replay_of(config, device, data, **options) as replay:
+        return [_digest(replay.sample(), device) for _ in range(count)]
+
+
+def _digest(batch: Any, device: str) -> str:
+    digest = hashlib.sha256()
+    fields = {
+        **{name: batch[name] for name in batch},
+        **{f"mask.{name}": batch.mask[name] for name in batch.mask},
+    }
+    for name, tensor in sorted(fields.items()):
+        assert tensor.device.type == torch.device(device).type, name
+        digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+    for name in WORDS:
+        digest.update(getattr(batch, name).cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
