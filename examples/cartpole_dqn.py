@@ -111,13 +111,15 @@ class Concentration:
 def mean_return(model: nn.Module, replay: Replay) -> float:
     """Return the mean return of all episodes, shared out over the ranks."""
     known = replay.datasets["main"].statistics["observation"]
-    total = torch.zeros(1, dtype=torch.float64)
+    device = next(model.parameters()).device
+    total = torch.zeros(1, dtype=torch.float64, device=device)
     for seed in range(FIRST_SEED + dist.get_rank(), FIRST_SEED + EPISODES, dist.get_world_size()):
         world, over = gymnasium.make("CartPole-v1"), False
         observation, _ = world.reset(seed=seed)
         while not over:
             with torch.inference_mode():
-                q = model(torch.from_numpy((observation - known.mean) / known.std).float())
+                normal = torch.from_numpy((observation - known.mean) / known.std)
+                q = model(normal.float().to(device))
             observation, reward, terminated, truncated, _ = world.step(int(q.argmax()))
             total += float(reward)
             over = terminated or truncated
@@ -137,6 +139,7 @@ def main() -> None:
     model = q_network()
     target = copy.deepcopy(model)
     engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    target.to(engine.device)
     is_first, world = dist.get_rank() == 0, dist.get_world_size()
     concentration = Concentration(engine.gear, gear["sampler"]["alpha"])
 
@@ -144,7 +147,7 @@ def main() -> None:
     curves["return"].append((0, mean_return(target, engine.gear)))
     curves.update({name: [(0, value)] for name, value in concentration().items()})
     bar = tqdm(total=steps, disable=not is_first, unit="step", mininterval=1.0)
-    recent = torch.zeros(1)
+    recent = torch.zeros(1, device=engine.device)
     begin = time.perf_counter()
     for step in range(1, steps + 1):
         batch = engine.gear_sample()

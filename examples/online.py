@@ -81,9 +81,10 @@ def main() -> None:
     q = q_network()
     target = copy.deepcopy(q)
     engine, *_ = deepspeed_gear.initialize(model=q, model_parameters=q.parameters(), config=config)
+    target.to(engine.device)
     replay, is_first = engine.gear, dist.get_rank() == 0
     board, actors = None, None
-    curve = [(0.0, mean_return(target, SEED))]
+    curve = [(0.0, mean_return(target, SEED, engine.device))]
     begin = time.perf_counter()
     with ExitStack() as stack:
         if replay.topology.leads_node:  # one rank of each node publishes, and starts the node's actors
@@ -105,13 +106,13 @@ def main() -> None:
                 board.publish(engine.module)
                 actors.check()
             if step % args.evaluate_every == 0:
-                curve.append((time.perf_counter() - begin, mean_return(target, SEED)))
+                curve.append((time.perf_counter() - begin, mean_return(target, SEED, engine.device)))
                 bar.set_postfix({"return": f"{curve[-1][1]:.0f}", "steps": replay.num_steps})
                 if min(mean for _, mean in curve[-2:]) >= GOAL:
                     break
             bar.update()
     seconds = time.perf_counter() - begin
-    after = mean_return(target, TEST_SEED)
+    after = mean_return(target, TEST_SEED, engine.device)
     if is_first:
         report(args, curve, actors, step, seconds, after)
     engine.destroy()

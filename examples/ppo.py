@@ -59,8 +59,8 @@ class ActorCritic(nn.Module):
 class Player:
     """Acts in environments and returns roll-outs of a fixed number of steps."""
 
-    def __init__(self, model: ActorCritic, num_steps: int, seed: int) -> None:
-        self.model, self.num_steps = model, num_steps
+    def __init__(self, model: ActorCritic, num_steps: int, seed: int, device: torch.device) -> None:
+        self.model, self.num_steps, self.device = model, num_steps, device
         make = lambda: gymnasium.make("CartPole-v1")  # noqa: E731
         self.envs = SyncVectorEnv([make] * ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
         self.observation, _ = self.envs.reset(seed=seed)
@@ -72,24 +72,28 @@ class Player:
         rows: dict[str, list[Any]] = {name: [] for name in ("observation", "action", "log_probability")}
         values, rewards, ended = [], [], []
         for _ in range(self.num_steps):
-            logits, value = self.model(torch.from_numpy(self.observation))
+            logits, value = self._ask(self.observation)
             action = torch.multinomial(logits.softmax(1), 1, generator=self.random)
             probability = logits.log_softmax(1).gather(1, action).squeeze(1)
             self._keep(rows, self.observation, action.squeeze(1).numpy(), probability.numpy())
             following, reward, terminated, truncated, info = self.envs.step(rows["action"][-1])
             reward = reward.astype(np.float32)
             for env in np.nonzero(truncated & ~terminated)[0]:  # the time limit is no failure
-                reward[env] += GAMMA * float(self.model(torch.from_numpy(info["final_obs"][env]))[1])
+                reward[env] += GAMMA * float(self._ask(info["final_obs"][env])[1])
             values.append(value.numpy())
             rewards.append(reward)
             ended.append(terminated | truncated)
             self.observation = following
-        values.append(self.model(torch.from_numpy(self.observation))[1].numpy())
+        values.append(self._ask(self.observation)[1].numpy())
         advantages = advantages_of(np.stack(rewards), np.stack(values), np.stack(ended))
         columns = {name: np.stack(kept, 1) for name, kept in rows.items()}
         columns["value"] = (advantages + np.stack(values[:-1])).T
         columns["advantage"] = (advantages / (advantages.std() + 1e-6)).T
         return [{name: column[env] for name, column in columns.items()} for env in range(ENVS)]
+
+    def _ask(self, observation: np.ndarray) -> tuple[Tensor, Tensor]:
+        logits, value = self.model(torch.from_numpy(observation).to(self.device))
+        return logits.cpu(), value.cpu()
 
     def _keep(self, rows: dict[str, list[Any]], *kept: np.ndarray) -> None:
         for name, row in zip(rows, kept, strict=True):
@@ -130,11 +134,11 @@ def main() -> None:
     model = ActorCritic()
     engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
     rank, ranks, replay = dist.get_rank(), dist.get_world_size(), engine.gear
-    player = Player(model, STEPS // (ENVS * ranks), args.seed + 1000 * rank)
+    player = Player(model, STEPS // (ENVS * ranks), args.seed + 1000 * rank, engine.device)
     policy = lambda observation: model(observation)[0]  # noqa: E731
     batches = EPOCHS * STEPS // engine.train_batch_size()
 
-    curve = [(0.0, mean_return(policy, SEED))]
+    curve = [(0.0, mean_return(policy, SEED, engine.device))]
     begin = time.perf_counter()
     for update in tqdm(range(1, args.updates + 1), disable=rank > 0, unit="update", mininterval=5.0):
         for rollout in player.play():
@@ -148,10 +152,10 @@ def main() -> None:
             replay.clear()
         dist.barrier()
         if update % 10 == 0 or update == args.updates:
-            curve.append((time.perf_counter() - begin, mean_return(policy, SEED)))
+            curve.append((time.perf_counter() - begin, mean_return(policy, SEED, engine.device)))
             if min(mean for _, mean in curve[-2:]) >= GOAL:
                 break
-    after = mean_return(policy, TEST_SEED)
+    after = mean_return(policy, TEST_SEED, engine.device)
     result = {
         "return_before": round(curve[0][1], 1),
         "return_after": round(after, 1),
