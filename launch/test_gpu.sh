@@ -77,10 +77,10 @@ refusal() {
   local said
   if said="$("$1" --tool memcheck --error-exitcode 9 --report-api-errors no \
     python -c 'import torch; assert int(torch.arange(9, device="cuda").sum()) == 36' 2>&1)" &&
-    [[ "$said" != *"not supported"* ]]; then
+    [[ "$said" != *"Device not supported"* ]]; then
     return 1
   fi
-  said="$(grep -m 1 -E 'not supported|Internal Sanitizer Error|rror:' <<<"$said" || tail -n 1 <<<"$said")"
+  said="$(grep -m 1 -E 'Device not supported|Internal Sanitizer Error|rror:' <<<"$said" || tail -n 1 <<<"$said")"
   printf '%s' "${said#========= }"
 }
 
