@@ -14,7 +14,10 @@ cd "$root"
 say() { printf 'test_gpu.sh: %s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
-sees_cuda() { [ -x "$1" ] && "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
+sees_cuda() {
+  [ -x "$1" ] && "$1" -c 'import sys, torch
+sys.exit(sys.version_info < (3, 10) or not torch.cuda.is_available())' 2>/dev/null
+}
 
 # The interpreter whose torch sees a CUDA device, of those that are here.
 find_python() {
@@ -72,7 +75,7 @@ find_sanitizer() {
   fi
 }
 
-# In some containers the tool refuses the device, and fails with whatever it runs. What it says is its last line.
+# In some containers the tool refuses the device, and fails with whatever it runs. Prints why; fails where it works.
 refusal() {
   local said
   if said="$("$1" --tool memcheck --error-exitcode 9 --report-api-errors no \

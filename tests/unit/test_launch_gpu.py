@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+from deepspeed_gear.ops import toolchain
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -83,3 +89,29 @@ def test_the_environment_that_is_there_comes_first(run: Run, smi: str) -> None:
 def test_without_any_torch_one_is_installed(run: Run) -> None:
     found = run({"bin/nvidia-smi": "exit 0", "bin/python3": "exit 1", "bin/nvcc": "exit 0"})
     assert found.stdout == "setup: --for-gpu, over .venv\n"
+
+
+def test_packages_of_the_machine_are_seen_and_not_changed(checkout: Path, tmp_path: Path) -> None:
+    """Without a network; here the machine is the environment of the tests."""
+    if toolchain.missing_tools():
+        pytest.skip(", ".join(toolchain.missing_tools()))
+    pytest.importorskip("setuptools", minversion="77", reason="the build's need is not there")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(checkout / name, tmp_path)
+    for name in ("launch", "deepspeed_gear", "ops"):
+        shutil.copytree(checkout / name, tmp_path / name)
+    packages, venv = Path(sysconfig.get_path("purelib")), tmp_path / "over"
+    before = sorted(packages.iterdir())
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"VIRTUAL_ENV": str(venv), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    command = ["bash", str(tmp_path / "launch" / "setup.sh"), "--for-gpu", sys.executable]
+    made = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert made.returncode == 0, made.stderr
+    assert sorted(packages.iterdir()) == before
+    program = "import deepspeed_gear, torch; print(deepspeed_gear.__file__, torch.__file__, sep='\\n')"
+    told = subprocess.run(
+        [str(venv / "bin" / "python"), "-c", program], env=env, cwd="/", capture_output=True, text=True
+    )
+    ours, torchs = told.stdout.split()
+    assert Path(ours) == tmp_path / "deepspeed_gear" / "__init__.py"
+    assert Path(torchs) == Path(torch.__file__)
