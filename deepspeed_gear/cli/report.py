@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import deepspeed
@@ -60,7 +60,7 @@ def state(builder: GearBuilder | GearCudaBuilder) -> str:
     if prebuilt is not None:
         return f"{env_report.OKAY} prebuilt, {prebuilt}"
     missing = builder.missing()
-    if missing:
+    if missing and not _is_finished(builder):
         no = f"{env_report.YELLOW}[NO]{env_report.END}"
         return f"{no} {why}; {', '.join(missing)}: {' and '.join(missing.values())}"
     try:
@@ -70,6 +70,12 @@ def state(builder: GearBuilder | GearCudaBuilder) -> str:
     if jit.is_built(name):
         return f"{env_report.OKAY} {why}; built just in time, {jit.build_folder(name)}"
     return f"{env_report.OKAY} {why}; is built on first use, in {jit.build_folder(name)}"
+
+
+def _is_finished(builder: GearBuilder | GearCudaBuilder) -> bool:
+    with suppress(GearError):
+        return builder.finished() is not None
+    return False
 
 
 def _facts() -> Iterator[tuple[str, str]]:

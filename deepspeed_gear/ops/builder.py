@@ -121,8 +121,16 @@ class _NativeOp(ABC):
         prebuilt, _ = self.prebuilt()
         if prebuilt is not None:
             return jit.import_file(self.absolute_name(), prebuilt)
-        self.require_tools()
-        return jit.build_or_import(self.jit_name(), functools.partial(self.jit_load, verbose), timeout_s)
+        name, parts = self.finished(), None
+        if name is None:
+            self.require_tools()
+            name, parts = self.jit_name(), self.key_parts()
+        return jit.build_or_import(name, functools.partial(self.jit_load, verbose), timeout_s, parts)
+
+    def finished(self) -> str | None:
+        """Name the JIT build that can be loaded as it is, None where one has to be made."""
+        name = self.jit_name()
+        return name if jit.is_built(name) else None
 
     def registered_op(self) -> str | None:
         """Name an op that exists before this builder loaded any; torch aborts if it is registered again."""
@@ -267,6 +275,22 @@ class GearCudaBuilder(_NativeOp, CUDAOpBuilder):
             raise BuildError(
                 "the CUDA kernels of gear", f"cannot be built: {', '.join(missing)}", remedy=remedy
             )
+
+    def finished(self) -> str | None:
+        """Where there is no toolkit, name the build of another one that agrees in all else.
+
+        So nodes without nvcc load what a node that has it left in a folder that they share.
+        """
+        if not torch.cuda.is_available():
+            return None
+        if toolchain.hook_cuda_home() is not None:
+            return super().finished()
+        return jit.built_like(self.NAME, {k: v for k, v in self.key_parts().items() if k != "toolkit"})
+
+    def jit_name(self) -> str:
+        """Name the JIT build; where there is no toolkit, the one that can be loaded, if any."""
+        without = self.finished() if toolchain.cuda_home() is None else None
+        return without or super().jit_name()
 
     def key_parts(self) -> dict[str, Any]:
         """Add the CUDA compiler and the architectures of the devices."""

@@ -17,10 +17,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 from ..errors import BuildError
 from .toolchain import REFERENCE_REMEDY
@@ -132,21 +133,39 @@ def build_folder(name: str) -> Path:
 
 def is_built(name: str) -> bool:
     """Tell whether a finished build of this name lies in the extensions folder; its size is checked."""
+    return _record(name) is not None
+
+
+def built_like(op: str, parts: Mapping[str, Any]) -> str | None:
+    """Name a finished build of an op that agrees in these parts of its key, None where there is none."""
+    wanted = json.loads(json.dumps(parts))
+    for folder in sorted(build_folder(op).parent.glob(f"{op}_*/")):
+        found = (_record(folder.name) or {}).get("parts", {})
+        if wanted.items() <= found.items():
+            return folder.name
+    return None
+
+
+def _record(name: str) -> dict[str, Any] | None:
+    """Read what was recorded behind a build; None unless it is finished and whole."""
     folder = build_folder(name)
     try:
-        record = json.loads((folder / _FINISHED).read_text())
-        return bool((folder / f"{name}.so").stat().st_size == record["bytes"])
+        record: dict[str, Any] = json.loads((folder / _FINISHED).read_text())
+        return record if (folder / f"{name}.so").stat().st_size == record["bytes"] else None
     except (OSError, ValueError, KeyError):
-        return False
+        return None
 
 
-def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float) -> ModuleType:
+def build_or_import(
+    name: str, build: Callable[[], ModuleType], timeout_s: float, parts: Mapping[str, Any] | None = None
+) -> ModuleType:
     """Import a finished build, or build it while other processes of the node wait.
 
     Args:
         name: The extension's name; it must hold a hash of everything that the build depends on.
         build: Compiles into torch's folder of that name and imports the result.
         timeout_s: How long to wait for another process that builds it.
+        parts: Of its key, for `built_like`.
     Raises:
         BuildError: The build failed, here or in the process that was waited for; or the wait was too long.
     """
@@ -171,7 +190,7 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
             raise
         failure.unlink(missing_ok=True)
         size = (folder / f"{name}.so").stat().st_size
-        (folder / _FINISHED).write_text(json.dumps({"bytes": size}))
+        (folder / _FINISHED).write_text(json.dumps({"bytes": size, "parts": parts or {}}))
         _say(f"built {name} in {time.monotonic() - started:.0f} s")
         return module
 

@@ -29,10 +29,11 @@ def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
     Args:
         timeout_s: How long to wait for another process that builds them.
     Raises:
-        BuildError: torch has no CUDA, there is no device or no toolkit, or they do not compile.
+        BuildError: torch has no CUDA, there is no device, or no finished build and no toolkit, or they do not
+            compile.
     """
     builder = GearCudaBuilder()
-    if loaded(builder.NAME) is None:
+    if loaded(builder.NAME) is None and builder.finished() is None:
         builder.require_tools()
     load_native(timeout_s)
     return builder.load(timeout_s=timeout_s)

@@ -5,6 +5,7 @@ The same code runs on the CPU in tests/unit/test_placing.py; here is what only a
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +31,8 @@ from deepspeed_gear.store.registration import (
     span_of,
 )
 
-pytestmark = pytest.mark.gpu
+# The first test builds both ops, where that has not been done before.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 SCHEMA = Schema(  # Hopper's
     [
         Column("observation", "float32", (11,), "observation", "T+1"),
@@ -110,6 +112,13 @@ def assert_same(got: Batch, expected: Batch) -> None:
     assert torch.equal(got.host_records, expected.host_records)
 
 
+def page_bytes_of(column: str) -> int:
+    """The whole pages that a column lies in; a table begins with a page on every device."""
+    with replay_of("cpu") as replay:
+        span = span_of(replay.streams["train"].table.collected(column))
+    return (-(-span.end // mmap.PAGESIZE) - span.begin // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[Batch]:
     with replay_of("cpu") as replay:
@@ -133,12 +142,13 @@ def test_every_way_gives_the_batches_of_the_cpu(expected: list[Batch], way: str,
 def test_what_is_not_registered_is_staged(expected: list[Batch], way: str) -> None:
     """The column of observations alone fits."""
     skip_without(way)
-    most = 110_000 * 44 + (64 << 10)
+    most = page_bytes_of("observation")
     with replay_of("cuda", {"way": way, "register_bytes": most}) as replay:
         told = replay.statistics()["collect"]
-        assert told["registered_bytes"] <= most
+        assert told["registered_bytes"] == (0 if way == STAGED else most)
         if way != STAGED:
             assert set(told["not_registered"]["main"].values()) == {OVER_BUDGET}
+            assert set(told["not_registered"]["main"]) > {"action", "terminated"}
             assert "observation" not in told["not_registered"]["main"]
         for batch in expected:
             assert_same(replay.sample(), batch)
@@ -159,6 +169,9 @@ def test_sampling_waits_for_nothing(expected: list[Batch], way: str) -> None:
     with replay_of("cuda", {"way": way}) as replay:
         for batch in expected[:6]:
             assert_same(replay.sample(), batch)
+        torch.cuda._sleep(SLEEP // 20)
+        for _ in range(2):  # make as many blocks of pinned memory, which waits for the device
+            replay.sample()
         torch.cuda.synchronize()
         torch.cuda._sleep(SLEEP)
         taken = []
@@ -172,8 +185,8 @@ def test_sampling_waits_for_nothing(expected: list[Batch], way: str) -> None:
         assert not behind.query()
         assert max(taken) < AT_ONCE_S
         torch.cuda.synchronize()
-        for copy, name in zip(copies, expected[7], strict=True):
-            assert torch.equal(copy.cpu(), expected[7][name])
+        for copy, name in zip(copies, expected[9], strict=True):
+            assert torch.equal(copy.cpu(), expected[9][name])
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -202,19 +215,22 @@ def test_a_cut_is_kept_until_the_lane_has_read_it(way: str) -> None:
         assert placing is not None
         consumed = replay.streams["train"].consumed
         replay.sample()
+        with placing.lane.running():
+            torch.cuda._sleep(SLEEP // 20)
+        replay.sample()  # makes the blocks of pinned memory that a late lane keeps, which waits for it
         torch.cuda.synchronize()
         replay.sample()
-        assert int(consumed[0]) == 1
+        assert int(consumed[0]) == 2
         torch.cuda.synchronize()
         with placing.lane.running():
             torch.cuda._sleep(SLEEP)
         replay.sample()
-        assert int(consumed[0]) == 2
-        placing.guards.settle()
-        assert int(consumed[0]) == 2
-        torch.cuda.synchronize()
+        assert int(consumed[0]) == 3
         placing.guards.settle()
         assert int(consumed[0]) == 3
+        torch.cuda.synchronize()
+        placing.guards.settle()
+        assert int(consumed[0]) == 4
 
 
 def test_priorities_and_a_transform_on_the_device() -> None:
@@ -247,6 +263,7 @@ def memory() -> Iterator[SharedMemory]:
     made.close()
 
 
+@pytest.mark.sanitize
 def test_pieces_are_copied() -> None:
     skip_without(COPIES)
     stored = torch.arange(9.0).view(torch.uint8)
@@ -292,11 +309,15 @@ def test_a_failed_registration_leaves_no_error_behind(memory: SharedMemory) -> N
 
 def test_small_tensors_are_brought_without_a_wait() -> None:
     lane = CudaLane(torch.device("cuda"))
+    small = [torch.arange(5), torch.ones(3, dtype=torch.bool)]
+    with lane.running():
+        lane.bring(small)  # makes the pinned block, which waits for the device
+    torch.cuda.synchronize()
     with lane.running():
         torch.cuda._sleep(SLEEP // 4)
         begin = time.perf_counter()
-        there = lane.bring([torch.arange(5), torch.ones(3, dtype=torch.bool)])
-        assert time.perf_counter() - begin < 3 * AT_ONCE_S  # the first pinned block is made here
+        there = lane.bring(small)
+        assert time.perf_counter() - begin < 1e-3
     event = lane.record()
     assert not event.query()
     lane.hand_over(event, there)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gear_support import config_of, lengths_of, run_ranks, write_dataset
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TABLE = {"capacity_steps": 100, "max_length": 4, "remove": "fifo", "placement": "device", "scope": "shard"}
 
 

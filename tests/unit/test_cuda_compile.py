@@ -16,10 +16,20 @@ from torch.utils.cpp_extension import include_paths
 from deepspeed_gear.ops import toolchain
 from deepspeed_gear.ops.builder import GearCudaBuilder
 
-ARCHITECTURES = (80, 90, 100)
+SUPPORTED = (80, 90, 100)
 CSRC = toolchain.csrc_root()
 KERNELS = sorted((CSRC / "cuda").glob("*.cu"))
 HOME = toolchain.cuda_home()
+
+
+def known_architectures() -> list[int]:
+    """Those of the supported ones that the toolkit can compile for; an older one lacks the newest."""
+    command = [f"{HOME}/bin/nvcc", "--list-gpu-arch"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout if HOME else ""
+    return [a for a in SUPPORTED if f"compute_{a}" in listed.split()]
+
+
+ARCHITECTURES = known_architectures()
 BINDINGS = sorted((CSRC / "bindings").glob("library_cuda*.cpp"))
 
 pytestmark = pytest.mark.skipif(not KERNELS, reason="no kernels in ops/csrc/cuda")
@@ -67,6 +77,17 @@ def test_no_kernel_spills_or_uses_a_stack_frame(objects: tuple[Path, str]) -> No
 @needs_nvcc
 def test_every_architecture_is_compiled(objects: tuple[Path, str]) -> None:
     assert {int(a) for a in re.findall(r"for 'sm_(\d+)", objects[1])} == set(ARCHITECTURES)
+
+
+@needs_nvcc
+def test_the_toolkit_compiles_all_that_is_supported() -> None:
+    release = re.search(r"release (\d+)\.(\d+)", toolchain.nvcc_version(HOME))
+    assert release is not None
+    if (int(release[1]), int(release[2])) < (12, 8):
+        pytest.skip(
+            f"CUDA {release[1]}.{release[2]} compiles for {ARCHITECTURES} alone, 12.8 for {SUPPORTED}"
+        )
+    assert tuple(ARCHITECTURES) == SUPPORTED
 
 
 @needs_nvcc

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from deepspeed_gear.errors import BuildError
 from deepspeed_gear.ops import jit, toolchain
-from deepspeed_gear.ops.builder import GearBuilder
+from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
 
 BINDING = """
 #include <Python.h>
@@ -167,6 +169,52 @@ def test_the_name_changes_with_everything_that_changes_the_build(
     (workshop.csrc / "cuda").mkdir()
     (workshop.csrc / "cuda" / "kernel.cu").write_text("\n")
     assert builder.jit_name() == names[-1]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> GearCudaBuilder:
+    """The kernels' builder on a machine with a GPU and a toolkit, as far as its key goes."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(toolchain, "cuda_home", lambda: Path("/cuda"))
+    monkeypatch.setattr(toolchain, "hook_cuda_home", lambda: toolchain.cuda_home())
+    monkeypatch.setattr(toolchain, "nvcc_version", lambda home: "release 13.0" if home else "")
+    return GearCudaBuilder()
+
+
+def test_without_a_toolkit_a_finished_build_is_taken_that_agrees_in_all_else(
+    gpu: GearCudaBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = gpu.jit_name()
+    library = jit.build_folder(name) / f"{name}.so"
+
+    def build() -> ModuleType:
+        library.write_text("no library")
+        return ModuleType(name)
+
+    assert gpu.finished() is None
+    jit.build_or_import(name, build, 9.0, gpu.key_parts())
+    assert gpu.finished() == name
+    monkeypatch.setattr(toolchain, "cuda_home", lambda: None)
+    assert gpu.finished() == gpu.jit_name() == name
+    with pytest.raises(BuildError, match=f"{name}.so cannot be loaded"):
+        gpu.load()
+    others = {
+        "get_device_capability": (torch.cuda, lambda index: (8, 0)),
+        "is_available": (torch.cuda, lambda: False),
+        "__version__": (torch, "2.99.0+cu130"),
+        "cpu_features": (toolchain, lambda: "x86_64 sse2"),
+        "compiler_version": (toolchain, lambda: "c++ 99"),
+    }
+    for what, (module, value) in others.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(module, what, value)
+            assert gpu.finished() is None, what
+            assert gpu.jit_name() != name
+    library.write_text("half")
+    assert gpu.finished() is None
 
 
 # The build

@@ -1,0 +1,238 @@
+"""Arguments of every op in host memory, of one size: what tests of the kernels give to two backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_gear.ops import fake, load_backend
+from deepspeed_gear.ops.constants import (
+    BY_TABLE,
+    COMMITTED,
+    HIGHEST_PRIORITY,
+    NUM_UPDATE_COUNTS,
+    ONE_Q62,
+    PLACED_WORDS,
+    RING_COUNTS,
+    RING_WORDS,
+    SOURCE_STEPS,
+    SOURCE_STEPS_PLUS_ONE,
+    SOURCE_TRAJECTORY,
+    UNIT_STEP,
+    minima_size,
+    tree_size,
+)
+from deepspeed_gear.ops.functional import powers_of
+
+# The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
+ON_DEVICE = [
+    *(name for name in fake.OP_NAMES if name not in (*fake.HOST_ONLY, "copy_pieces_")),
+    *fake.RING_NAMES,
+]
+NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
+ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
+RING_SHAPE = [5000, NUM_SLOTS, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
+SCRATCH = slice(16, 22)  # of a ring's state: what kernels tell each other
+ALPHA = round(0.6 * ONE_Q62)
+
+
+def resolutions_of(count: int, slots: int = NUM_SLOTS, length: int = LENGTH) -> Tensor:
+    slot, anchor, zero = (
+        torch.randint(0, slots, (count,)),
+        torch.randint(0, length, (count,)),
+        torch.zeros(count),
+    )
+    parts = (slot, slot, zero, slot * length, zero + length, anchor, zero + 1, torch.arange(count))
+    return torch.stack([part.long() for part in parts], dim=1)
+
+
+def window(column: Tensor, offset: int, length: int) -> list[int]:
+    return [SOURCE_STEPS, offset, length, 0, 0, 0, column[0].numel(), 0, 0, length]
+
+
+def plan_of_rows() -> tuple[Tensor, ...]:
+    """Samples of three peers, windows of two groups, members, columns of steps and of trajectories, heads."""
+    resolutions = resolutions_of(COUNT)
+    samples = torch.zeros(COUNT, 7, dtype=torch.int64)
+    samples[:, 0], samples[:, 1] = torch.randint(0, 3, (COUNT,)), torch.randint(0, 2, (COUNT,))
+    samples[:, 2:5], samples[:, 5] = resolutions[:, (1, 4, 5)], torch.randint(0, 3, (COUNT,))
+    samples[:, 6] = torch.where(torch.rand(COUNT) < 0.5, -1, resolutions[:, 5])
+    windows = torch.tensor([[0, 0, -3, 4, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0], [1, 1, 0, 1, 0, 0, 0]])
+    members = torch.tensor([[True, False], [True, True], [False, True], [True, True]])
+    columns = torch.tensor([[0, 0, 44], [0, 0, 1], [1, 0, 9000], [-1, 3, 12]])
+    return samples, windows, members, columns, torch.tensor([8, 12, 0])
+
+
+def columns_of_rows() -> list[Tensor]:
+    rows = NUM_SLOTS * LENGTH
+    sizes = rows * 44, rows, 9000 * rows // 100, 12 * NUM_SLOTS
+    return [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+
+
+def arguments(name: str) -> tuple[Any, ...]:
+    """Arguments of an op in host memory, outputs first."""
+    torch.manual_seed(0)
+    if name in fake.RING_NAMES:
+        return ring_arguments(name)
+    out, masses = torch.zeros(COUNT, dtype=torch.int64), torch.randint(0, 1 << 40, (NUM_SLOTS,))
+    sums = torch.zeros(tree_size(NUM_SLOTS), dtype=torch.int64)
+    sums[:NUM_SLOTS] = masses
+    built = sums.clone()
+    load_backend("reference").tree_build_(built, NUM_SLOTS)
+    slots = torch.randint(0, 1 << 40, (NUM_SLOTS, 8))
+    slots[:, 4] = torch.randint(1, LENGTH, (NUM_SLOTS,))
+    coordinates = (torch.rand(COUNT, dtype=torch.float64) * int(masses.sum())).long()
+    rows = torch.randn(NUM_SLOTS * LENGTH, 11)
+    reward, ends = rows[:, 0].contiguous(), torch.rand(len(rows)) < 0.05
+    extents = torch.stack((torch.arange(NUM_SLOTS) * LENGTH, torch.full((NUM_SLOTS,), LENGTH)), dim=1)
+    items = torch.randint(0, 20, (500,))  # many equal ones: the last wins
+    none, counters = torch.empty(0), torch.zeros(3, dtype=torch.int64)
+    outs = [torch.zeros(COUNT, 7, 11), torch.zeros(COUNT, 7, 11, dtype=torch.bfloat16)]
+    spec, scale = window(rows, -3, 7) * 2, [none, torch.randn(11)]
+    masks, resolutions = [torch.zeros(COUNT, 7, dtype=torch.bool)], resolutions_of(COUNT)
+    returns = torch.zeros(2, COUNT)
+    table = slots.clone()
+    table[:, 3], table[:, 4] = torch.arange(NUM_SLOTS) * 5, 5
+    row_slots = (torch.arange(NUM_SLOTS) // 5).to(torch.int32)
+    minima, alpha = torch.zeros(minima_size(NUM_SLOTS), dtype=torch.int64), round(0.6 * ONE_Q62)
+    mended = minima.clone()
+    table[:, 0], table[:, 1] = COMMITTED, 3
+    reference, priorities = load_backend("reference"), (torch.rand(NUM_SLOTS) * 8).floor()
+    reference.minima_build_(mended, built, NUM_SLOTS)
+    reports = torch.randint(0, 5, (500, 6))
+    reports[:, 1], reports[:, 3] = (
+        3 - (torch.rand(500) < 0.1).long(),
+        torch.rand(500).view(torch.int32).long(),
+    )
+    counts, two, three = (torch.zeros(n, dtype=torch.int64) for n in (NUM_UPDATE_COUNTS, 2, 3))
+    weighed = torch.cat((resolutions[:, :6], masses[:COUNT, None] + 1, resolutions[:, 7:]), dim=1)
+    return {
+        "draw_": (out, 5, 1, 100, (1 << 62) - 1),
+        "permute_": (out, 5, 1, 2, 3, 1000),
+        "tree_build_": (sums, NUM_SLOTS),
+        "tree_update_": (built, NUM_SLOTS, items, torch.randint(0, 1 << 40, (500,))),
+        "slot_masses_": (built, table, items[:50], 130, 180, ALL_ANCHORS, 1),
+        "resolve_": (resolutions * 0, built, slots, coordinates, ALL_ANCHORS, 0, 5, 1, 100),
+        "resolve_rows_": (resolutions * 0, built, table, row_slots, coordinates, 100),
+        "mass_": (out, torch.rand(COUNT), alpha),
+        "importance_": (torch.zeros(COUNT), weighed, 1 << 40, 7, alpha),
+        "minima_build_": (minima, built, NUM_SLOTS),
+        "minima_update_": (minima, built, NUM_SLOTS, items),
+        "top_k_": (torch.zeros(700, dtype=torch.int64), priorities, built),
+        "report_": (torch.zeros(50, 6, dtype=torch.int64), weighed, torch.rand(COUNT), 40, 7),
+        "prioritize_": (built, mended, priorities, counts, table, reports, alpha, 0),
+        "suffix_sum_": (reward * 0, reward, extents),
+        "n_step_": (returns[0], returns[1], out, reward, ends, ends, powers_of(0.9, 5), resolutions, 5),
+        "gather_": (
+            outs,
+            masks,
+            counters,
+            [rows] * 2,
+            scale,
+            scale,
+            resolutions,
+            out + 1,
+            spec,
+            [0.0, 1.0],
+            1,
+            torch.randperm(COUNT),
+        ),
+        "pack_rows_": (
+            torch.zeros(400_000).long(),
+            three,
+            columns_of_rows(),
+            *plan_of_rows(),
+            rows_of(slots),
+        ),
+        "unpack_rows_": (
+            [column * 0 for column in columns_of_rows()],
+            torch.zeros(COUNT, 8, dtype=torch.int64),
+            three,
+            two,
+            [torch.randint(-9, 9, (100_000,)) for _ in range(3)],
+            torch.randperm(COUNT),
+            *plan_of_rows(),
+            [3, 300, 2, 60, 100, 50],
+        ),
+    }[name]
+
+
+def rows_of(slots: Tensor) -> Tensor:
+    """The slot table of trajectories that share so few rows that all columns have them."""
+    slots[:, 3] = torch.arange(len(slots)) % 10 * LENGTH
+    return slots
+
+
+def ring_arguments(name: str) -> tuple[Any, ...]:
+    """Arguments of an op of a table on one device, prioritized by step, that is full and has lost some."""
+    reference, most = load_backend("reference"), RING_SHAPE[3]
+    state, placed = torch.zeros(RING_WORDS, dtype=torch.int64), torch.zeros(200, PLACED_WORDS).long()
+    state[RING_COUNTS + HIGHEST_PRIORITY] = int(torch.tensor(1.0).view(torch.int32))
+    slots, begins = torch.zeros(NUM_SLOTS, 8).long(), torch.zeros(NUM_SLOTS).long()
+    rows, num_slots = RING_SHAPE[:2]
+    sums, minima = torch.zeros(tree_size(rows)).long(), torch.zeros(minima_size(rows)).long()
+    priorities, row_slots = torch.zeros(rows), torch.zeros(rows, dtype=torch.int32)
+    adding = [state, slots, begins, sums, minima, priorities, row_slots, placed]
+    rest = (ALL_ANCHORS, RING_SHAPE, UNIT_STEP, ALPHA, -1)
+    for _ in range(7):
+        reference.ring_add_(*adding, torch.randint(-1, most + 2, (len(placed),)), *rest)
+    resolutions, weights = torch.zeros(300, 8, dtype=torch.int64), torch.zeros(300)
+    known = slots, sums, minima, row_slots, torch.tensor([0, ONE_Q62 // 2, ONE_Q62])
+    selecting = (ALL_ANCHORS, RING_SHAPE, [1, 2, 1, 0, 0, BY_TABLE], UNIT_STEP)
+    if name == "ring_update_":
+        reference.ring_select_(state, resolutions, weights, *known, *selecting)
+    values = [
+        torch.randint(0, 256, (200, most, 7), dtype=torch.uint8),
+        torch.randn(200, most + 1, 3),
+        torch.randn(200, 2, dtype=torch.float64),
+    ]
+    columns = [
+        torch.zeros(rows, 7, dtype=torch.uint8),
+        torch.zeros(rows, 3),
+        torch.zeros(num_slots, 2).double(),
+    ]
+    sources = [SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE, SOURCE_TRAJECTORY]
+    reported = torch.rand(300) * 3
+    reported[::50] = -1.0  # no priority: it changes nothing
+    return {
+        "ring_add_": (*adding, torch.randint(-1, most + 2, (len(placed),)), *rest),
+        "ring_select_": (state, resolutions, weights, *known, *selecting),
+        "ring_update_": (
+            state,
+            sums,
+            minima,
+            priorities,
+            slots,
+            resolutions,
+            reported,
+            RING_SHAPE,
+            UNIT_STEP,
+            ALPHA,
+        ),
+        "scatter_": (columns, values, placed, sources),
+    }[name]
+
+
+def moved(value: Any, device: str) -> Any:
+    """Arguments with copies of their tensors on a device."""
+    if isinstance(value, (list, tuple)):
+        return [moved(v, device) for v in value]
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_of(v)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    """Compare every tensor, of a ring's state what has a meaning behind the call."""
+    for a, b in zip(tensors_of(got), tensors_of(expected), strict=True):
+        found, wanted = a.cpu(), b.cpu()
+        if found.shape == (RING_WORDS,):
+            found, wanted = found.clone(), wanted.clone()
+            found[SCRATCH] = wanted[SCRATCH] = 0
+        assert torch.equal(found, wanted)

@@ -1,0 +1,33 @@
+"""What tests/gpu compares a GPU with, on the host alone: it must be right before there is a card."""
+
+from __future__ import annotations
+
+import pytest
+from device_support import SAMPLERS, assert_equal, plainly, run_on
+from op_cases import ON_DEVICE, arguments, moved
+from op_cases import assert_equal as assert_equal_arguments
+
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.constants import RING_NEXT
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_run_can_be_repeated_and_shows_every_turn(sampler: str) -> None:
+    once = run_on("cpu", sampler, 12, plainly)
+    assert_equal(run_on("cpu", sampler, 12, plainly), once)
+    added = [int(found[-1][RING_NEXT]) for found in once]
+    assert added == sorted(set(added))
+    newest = [int(found[0].max()) for found in once]
+    assert newest[0] < newest[5] < newest[-1]
+    with pytest.raises(AssertionError):
+        assert_equal(once[:-1] + once[:1], once)
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_an_op_has_arguments_that_it_changes(name: str) -> None:
+    before, expected, got = (moved(arguments(name), "cpu") for _ in range(3))
+    getattr(load_backend("reference"), name)(*expected)
+    getattr(load_backend("cpu"), name)(*got)
+    assert_equal_arguments(got, expected)
+    with pytest.raises(AssertionError):
+        assert_equal_arguments(before, expected)
