@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from op_cases import COUNT, ON_DEVICE, arguments, assert_equal, moved, resolutions_of, window
+from op_cases import ALL_ANCHORS, COUNT, ON_DEVICE, arguments, assert_equal, moved, resolutions_of, window
 
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import (
@@ -48,6 +48,7 @@ def test_equals_the_reference(reference: Ops, cuda: Ops, name: str) -> None:
     assert_equal(got, expected)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("count", [33, 1100])
 def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> None:
     """A draw of nothing, adds that go round, a draw, an update: the sanitizers see all of its kernels."""

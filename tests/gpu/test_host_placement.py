@@ -189,6 +189,47 @@ def test_sampling_waits_for_nothing(expected: list[Batch], way: str) -> None:
             assert torch.equal(copy.cpu(), expected[9][name])
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_sample_and_update_return_within_a_millisecond(way: str) -> None:
+    """Behind a kernel that sleeps on the training stream, with batches prepared that need nothing behind it."""
+    skip_without(way)
+    with replay_of("cuda", {"way": way}, prefetch=2) as replay:
+        for _ in range(6):
+            batch = replay.sample()
+            replay.update_priorities(batch, batch["return_n"].abs())
+        torch.cuda.synchronize()
+        time.sleep(0.5)  # batches are prepared
+        torch.cuda._sleep(SLEEP)
+        taken: dict[str, list[float]] = {"sample": [], "update": []}
+        for _ in range(2):
+            begin = time.perf_counter()
+            batch = replay.sample()
+            taken["sample"].append(time.perf_counter() - begin)
+            td = batch["return_n"].abs()
+            begin = time.perf_counter()
+            replay.update_priorities(batch, td)
+            taken["update"].append(time.perf_counter() - begin)
+        behind = torch.cuda.Event()
+        behind.record()
+        assert not behind.query()
+        torch.cuda.synchronize()
+        assert max(map(max, taken.values())) < 1e-3, taken
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_priorities_of_a_gpu_give_the_batches_of_the_cpu(prefetch: int) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        with replay_of(device, prefetch=prefetch) as replay:
+            found.append([])
+            for _ in range(BATCHES):
+                batch = replay.sample()
+                found[-1].append(batch.clone().to("cpu"))
+                replay.update_priorities(batch, (batch.number % 13 + 1).to(torch.float64))
+    for got, batch in zip(found[1], found[0], strict=True):
+        assert_same(got, batch)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_ring_entry_is_not_written_before_its_user_has_read_it(
