@@ -191,7 +191,7 @@ def test_sampling_waits_for_nothing(expected: list[Batch], way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sample_and_update_return_within_a_millisecond(way: str) -> None:
-    """Behind a kernel that sleeps on the training stream, with batches prepared that need nothing behind it."""
+    """Behind a kernel that sleeps on the training stream, with batches prepared that need nothing of it."""
     skip_without(way)
     with replay_of("cuda", {"way": way}, prefetch=2) as replay:
         for _ in range(6):
@@ -224,7 +224,7 @@ def test_priorities_of_a_gpu_give_the_batches_of_the_cpu(prefetch: int) -> None:
             found.append([])
             for _ in range(BATCHES):
                 batch = replay.sample()
-                found[-1].append(batch.clone().to("cpu"))
+                found[-1].append(batch.clone())
                 replay.update_priorities(batch, (batch.number % 13 + 1).to(torch.float64))
     for got, batch in zip(found[1], found[0], strict=True):
         assert_same(got, batch)
