@@ -215,14 +215,7 @@ class DeviceReplay:
         Raises:
             SchemaError, ShapeError, DataError: As `add_`.
         """
-        named: dict[str, Tensor] = {}
-        for name, values in columns.items():
-            rows = self.schema[name].rows if name in self.table.columns else "1"
-            if rows == "T+1" and name in following:
-                named[name] = torch.stack([values, following[name]], 1)
-            else:
-                named[name] = values if rows == "1" else values.unsqueeze(1)
-        self.add_(named)
+        self.add_(self.table.as_trajectories(columns, following))
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Write columns of trajectories that this replica stores; what is elsewhere or gone is left out.

@@ -34,6 +34,7 @@ from deepspeed_gear.replay.relabelling import Relabelling
 from deepspeed_gear.replay.samplers import mixture_of, stream_specs, total_weight
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo, Turns
 from deepspeed_gear.replay.status import Status
+from deepspeed_gear.replay.stores import attach_tables
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.mixture import Mixture
@@ -211,7 +212,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         return setup.table_specs(config, plan.schemas, datasets, plan.fields, *more)
 
     specs = exchange.agree("the sizes of the tables", sizes)
-    tables, streams = setup.attach_tables(exchange, topology, config, plan.ops, specs, wanted)
+    tables, streams = attach_tables(exchange, topology, config, plan.ops, specs, wanted)
     status, links, watch = None, Links(), None
     made: list[BatchMaker] = []  # also where another rank fails to make its own
     try:

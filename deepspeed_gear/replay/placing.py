@@ -39,6 +39,7 @@ from deepspeed_gear.store.registration import (
     Registration,
     as_device_tensor,
     memory_span,
+    note_collect,
     plan,
     span_of,
 )
@@ -264,7 +265,7 @@ class Placing:
             if self._ops is None:
                 why = {"no kernels": next(iter(self._refused.values()), "staged is wanted")}
             text = "; ".join([self.way, *(f"{name}: {rule}" for name, rule in why.items())])
-            table.note_collect(self._registered.get(table.spec.name, 0), text)
+            note_collect(table, self._registered.get(table.spec.name, 0), text)
 
     # ---- batches ---------------------------------------------------------------------------------
 

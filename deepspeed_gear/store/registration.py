@@ -18,6 +18,8 @@ import torch
 
 from deepspeed_gear.store.memory import MADV_POPULATE_WRITE, SharedMemory
 from deepspeed_gear.store.native import address
+from deepspeed_gear.store.spec import NOTE_BYTES
+from deepspeed_gear.store.table import REGISTERED, Table
 
 MOST_CALL_BYTES = 1 << 30  # one call of 512 GiB fails on some drivers, and each holds the driver's lock
 PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
@@ -231,6 +233,21 @@ class Registration:
         while self.calls:
             if self._runtime.unregister(self.calls.pop().begin) != SUCCESS:
                 self._runtime.clear_error()
+
+
+def note_collect(table: Table, num_bytes: int, text: str) -> None:
+    """Write down in a store how this process's batches get to its device, for `gear doctor`.
+
+    Args:
+        table: Of the store.
+        num_bytes: Of it, that are registered.
+        text: The way, and why no more is registered.
+    """
+    encoded, peer = text.encode()[:NOTE_BYTES], table.memory.peer
+    note = table.views["collect"][peer]
+    note[:] = 0
+    note[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    table.peers[peer, REGISTERED] = num_bytes + 1
 
 
 def why_impossible() -> str:

@@ -259,6 +259,19 @@ class RingTable:
             )
         return count, steps
 
+    def as_trajectories(
+        self, columns: Mapping[str, Tensor], following: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return transitions as trajectories of one step. [E, *shape] -> [E, 1 or 2, *shape]."""
+        named: dict[str, Tensor] = {}
+        for name, values in columns.items():
+            rows = self.schema[name].rows if name in self.columns else "1"
+            if rows == "T+1" and name in following:
+                named[name] = torch.stack([values, following[name]], 1)
+            else:
+                named[name] = values if rows == "1" else values.unsqueeze(1)
+        return named
+
     def add_(
         self,
         columns: Mapping[str, Tensor],

@@ -17,8 +17,7 @@ import torch
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.columns import Columns, as_tensor, part_of
-from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.columns import Columns, as_tensor
 from deepspeed_gear.store.extents import (
     BORN,
     COMMITTED,
@@ -42,11 +41,12 @@ from deepspeed_gear.store.extents import (
     Extents,
     NativeExtents,
 )
+from deepspeed_gear.store.filling import derive_returns, fill
 from deepspeed_gear.store.layout import Layout, Region, read_header, write_header
 from deepspeed_gear.store.lock import StoreLock
 from deepspeed_gear.store.memory import SharedMemory
 from deepspeed_gear.store.native import open_store
-from deepspeed_gear.store.spec import NOTE_BYTES, RETURN_TO_GO, Shard, TableSpec, table_layout
+from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec, table_layout
 from deepspeed_gear.store.trajectory import as_numbers
 from deepspeed_gear.store.unfinished import Unfinished
 
@@ -134,7 +134,7 @@ class Table:
             if table.extents is not None:
                 table.extents.rebuild()
             if spec.dataset is not None:
-                table._load(spec.dataset)
+                fill(table, spec.dataset)
             write_header(memory.buffer, layout, nonce)
             table.claim_peer(0)
             return table
@@ -178,19 +178,6 @@ class Table:
         """Write down which process an index belongs to, for error texts."""
         self.peers[peer, [OLDEST_OPEN, REGISTERED]] = 0
         self.peers[peer, PEER_PID] = os.getpid()
-
-    def note_collect(self, registered_bytes: int, text: str) -> None:
-        """Write down how this process's batches get to its device, for `gear doctor`.
-
-        Args:
-            registered_bytes: Of the store, that CUDA reads in place.
-            text: The way, and why no more is registered.
-        """
-        encoded = text.encode()[:NOTE_BYTES]
-        note = self.views["collect"][self.memory.peer]
-        note[:] = 0
-        note[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        self.peers[self.memory.peer, REGISTERED] = registered_bytes + 1
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -331,7 +318,7 @@ class Table:
         first, steps = int(self.slots[slot, FIRST_ROW]), int(self.slots[slot, NUM_STEPS])
         for column in self.spec.schema:
             self._rows_of(column, slot, first, steps)[...] = arrays[column.name]
-        self._derive(np.array([[first, steps]], np.int64))
+        derive_returns(self, np.array([[first, steps]], np.int64))
 
     def commit(self, slot: int, born: int = 0) -> int:
         """Publish a reserved slot and return the new trajectory's id. Wants the lock.
@@ -375,7 +362,7 @@ class Table:
         if self.extents is not None:
             self.extents.rebuild()
         used = self.slots[self.slots[:, STATE] != FREE]
-        self._derive(np.ascontiguousarray(used[:, [FIRST_ROW, NUM_STEPS]]))
+        derive_returns(self, np.ascontiguousarray(used[:, [FIRST_ROW, NUM_STEPS]]))
 
     def _run_recoveries(self) -> None:
         self.control[RECOVERIES] += 1
@@ -393,7 +380,8 @@ class Table:
         self.control[NEXT_ID] = max(int(self.control[NEXT_ID]), behind)
         self.extents.rebuild()
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Derive the numbers of what is stored from the slots. Wants the lock."""
         committed = self.slots[:, STATE] == COMMITTED
         self.control[NUM_COMMITTED] = int(committed.sum())
         self.control[STEPS_COMMITTED] = int(self.slots[committed, NUM_STEPS].sum())
@@ -415,31 +403,6 @@ class Table:
             return Extents(*arguments)
         self.handle = open_store(native, self.spec, self.memory, views, self._columns)
         return NativeExtents(native, self.handle, *arguments)
-
-    def _load(self, dataset: Dataset) -> None:
-        """Fill the slots from the shard's part of a data set and, for an in-memory table, its columns."""
-        held, final = self.spec.held, 1 if dataset.schema.has_final_row else 0
-        first_rows = dataset.first_rows[held] - dataset.row_of(held.start)
-        lengths = dataset.lengths[held]
-        self.slots[:, GENERATION] = 1
-        self.slots[:, ID] = np.arange(held.start, held.stop) + dataset.first_id
-        self.slots[:, FIRST_ROW], self.slots[:, NUM_STEPS] = first_rows, lengths
-        self.slots[:, NUM_ROWS] = lengths + final
-        if self.spec.in_memory:
-            for column in dataset.schema:
-                np.copyto(self.columns[column.name], part_of(self.spec, column))
-        self.slots[:, STATE] = COMMITTED
-        self.control[NEXT_ID] = dataset.num_trajectories_of_whole
-        self._count()
-        self._derive(np.stack([first_rows, lengths], axis=1))
-
-    def _derive(self, extents: np.ndarray) -> None:
-        """Compute the returns-to-go of extents. [n, 2]: first row, steps. Cost: one pass over rewards."""
-        reward = self.spec.schema.role("reward")
-        if not self.spec.return_to_go or reward is None:
-            return
-        returns = torch.from_numpy(self.held(RETURN_TO_GO))
-        self.ops.suffix_sum_(returns, self.tensor(reward.name), torch.from_numpy(extents))
 
     def close(self) -> None:
         """Detach; the last process removes the store."""

@@ -23,7 +23,7 @@ from deepspeed_gear.cli.main import main
 from deepspeed_gear.cli.network import Pair
 from deepspeed_gear.cli.remote import read_hostfile
 from deepspeed_gear.errors import ConfigError, PeerError
-from deepspeed_gear.store.registration import why_impossible
+from deepspeed_gear.store.registration import note_collect, why_impossible
 
 GOOD: dict[str, Any] = {
     "boot_id": "boot",
@@ -145,8 +145,8 @@ def test_what_running_processes_have_registered_is_told(tmp_path: Path) -> None:
 
     def hold() -> None:
         with Replay(section) as replay:
-            replay.tables["main"].note_collect(
-                1 << 20, "direct; reward: gear.collect.register_bytes is used up"
+            note_collect(
+                replay.tables["main"], 1 << 20, "direct; reward: gear.collect.register_bytes is used up"
             )
             (tmp_path / "ready").touch()
             wait_until(lambda: (tmp_path / "end").exists(), "the end")

@@ -1,0 +1,161 @@
+"""The stores of a node: made by one of its ranks, attached to by the others, and without a name then."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_gear.config import GearConfig, WeightedSampler
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.parallel.watch import Watch
+from deepspeed_gear.replay.sizes import TRAIN
+from deepspeed_gear.replay.status import Status
+from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.selection.kinds import regions_of
+from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.memory import remove_garbage
+from deepspeed_gear.store.spec import TableSpec, table_layout
+from deepspeed_gear.store.table import Table
+
+NUM_ANSWERS = 64  # of can_sample() that are kept: so far may a rank be ahead of the slowest
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """How the store of one table comes to be on every rank of a node."""
+
+    spec: TableSpec
+    streams: list[StreamSpec]
+    meaning: dict[str, Any]
+    file_name: str
+    nonce: str
+    more: list[Region]
+
+    @property
+    def extra(self) -> list[Region]:
+        """What the streams and the ranks' status keep in the store."""
+        streams = [region for stream in self.streams for region in regions_of(stream, self.spec)]
+        return [*streams, *self.more]
+
+    def create(self, ops: Ops, config: GearConfig) -> tuple[Table, list[Stream]]:
+        """Make the store and give it its name."""
+        huge_pages = config.shared_memory.huge_pages
+        table = Table.create(
+            self.spec, self.extra, self.meaning, self.nonce, ops, config.timeout_s, huge_pages
+        )
+        try:
+            streams = [Stream(stream, table) for stream in self.streams]
+            for stream in streams:
+                stream.initialise()
+            table.memory.link(self.file_name)
+        except BaseException:
+            table.close()
+            raise
+        return table, streams
+
+    def attach(self, ops: Ops, config: GearConfig, peer: int) -> tuple[Table, list[Stream]]:
+        """Attach to the store that the node's first rank has made."""
+        layout = table_layout(self.spec, self.extra, self.meaning)
+        table = Table.attach(self.spec, self.file_name, layout, self.nonce, peer, ops, config.timeout_s)
+        return table, [Stream(stream, table) for stream in self.streams]
+
+
+def attach_tables(
+    exchange: Exchange,
+    topology: Topology,
+    config: GearConfig,
+    ops: Ops,
+    specs: list[TableSpec],
+    streams: Mapping[str, list[StreamSpec]],
+) -> tuple[dict[str, Table], dict[str, dict[str, Stream]]]:
+    """Create the node's stores on one rank and attach the others. Collective.
+
+    The names are taken away as soon as everybody is attached: whatever then happens, nothing stays behind.
+
+    Raises:
+        StoreFullError: There is no room in shared memory.
+    """
+    prefix = config.shared_memory.prefix
+    nonce = exchange.broadcast(secrets.token_hex(16))
+    if topology.leads_node:
+        remove_garbage(prefix)
+    tables: dict[str, Table] = {}
+    mine: dict[str, dict[str, Stream]] = {}
+    try:
+        for spec in specs:
+            more: list[Region] = []
+            if spec.name == config.sampled_tables[0]:
+                more += Status.regions(topology.num_peers)
+                more += [
+                    Region("questions/asked", "int64", (topology.num_peers,)),
+                    Region("questions/answers", "int64", (NUM_ANSWERS, 2)),
+                ]
+                more += Watch.regions(topology.num_peers) if topology.num_nodes > 1 else []
+            fingerprint = getattr(spec.dataset, "fingerprint", "")
+            train = {s.name: s.describe() for s in streams.get(spec.name, []) if s.name == TRAIN}
+            library = None if ops.native is None else ops.native.__file__
+            said = {"timeout_s": config.timeout_s, "backend": ops.name, "library": library}
+            plan = StorePlan(
+                spec,
+                streams.get(spec.name, []),
+                {
+                    "seed": config.seed,
+                    "fingerprint": fingerprint,
+                    **said,
+                    **train,
+                    **writing_of(config, spec),
+                },
+                f"{prefix}-{nonce}-{spec.name}",
+                nonce,
+                more,
+            )
+            _open_store(exchange, topology, config, ops, plan, tables, mine)
+    except BaseException:
+        for table in tables.values():
+            table.close()
+        raise
+    return tables, mine
+
+
+def _open_store(
+    exchange: Exchange,
+    topology: Topology,
+    config: GearConfig,
+    ops: Ops,
+    plan: StorePlan,
+    tables: dict[str, Table],
+    streams: dict[str, dict[str, Stream]],
+) -> None:
+    name = plan.spec.name
+
+    def keep(made: tuple[Table, list[Stream]]) -> None:
+        tables[name] = made[0]
+        streams[name] = {stream.spec.name: stream for stream in made[1]}
+
+    def create() -> None:
+        if topology.leads_node:
+            keep(plan.create(ops, config))
+
+    def attach() -> None:
+        if not topology.leads_node:
+            keep(plan.attach(ops, config, topology.peer))
+
+    exchange.agree(f"creating the store of table {name}", create)
+    exchange.agree(f"attaching to the store of table {name}", attach)
+    if topology.leads_node and not plan.spec.num_writers:
+        tables[name].memory.unlink()
+
+
+def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
+    """Return what processes that only write must know of a table."""
+    if spec.dataset is not None:
+        return {}
+    table, sampler = config.resolved_tables[spec.name], config.item_sampler
+    weight = sampler.weight if isinstance(sampler, WeightedSampler) else None
+    timeout_s = config.timeout_s if table.rate is None else table.rate.timeout_s
+    return {"writing": {"max_length": table.max_length, "weight": weight, "timeout_s": timeout_s}}

@@ -1,0 +1,50 @@
+"""A table that holds a data set: its slots, columns and returns-to-go, before it gets its name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from deepspeed_gear.ops.constants import (
+    COMMITTED,
+    SLOT_FIRST_ROW,
+    SLOT_GENERATION,
+    SLOT_ID,
+    SLOT_NUM_ROWS,
+    SLOT_NUM_STEPS,
+    SLOT_STATE,
+)
+from deepspeed_gear.store.columns import part_of
+from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.extents import NEXT_ID
+from deepspeed_gear.store.spec import RETURN_TO_GO
+
+if TYPE_CHECKING:
+    from deepspeed_gear.store.table import Table
+
+
+def fill(table: Table, dataset: Dataset) -> None:
+    """Fill a table's slots from its part of a data set and, in memory, its columns, in one pass."""
+    spec, slots, held = table.spec, table.slots, table.spec.held
+    first_rows, lengths = dataset.first_rows[held] - dataset.row_of(held.start), dataset.lengths[held]
+    slots[:, SLOT_GENERATION] = 1
+    slots[:, SLOT_ID] = np.arange(held.start, held.stop) + dataset.first_id
+    slots[:, SLOT_FIRST_ROW], slots[:, SLOT_NUM_STEPS] = first_rows, lengths
+    slots[:, SLOT_NUM_ROWS] = lengths + int(dataset.schema.has_final_row)
+    if spec.in_memory:
+        for column in dataset.schema:
+            np.copyto(table.columns[column.name], part_of(spec, column))
+    slots[:, SLOT_STATE] = COMMITTED
+    table.control[NEXT_ID] = dataset.num_trajectories_of_whole
+    table.count()
+    derive_returns(table, np.stack([first_rows, lengths], axis=1))
+
+
+def derive_returns(table: Table, extents: np.ndarray) -> None:
+    """Compute the returns-to-go of extents. [n, 2]: first row, steps. Cost: one pass over their rewards."""
+    reward = table.spec.schema.role("reward")
+    if table.spec.return_to_go and reward is not None:
+        returns = torch.from_numpy(table.held(RETURN_TO_GO))
+        table.ops.suffix_sum_(returns, table.tensor(reward.name), torch.from_numpy(extents))
