@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -35,14 +36,33 @@ def cpu() -> Ops:
 
 
 @pytest.fixture(scope="session")
-def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> Ops:
-    """The CUDA kernels and their binding, run by the CPU lane by lane (`tests/host/cuda_runtime.h`)."""
+def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The CUDA kernels and their binding, built for the CPU (`tests/host/cuda_runtime.h`)."""
     if toolchain.missing_tools():
         pytest.skip(", ".join(toolchain.missing_tools()))
-    library = build_kernels_for_host(tmp_path_factory.mktemp("kernels_on_host"))
-    torch.ops.load_library(library)
+    return build_kernels_for_host(tmp_path_factory.mktemp("kernels_on_host"))
+
+
+@pytest.fixture(scope="session")
+def kernels_on_host(host_library: Path) -> Ops:
+    """The CUDA kernels and their binding, run by the CPU lane by lane."""
+    torch.ops.load_library(host_library)
     ops = {name: getattr(torch.ops.gear_on_host, name).default for name in ALL_NAMES}
     return Ops("kernels on the host", **ops)
+
+
+@pytest.fixture
+def launched(host_library: Path, kernels_on_host: Ops) -> Callable[[], list[int]]:
+    """Give the blocks of each launch of kernels on the host since the last call."""
+    count = ctypes.CDLL(str(host_library)).gear_host_launched
+    count.restype, count.argtypes = ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_size_t]
+
+    def take() -> list[int]:
+        blocks = (ctypes.c_uint * 1000)()
+        return list(blocks[: count(blocks, len(blocks))])
+
+    take()
+    return take
 
 
 @pytest.fixture(

@@ -151,6 +151,47 @@ def test_rows_at_any_address(reference: Ops, cuda: Ops, elements: int, shift: in
     assert torch.equal(out.cpu(), expected)
 
 
+@pytest.mark.parametrize("elements", [1, 11, 61, 7056])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.uint8, torch.float32),
+        (torch.uint8, torch.bfloat16),
+        (torch.int16, torch.float64),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float16),
+    ],
+)
+def test_converted_rows_at_any_address(
+    reference: Ops, cuda: Ops, source: torch.dtype, target: torch.dtype, elements: int
+) -> None:
+    """Vectors of a lane, with and without shift and gain, by one launch and by short ones of few blocks."""
+    torch.manual_seed(elements)
+    samples = (20 << 20) // (9 * elements * source.itemsize) if elements > 1000 else 700
+    resolutions, order = resolutions_of(samples, slots=10), torch.randperm(samples)
+    rows, spec = torch.randint(-99, 99, (400, elements)).to(source), window(torch.zeros(1, elements), -4, 9)
+    wide = torch.float64 if torch.float64 in (source, target) else torch.float32
+    scale = torch.rand(2, elements, dtype=wide)
+
+    def gather(ops: Ops, device: str, start: int, threads: int, shift: Tensor, gain: Tensor) -> list[Tensor]:
+        column, out = (
+            torch.zeros(start + size, dtype=dtype, device=device)[start:]
+            for size, dtype in ((rows.numel(), source), (samples * 9 * elements, target))
+        )
+        column.view(rows.shape).copy_(rows)
+        out, mask = out.view(samples, 9, elements), torch.zeros(samples, 9, dtype=torch.bool, device=device)
+        counters = torch.zeros(3, dtype=torch.int64, device=device)
+        lists = [column.view(rows.shape)], [shift.to(device)], [gain.to(device)]
+        places = resolutions.to(device), None, spec, [7.0], threads, order.to(device)
+        ops.gather_([out], [mask], counters, *lists, *places)
+        return [out, mask, counters]
+
+    for shift, gain in (scale, scale[:, :1].contiguous(), scale[:, :0].contiguous()):
+        expected = gather(reference, "cpu", 0, 1, shift, gain)
+        for start, threads in ((0, 1), (1, 32), (3, 4)):
+            assert_equal(gather(cuda, DEVICE, start, threads, shift, gain), expected)
+
+
 @pytest.mark.parametrize("k", [1, 1000, 5000])
 @pytest.mark.parametrize("values", [1 << 20, 4])
 def test_the_highest_of_many(cuda: Ops, values: int, k: int) -> None:

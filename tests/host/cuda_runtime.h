@@ -100,11 +100,22 @@ inline bool RunWarp(Warp* running) {
   }
 }
 
+inline std::vector<unsigned> launched;  // blocks of each launch
+
+// Gives the blocks of the first `most` launches since the last call. Returns how many there were.
+extern "C" __attribute__((used)) inline size_t gear_host_launched(unsigned* blocks, size_t most) {
+  const size_t count = launched.size();
+  for (size_t i = 0; i < count && i < most; ++i) blocks[i] = launched[i];
+  launched.clear();
+  return count;
+}
+
 // Blocks, warps and lanes run from the last to the first: what relies on their order shows.
 template <typename Body>
 void Launch(unsigned blocks, int threads, const Body& body) {
   static std::vector<std::unique_ptr<Warp>> warps;  // kept: their stacks are large
   const size_t num_warps = static_cast<size_t>((threads + kLanes - 1) / kLanes);
+  launched.push_back(blocks);
   gridDim.x = blocks;
   blockDim.x = static_cast<unsigned>(threads);
   for (unsigned block = blocks; block-- > 0;) {
@@ -180,6 +191,11 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 [[noreturn]] inline void __trap() { throw gear_host::Trap(); }
+
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
+}
 
 template <typename T>
 T __ldcs(const T* from) {

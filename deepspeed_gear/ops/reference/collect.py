@@ -128,7 +128,7 @@ def gather_(
         n_steps: What a field with `after_n_step` adds to its offset. [B], int64.
         spec: `FIELD_INTS` integers for every field.
         pad_values: Every field's padding, in units of its output.
-        threads: Not used here. Of the host; on a GPU, above 1: the most blocks of each field.
+        threads: Not used here. Of the host; on a GPU, above 1: the most blocks of a launch, then short.
         order: The order in which samples are taken, each index once; it changes the time alone. [B], int64.
     Raises:
         ShapeError: A row that is read lies outside its column, a part outside its window, there is no

@@ -1,5 +1,6 @@
-// Collection: one launch for all fields of a batch. Every field has blocks of its own, and in them
-// a team of lanes for each window.
+// Collection: one launch for all fields of a batch, or several, for samples in turn, where blocks
+// are to be few and soon gone. Every field has blocks of its own, and in them a team of lanes for
+// each window.
 #include "cuda/gather.h"
 
 #include "cuda/launch.h"
@@ -8,6 +9,11 @@ namespace gear::cuda {
 namespace {
 
 inline constexpr int kMostFields = 16;  // of a launch
+
+// What a launch of few blocks moves: it is through in 0.1 to 0.2 ms at the 35 to 50 GB/s of PCIe 5,
+// and then its multiprocessors are free for others. Of eight windows at least, however large: each
+// may keep 16 KiB of reads under way, and the bus needs 75 KB.
+inline constexpr int64_t kLaunchBytes = 6 << 20, kFewestSamples = 8;
 
 // How the elements of a field get into the batch.
 enum Kind : int { kComputes = 0, kCopies1, kCopies2, kCopies4, kCopies8, kConverts };
@@ -26,7 +32,8 @@ struct Batch {
   const Resolution* resolutions;
   const int64_t* n_steps;
   const int64_t* order;
-  int64_t count;
+  int64_t count;        // of all samples
+  int64_t first, last;  // of the order, that this launch takes
   uint64_t* counters;
   uint64_t rows, bytes;  // that the tasks write
 };
@@ -50,7 +57,7 @@ __device__ uint64_t Compute(const Batch& batch, const Task& task, int64_t thread
   const Field& field = task.field;
   const int64_t length = field.part.count;
   uint64_t real = 0;
-  for (int64_t i = thread; i < batch.count * length; i += threads) {
+  for (int64_t i = batch.first * length + thread; i < batch.last * length; i += threads) {
     const int64_t sample = SampleAt(batch, i / length), t = i % length;
     const Resolution r = batch.resolutions[sample];
     const Span span =
@@ -68,53 +75,68 @@ __device__ uint64_t Compute(const Batch& batch, const Task& task, int64_t thread
   return real;
 }
 
-// The pairs that IsConversion admits; others never come here.
-template <typename From>
-__device__ void ConvertFrom(const Task& task, const Read& read, Lane lane) {
-  const auto write = [&](auto elements) {
-    ConvertWindow<decltype(elements)>(task.field, read, lane);
-    PadWindow<decltype(elements)>(task.field, task.pad, read, lane);
-  };
+// Calls `body` with the types of a conversion: the pairs that IsConversion admits; others never
+// come here.
+template <typename From, typename Body>
+__device__ void WithTarget(const Field& field, const Body& body) {
   if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
-    if (task.field.to == kInt64) return write(ConvertedElements<From, int64_t>{});
+    if (field.to == kInt64) return body(ConvertedElements<From, int64_t>{});
   }
   if constexpr (std::is_integral_v<From> && sizeof(From) <= 2) {
-    if (task.field.to == kInt32) return write(ConvertedElements<From, int32_t>{});
+    if (field.to == kInt32) return body(ConvertedElements<From, int32_t>{});
   }
-  switch (task.field.to) {
+  switch (field.to) {
     case kFloat16:
-      return write(ConvertedElements<From, Half>{});
+      return body(ConvertedElements<From, Half>{});
     case kBfloat16:
-      return write(ConvertedElements<From, Bfloat>{});
+      return body(ConvertedElements<From, Bfloat>{});
     case kFloat32:
-      return write(ConvertedElements<From, float>{});
+      return body(ConvertedElements<From, float>{});
     case kFloat64:
-      return write(ConvertedElements<From, double>{});
+      return body(ConvertedElements<From, double>{});
   }
 }
 
-__device__ void Convert(const Task& task, const Read& read, Lane lane) {
-  switch (task.field.from) {
+template <typename Body>
+__device__ void WithTypes(const Field& field, const Body& body) {
+  switch (field.from) {
     case kBool:
     case kUint8:
-      return ConvertFrom<uint8_t>(task, read, lane);
+      return WithTarget<uint8_t>(field, body);
     case kInt8:
-      return ConvertFrom<int8_t>(task, read, lane);
+      return WithTarget<int8_t>(field, body);
     case kInt16:
-      return ConvertFrom<int16_t>(task, read, lane);
+      return WithTarget<int16_t>(field, body);
     case kInt32:
-      return ConvertFrom<int32_t>(task, read, lane);
+      return WithTarget<int32_t>(field, body);
     case kInt64:
-      return ConvertFrom<int64_t>(task, read, lane);
+      return WithTarget<int64_t>(field, body);
     case kFloat16:
-      return ConvertFrom<Half>(task, read, lane);
+      return WithTarget<Half>(field, body);
     case kBfloat16:
-      return ConvertFrom<Bfloat>(task, read, lane);
+      return WithTarget<Bfloat>(field, body);
     case kFloat32:
-      return ConvertFrom<float>(task, read, lane);
+      return WithTarget<float>(field, body);
     case kFloat64:
-      return ConvertFrom<double>(task, read, lane);
+      return WithTarget<double>(field, body);
   }
+}
+
+// Pads first: what that knows of the window need not be kept while the run is converted. The types
+// are told apart for each unit, so that the code that reads is there once for all of them; all
+// lanes of a block have one field, so they go the same way.
+__device__ void Convert(const Task& task, const Read& read, Lane lane) {
+  const Field& field = task.field;
+  WithTypes(field,
+            [&](auto elements) { PadWindow<decltype(elements)>(field, task.pad, read, lane); });
+  const auto write = [&](uint4 unit, char* to, int first, int count, int scale) {
+    WithTypes(field, [&](auto elements) {
+      using Elements = decltype(elements);
+      auto* elements_to = reinterpret_cast<typename Elements::To*>(to);
+      Elements::Unit(field, unit, elements_to, first, count, scale);
+    });
+  };
+  ConvertWindow(field, task.held, read, lane, write);
 }
 
 __device__ void Write(const Task& task, const Read& read, Lane lane) {
@@ -149,7 +171,7 @@ __device__ uint64_t Collect(const Batch& batch, const Task& task, int64_t thread
   const Lane lane{static_cast<int>(threadIdx.x) & (task.team - 1), task.team};
   const int64_t length = field.part.count;
   uint64_t real = 0;
-  for (int64_t k = thread / task.team; k < batch.count; k += threads / task.team) {
+  for (int64_t k = batch.first + thread / task.team; k < batch.last; k += threads / task.team) {
     const int64_t sample = SampleAt(batch, k);
     const Resolution r = batch.resolutions[sample];
     if (IsNoSample(r)) {
@@ -165,12 +187,12 @@ __device__ uint64_t Collect(const Batch& batch, const Task& task, int64_t thread
     }
     const Span& span = read.span;
     Require(IsInside(read.first_row, span, length, field.pad, task.held));
-    Write(task, read, lane);
     const int64_t rows = span.end - span.begin;
     if (field.mask != nullptr)
       for (int64_t t = lane.index; t < length; t += lane.team)
         field.mask[sample * length + t] = t >= span.place && t < span.place + rows;
     if (lane.index == 0) real += static_cast<uint64_t>(rows);
+    Write(task, read, lane);
   }
   return real;
 }
@@ -231,14 +253,63 @@ int KindOf(const Field& field) {
   return bytes == 1 ? kCopies1 : bytes == 2 ? kCopies2 : bytes == 4 ? kCopies4 : kCopies8;
 }
 
-Task TaskOf(const Field& field, int64_t held, int64_t count, int64_t most_blocks,
-            unsigned first_block) {
+// Bytes that a sample's window moves: what is read of its column, or written where nothing is.
+int64_t BytesOf(const Field& field) {
+  const int64_t each = cpu::IsComputed(field.source) ? field.to_bytes : SizeOf(field.from);
+  return field.part.count * field.elements * each;
+}
+
+int64_t BytesOf(const Field* fields, int num_fields) {
+  int64_t bytes = 0;
+  for (int f = 0; f < num_fields; ++f) bytes += BytesOf(fields[f]);
+  return bytes;
+}
+
+Task TaskOf(const Field& field, int64_t held) {
   const int kind = KindOf(field);
-  const int team = TeamOf(field.part.count * field.elements * field.to_bytes, kThreads);
-  const int64_t threads = count * (kind == kComputes ? field.part.count : team);
-  unsigned blocks = Blocks(threads);
-  if (most_blocks > 0) blocks = static_cast<unsigned>(Min(int64_t{blocks}, most_blocks));
-  return {field, held, PadOf(field), kind, team, first_block, blocks};
+  const int64_t elements = field.part.count * field.elements;
+  if (kind == kConverts && Max(elements, field.period) > kMostConverted)
+    throw std::runtime_error("gear: a window that is converted must have fewer elements");
+  return {field, held, PadOf(field), kind, TeamOf(BytesOf(field), kThreads), 0, 0};
+}
+
+// Samples of a launch: all, or those of about kLaunchBytes where blocks are to be few. Launches are
+// of about equal size then.
+int64_t SamplesOf(int64_t count, int64_t bytes, int64_t most_blocks) {
+  if (most_blocks == 0) return count;
+  const int64_t most = Max(kLaunchBytes / Max<int64_t>(bytes, 1), kFewestSamples);
+  const int64_t launches = (count + most - 1) / most;
+  return (count + launches - 1) / launches;
+}
+
+// Most blocks of a field: one, and its share of the others by the bytes that it moves.
+int64_t ShareOf(int64_t bytes, int64_t all_bytes, int64_t most_blocks, int num_fields) {
+  const auto others = static_cast<double>(Max<int64_t>(most_blocks - num_fields, 0));
+  const double share = static_cast<double>(bytes) / static_cast<double>(Max<int64_t>(all_bytes, 1));
+  return 1 + static_cast<int64_t>(others * share);
+}
+
+// Launches the samples [batch->first, batch->last) of the order.
+void Launch(Batch* batch, int64_t bytes, int64_t most_blocks, void* stream) {
+  const int64_t samples = batch->last - batch->first;
+  unsigned blocks = 0;
+  batch->rows = batch->bytes = 0;
+  for (int t = 0; t < batch->num_tasks; ++t) {
+    Task& task = batch->tasks[t];
+    const Field& field = task.field;
+    task.first_block = blocks;
+    task.num_blocks = Blocks(samples * (task.kind == kComputes ? field.part.count : task.team));
+    if (most_blocks > 0) {
+      const int64_t most = ShareOf(BytesOf(field), bytes, most_blocks, batch->num_tasks);
+      task.num_blocks = static_cast<unsigned>(Min<int64_t>(task.num_blocks, most));
+    }
+    blocks += task.num_blocks;
+    batch->rows += static_cast<uint64_t>(samples * field.part.count);
+    batch->bytes +=
+        static_cast<uint64_t>(samples * field.part.count * field.elements * field.to_bytes);
+  }
+  GatherKernel<<<blocks, kThreads, 0, AsStream(stream)>>>(*batch);
+  CheckLaunch("Gather");
 }
 
 }  // namespace
@@ -255,17 +326,14 @@ void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
     batch.order = order;
     batch.count = count;
     batch.counters = reinterpret_cast<uint64_t*>(counters);
-    unsigned blocks = 0;
-    for (int t = 0; t < batch.num_tasks; ++t) {
-      const Field& field = fields[first + t];
-      batch.tasks[t] = TaskOf(field, held[first + t], count, most_blocks, blocks);
-      blocks += batch.tasks[t].num_blocks;
-      batch.rows += static_cast<uint64_t>(count * field.part.count);
-      batch.bytes +=
-          static_cast<uint64_t>(count * field.part.count * field.elements * field.to_bytes);
+    for (int t = 0; t < batch.num_tasks; ++t)
+      batch.tasks[t] = TaskOf(fields[first + t], held[first + t]);
+    const int64_t bytes = BytesOf(fields + first, batch.num_tasks);
+    const int64_t samples = SamplesOf(count, bytes, most_blocks);
+    for (; batch.first < count; batch.first = batch.last) {
+      batch.last = Min(batch.first + samples, count);
+      Launch(&batch, bytes, most_blocks, stream);
     }
-    GatherKernel<<<blocks, kThreads, 0, AsStream(stream)>>>(batch);
-    CheckLaunch("Gather");
   }
 }
 

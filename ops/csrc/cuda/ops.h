@@ -79,8 +79,9 @@ void NStepReturn(const NStep& n_step, int64_t num_rows, const Resolution* resolu
 
 // Collects all samples of all fields, in launches of up to 16 fields. `held`: rows of each column.
 // `order`: the samples in the order in which they are taken, or null; each is in it once.
-// `most_blocks`: of each field; 0: as many as there is work for. counters += real rows, rows,
-// bytes.
+// `most_blocks`: of a launch; its fields share them by their bytes, with one each at least, and
+// launches are short, for some samples each. 0: as many as there is work for, for all samples at
+// once. counters += real rows, rows, bytes.
 void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
             const Resolution* resolutions, const int64_t* n_steps, const int64_t* order,
             int64_t count, int64_t most_blocks, int64_t* counters, void* stream);

@@ -1,0 +1,103 @@
+"""How the kernel that collects is launched: few blocks that its fields share, for a range of samples each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from gather_support import NONE, Field, SameBits, check, gather, random_bits
+
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import SOURCE_TIMESTEP
+
+Launched = Callable[[], list[int]]
+LAUNCH_BYTES = 6 << 20  # as gather.cu
+ROWS = 400
+
+
+def resolutions_of(count: int, steps: int) -> torch.Tensor:
+    """Samples of trajectories of `steps` steps that begin anywhere."""
+    first, rest = torch.randint(0, ROWS - steps, (count,)), torch.zeros(count, dtype=torch.int64)
+    fixed = [torch.full((count,), value) for value in (steps, steps // 2)]
+    return torch.stack((rest, rest, rest, first, *fixed, rest, rest), dim=1)
+
+
+def fields_of_some_sizes() -> list[Field]:
+    return [
+        Field(random_bits(torch.uint8, ROWS, 7056), offset=-8, length=16, mask=0, dtype=torch.bfloat16),
+        Field(random_bits(torch.float32, ROWS, 1000), offset=-3, length=10, pad="edge"),
+        Field(random_bits(torch.float32, ROWS, 3), offset=-3, length=10, after_n_step=1, mask=1),
+        Field(NONE, SOURCE_TIMESTEP, -3, 10, dtype=torch.int64),
+    ]
+
+
+BYTES = 16 * 7056 + 10 * 4000 + 10 * 12 + 10 * 8  # that a sample of these moves
+
+
+@pytest.mark.parametrize("most", [2, 5, 32])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_samples_are_cut_into_launches_of_few_blocks(
+    reference: Ops, kernels_on_host: Ops, launched: Launched, same_bits: SameBits, most: int, is_ordered: bool
+) -> None:
+    torch.manual_seed(most)
+    count = 100
+    fields, resolutions, n_steps = (
+        fields_of_some_sizes(),
+        resolutions_of(count, 12),
+        torch.randint(0, 3, (count,)),
+    )
+    order = torch.randperm(count) if is_ordered else None
+    expected = gather(reference, fields, resolutions, n_steps)
+    got = gather(kernels_on_host, fields, resolutions, n_steps, most, order)
+    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+    launches = launched()
+    assert len(launches) == -(-count // (LAUNCH_BYTES // BYTES)) == 3
+    assert all(len(fields) <= blocks <= max(most, len(fields)) for blocks in launches)
+
+
+def test_fields_share_the_blocks_by_their_bytes(kernels_on_host: Ops, launched: Launched) -> None:
+    fields, resolutions = fields_of_some_sizes(), resolutions_of(30, 12)
+    shares = {}
+    for most in (8, 32):
+        gather(kernels_on_host, fields, resolutions, torch.zeros(30, dtype=torch.int64), most)
+        shares[most] = launched()
+    # One each, and of the others 73% and 26%; no more than a block for each of the 30 windows.
+    assert shares == {8: [4 + 2 + 1], 32: [4 + 20 + 7]}
+
+
+def test_large_windows_are_launched_eight_at_once(kernels_on_host: Ops, launched: Launched) -> None:
+    """A launch of fewer would not keep enough reads under way."""
+    field = Field(random_bits(torch.uint8, ROWS, 7056), offset=-150, length=300)
+    gather(kernels_on_host, [field], resolutions_of(17, 300), None, 32)
+    assert launched() == [6, 6, 5]
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_without_a_bound_all_is_one_launch(
+    reference: Ops, kernels_on_host: Ops, launched: Launched, same_bits: SameBits, threads: int
+) -> None:
+    fields, resolutions = fields_of_some_sizes(), resolutions_of(100, 12)
+    n_steps = torch.zeros(100, dtype=torch.int64)
+    check(reference, kernels_on_host, same_bits, fields, resolutions, n_steps, threads)
+    teams = [100, 100, 100 * 4 // 256 + 1, 100 * 10 // 256 + 1]
+    assert launched() == [sum(teams)]
+
+
+@pytest.mark.parametrize("num_fields", [16, 17])
+def test_each_launch_of_many_fields_has_the_blocks(
+    reference: Ops, kernels_on_host: Ops, launched: Launched, same_bits: SameBits, num_fields: int
+) -> None:
+    columns = [random_bits(torch.float32, ROWS, 1 + i % 5) for i in range(num_fields)]
+    fields = [Field(column, offset=-1, length=3, mask=i) for i, column in enumerate(columns)]
+    check(reference, kernels_on_host, same_bits, fields, resolutions_of(70, 9), None, 4)
+    assert launched() == [16, 2][: 1 + (num_fields > 16)]
+
+
+def test_an_order_is_checked_in_every_launch(kernels_on_host: Ops) -> None:
+    fields, resolutions = fields_of_some_sizes()[:1], resolutions_of(100, 12)
+    for place in (0, 60, 99):
+        order = torch.arange(100)
+        order[place] = 100
+        with pytest.raises(RuntimeError, match="leads outside"):
+            gather(kernels_on_host, fields, resolutions, None, 8, order)
