@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from op_cases import ALL_ANCHORS, COUNT, ON_DEVICE, arguments, assert_equal, moved, resolutions_of, window
+from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import (
