@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.errors import GearError, PeerError, StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import (
     DRAWABLE,
@@ -78,6 +78,15 @@ class DeviceCut:
             StoreError: No replica has an item with a mass; on every rank.
             PeerError, LostNodeError: The replicas stand at different batches, or one does not answer in time.
         """
+        try:
+            self._select(records, weights)
+        except GearError:  # on every rank, or somebody is lost
+            raise
+        except Exception as error:
+            self._peers.abandon(error)
+            raise
+
+    def _select(self, records: Tensor, weights: Tensor) -> None:
         parts = self._meet()
         key, first = parts[0][_BATCH:]
         totals = torch.tensor([part[_TOTAL] for part in parts])

@@ -51,6 +51,7 @@ class DevicePeers:
         self._order = sorted(range(size), key=lambda rank: _inside_first(self.places[rank]))
         ranks = [self._link.ranks[rank] for rank in self._order]
         self._transport = Transport(ranks, device, is_shared, timeout_s + GRACE_S, "tables")
+        self._transport.guard = self._link.naming_the_lost
 
     def open(self) -> None:
         """Make the groups. Collective."""
@@ -89,8 +90,7 @@ class DevicePeers:
             LostNodeError: A rank does not answer in time. (NCCL ends the process instead, as its own
                 watchdog does.)
         """
-        with self._link.naming_the_lost():
-            return self._transport.swap(rows, self._for_twins(outgoing), self._for_twins(coming))
+        return self._transport.swap(rows, self._for_twins(outgoing), self._for_twins(coming))
 
     def tell_all(self, rows: Tensor, outgoing: Sequence[int], coming: Sequence[int]) -> Tensor:
         """Send all ranks of each replica its rows, if this rank is the one that reports for its own.
@@ -106,8 +106,7 @@ class DevicePeers:
         """
         copies = len(self.places) // len(outgoing)
         reporters = [coming[place.data_rank] if place.reports else 0 for place in self._places_in_order]
-        with self._link.naming_the_lost():
-            return self._transport.swap(rows.repeat(copies, 1), list(outgoing) * copies, reporters)
+        return self._transport.swap(rows.repeat(copies, 1), list(outgoing) * copies, reporters)
 
     def gather(self, words: Tensor) -> Tensor:
         """Return the same words of the twin in each replica. [n] -> [R, n].
@@ -115,10 +114,13 @@ class DevicePeers:
         Raises:
             LostNodeError: As `swap`.
         """
-        with self._link.naming_the_lost():
-            every = self._transport.gather(words)
+        every = self._transport.gather(words)
         ours = [i for i, place in enumerate(self._places_in_order) if _is_twin(place, self.place)]
         return every[ours[0] : ours[-1] + 1]
+
+    def abandon(self, error: Exception) -> None:
+        """Take no further part: an error keeps this rank from what the others wait in."""
+        self._link.abandon(error)
 
     @property
     def _places_in_order(self) -> list[Place]:

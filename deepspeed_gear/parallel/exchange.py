@@ -111,7 +111,7 @@ def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float, backend: str = 
         timeout_s: Of its operations, in seconds.
         backend: Of torch.distributed.
     """
-    known = ranks, purpose, timeout_s
+    known = ranks, purpose, timeout_s, backend
     world, group = _groups.get(known, (None, None))
     if not _groups:
         atexit.register(time.sleep, EXIT_PAUSE_S)

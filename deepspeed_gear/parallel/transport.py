@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class Transport:
         self._order = sorted(range(len(self._ranks)), key=self._ranks.__getitem__)
         self._places = [self._order.index(rank) for rank in range(len(self._ranks))]
         self._group: Any = None
+        #: Around every collective, and nothing else.
+        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def count(self) -> int:
@@ -50,7 +53,8 @@ class Transport:
         """Return the same tensor of every rank. [n] -> [S, n]."""
         given = self._out(words).contiguous()
         found = [torch.empty_like(given) for _ in self._ranks]
-        dist.all_gather(found, given, group=self._group)
+        with self.guard():
+            dist.all_gather(found, given, group=self._group)
         return self._back(torch.stack([found[place] for place in self._places]))
 
     def swap(self, rows: Tensor, outgoing: Sequence[int], coming: Sequence[int]) -> Tensor:
@@ -66,9 +70,12 @@ class Transport:
         sent = self._out(self._permuted(rows, outgoing, self._order))
         found = sent.new_empty((sum(coming), *sent.shape[1:]))
         got, given = ([counts[rank] for rank in self._order] for counts in (coming, outgoing))
-        dist.all_to_all_single(found, sent.contiguous(), got, given, group=self._group)
+        sent = sent.contiguous()
+        with self.guard():
+            dist.all_to_all_single(found, sent, got, given, group=self._group)
         return self._back(self._permuted(found, got, self._places))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def broadcast(self, values: Tensor, source: int) -> None:
         """Give every rank the values of one of them, in place. Can be captured where it is NCCL's."""
         there = self._out(values)

@@ -189,6 +189,7 @@ class Contents:
         content.clear(target, self._streams_of(target))
 
     def _table(self, name: str | None) -> Table:
+        self._check_open()
         known = ", ".join(self.tables)
         if name is None and len(self.config.sampled_tables) > 1:
             raise ConfigError("table", "must be given where there are several", None, f"one of {known}")
@@ -202,6 +203,7 @@ class Contents:
 
     @property
     def _sampled(self) -> list[Table]:
+        self._check_open()
         return [self.tables[name] for name in self.config.sampled_tables]
 
     def __len__(self) -> int:

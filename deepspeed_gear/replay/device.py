@@ -17,6 +17,7 @@ from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
+    ShapeError,
     StoreError,
 )
 from deepspeed_gear.ops.constants import (
@@ -261,6 +262,9 @@ class DeviceReplay:
         sampler = self.config.item_sampler
         if not isinstance(sampler, PrioritizedSampler):
             raise ConfigError("gear.sampler.kind", 'must be "prioritized"', sampler.kind)
+        if priorities.dim() == 2 and self.batch_info.sequence_world > 1:
+            rule = "must have shape [B] where ranks share the time axis"
+            raise ShapeError("priorities", rule, list(priorities.shape), "reduce them over these ranks")
         if not isinstance(batch, DeviceBatch):
             rule = "must be from this replay's sample or new_batch, and no clone"
             raise DataError("batch", rule, type(batch).__name__)
@@ -367,15 +371,18 @@ class DeviceReplay:
             raise StoreError("the state", rule, at, "use the other micro batches first")
 
     def clear(self) -> None:
-        """Take everything out that was added.
+        """Take everything out that was added, here; where replicas draw together, between two global batches.
 
         Raises:
-            StoreError: The table holds a data set.
+            StoreError: The table holds a data set, or some micro batches of a global batch wait.
         """
         self._check_changes()
+        if self._sharing.is_joint:
+            self._check_between()  # what waits are reports for others too
+        else:
+            self._feed.begin_anew()
         self.table.clear()
         self._is_filled = False
-        self._feed.begin_anew()
 
     def _check_filled(self) -> None:
         self._check_open()

@@ -58,6 +58,7 @@ class Feed:
         status: Turns of the ranks that train together; None: there are none, or an engine takes them.
         turns: How many there are in a global batch: one for each micro batch, or one behind the last.
         check: Raises if a rank of any node is lost.
+        late: Raises what was wrong with reports of this rank.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Feed:
         status: Status | None = None,
         turns: Literal["micro", "global"] = "micro",
         check: Callable[[], None] = lambda: None,
+        late: Callable[[], None] = lambda: None,
     ) -> None:
+        self._late = late
         self._tables, self._streams, self._mixture = config.sampled_tables, streams, mixture
         self._prefetch, self._verify_every = config.prefetch, config.verify_every
         self._maker, self._info, self._data_rank, self._metrics = maker, info, data_rank, metrics
@@ -154,6 +157,7 @@ class Feed:
     def _made(self, key: int) -> Made:
         self._ask(key)
         try:
+            self._late()
             return self._prepared() if self._prefetch else self._make(self._used)
         except Exception as error:
             if isinstance(error, StoreError) and not isinstance(error, NotReadyError):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.collection.lane import refuse_capture
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.errors import DataError, ShapeError
 from deepspeed_gear.ops.constants import ANY_SLOT, BY_ID, R_ID, SHARD_BITS
@@ -38,25 +39,66 @@ def report(
         late: Reports what a device has yet to compute.
     """
     values = priorities.detach() if priorities.requires_grad else priorities
-    on_host = values.is_cpu
-    if values.dim() == 2:
-        assert isinstance(sampler, (PrioritizedSampler, TopKSampler))
-        values = (_reduced if on_host else _reduced_unseen)(batch, values, mask, sampler)
-    if values.dim() != 1 or values.numel() != batch.num_samples:
-        rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
-        raise ShapeError("priorities", rule, list(priorities.shape))
-    parts = _parts(tables, batch)
-    if not on_host:
-        late.take(parts, float32_on_device(values))
+    if values.is_cuda:
+        _report_later(tables, sampler, batch, values, mask, late)
         return
     late.drain()
-    rounded = as_float32(values)
+    if values.dim() == 2:
+        assert isinstance(sampler, (PrioritizedSampler, TopKSampler))
+        values = reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
+    _check_size(values, batch, priorities)
+    parts, rounded = _parts(tables, batch), as_float32(values)
     if len(parts) > 1:  # nothing has changed where one of the tables refuses
         check_priorities(rounded.numpy())
         for part in parts:
             part.reports.check_room(len(part.records))
     for part in parts:
         part.reports.add(part.records, rounded if part.which is None else rounded[part.which])
+
+
+def _report_later(
+    tables: Sequence[PriorityMasses],
+    sampler: Sampler,
+    batch: Batch,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    late: LateReports,
+) -> None:
+    """Report what a GPU has yet to compute, without a look at anything that lies there."""
+    rule = "cannot be captured where the table is in host memory"
+    refuse_capture("update_priorities", rule, "call it behind the graph")
+    given, faults = values, values.new_zeros(2, dtype=torch.float32)
+    if values.dim() == 2:
+        assert isinstance(sampler, (PrioritizedSampler, TopKSampler))
+        chosen, differ = _mask_unseen(batch, values, mask)
+        none_counts = ~chosen.any(1)
+        empty = torch.where(
+            none_counts.any(), none_counts.float().argmax() + 1, 0
+        )  # a sample, counted from 1
+        faults = torch.stack([differ, empty]).float()
+        values = reduce_steps(values, chosen, sampler.reduce, sampler.eta, is_checked=False)
+    _check_size(values, batch, given)
+    late.take(_parts(tables, batch), float32_on_device(values), faults, _check_late)
+
+
+def _check_size(values: torch.Tensor, batch: Batch, given: torch.Tensor) -> None:
+    if values.dim() != 1 or values.numel() != batch.num_samples:
+        rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
+        raise ShapeError("priorities", rule, list(given.shape))
+
+
+def _check_late(values: torch.Tensor, faults: torch.Tensor) -> None:
+    """Raise what an earlier look would have found.
+
+    Raises:
+        ShapeError, DataError: As `report`.
+    """
+    differ, empty = faults.tolist()
+    if differ:
+        _refuse_masks()
+    if empty:
+        _refuse_empty(int(empty) - 1)
+    check_priorities(values.numpy())
 
 
 def _parts(tables: Sequence[PriorityMasses], batch: Batch) -> list[Part]:
@@ -79,30 +121,20 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch) -> list[Part]:
     return parts
 
 
-Reducing = PrioritizedSampler | TopKSampler
-
-
-def _reduced(
-    batch: Batch, values: torch.Tensor, mask: torch.Tensor | None, sampler: Reducing
-) -> torch.Tensor:
-    return reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
-
-
-def _reduced_unseen(
-    batch: Batch, values: torch.Tensor, mask: torch.Tensor | None, sampler: Reducing
-) -> torch.Tensor:
-    """Return priorities that are reduced without a look at the masks, which would wait for their device.
-
-    Where `_reduced` would raise, they are NaN, which is refused when they are there.
-    """
-    if mask is None:
-        fitting = _fitting(batch, values)
-        mask = fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
-        for other in fitting[1:]:
-            values = torch.where((other == mask).all(), values, torch.nan)
-    elif mask.shape != values.shape:
-        _refuse_shape(mask, values)
-    return reduce_steps(values, mask, sampler.reduce, sampler.eta, is_checked=False)
+def _mask_unseen(
+    batch: Batch, values: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which steps of [B, T] count, and whether masks differ, which nobody has looked at. [], bool."""
+    differ = torch.zeros((), dtype=torch.bool, device=values.device)
+    if mask is not None:
+        if mask.shape != values.shape:
+            _refuse_shape(mask, values)
+        return mask, differ
+    fitting = _fitting(batch, values)
+    chosen = fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
+    for other in fitting[1:]:
+        differ = differ | (other != chosen).any()
+    return chosen, differ
 
 
 def float32_on_device(values: torch.Tensor) -> torch.Tensor:
@@ -173,8 +205,7 @@ def mask_of(
     fitting = _fitting(batch, values)
     # A look at them waits for their device.
     if any(not is_checked or not other.equal(fitting[0]) for other in fitting[1:]):
-        rule = "must be given where fields of the same length have different masks"
-        raise ShapeError("mask", rule, None, 'as batch.learns("reward")')
+        _refuse_masks()
     return fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
 
 
@@ -183,6 +214,16 @@ def _fitting(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
     names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}  # equal windows: once
     found = [batch.learns(name) for name in names.values()]
     return [mask for at, mask in enumerate(found) if all(mask is not before for before in found[:at])]
+
+
+def _refuse_masks() -> NoReturn:
+    rule = "must be given where fields of the same length have different masks"
+    raise ShapeError("mask", rule, None, 'as batch.learns("reward")')
+
+
+def _refuse_empty(sample: int) -> NoReturn:
+    rule = "must have a step that counts"
+    raise ShapeError(f"mask of sample {sample}", rule, None, "give another mask")
 
 
 def _refuse_shape(mask: torch.Tensor, values: torch.Tensor) -> NoReturn:
@@ -213,7 +254,7 @@ def reduce_steps(
     counts = mask.sum(1)
     if is_checked and not bool((counts > 0).all()):
         at = int(torch.nonzero(counts == 0)[0])
-        raise ShapeError(f"mask of sample {at}", "must have a step that counts", None, "give another mask")
+        _refuse_empty(at)
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     # A NaN outside the mask does not count; one inside stays, and is refused.
     counted = torch.where(mask, values, zero)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.collection.lane import Event, allow_captures_elsewhere
-from deepspeed_gear.selection.reports import Reports, check_priorities
+from deepspeed_gear.selection.reports import Reports
 
 Fetch = Callable[[Tensor], tuple[Tensor, Event]]
 
@@ -30,10 +30,14 @@ class Part(NamedTuple):
     which: Tensor | None = None
 
 
+Check = Callable[[Tensor, Tensor], None]  # of values and faults
+
+
 class _Job(NamedTuple):
     parts: Sequence[Part]
-    values: Tensor
+    values: Tensor  # and the faults behind them
     event: Event
+    check: Check
 
 
 def fetched(values: Tensor) -> tuple[Tensor, Event]:
@@ -51,39 +55,42 @@ class LateReports:
     What is wrong with them is raised by the next call of `check` or `drain`; they are not reported then.
 
     Args:
+        timeout_s: Longest wait of `close` for the device, in seconds.
         fetch: Brings values to the host, and says when they are there.
     """
 
-    def __init__(self, fetch: Fetch = fetched) -> None:
-        self._fetch = fetch
+    def __init__(self, timeout_s: float, fetch: Fetch = fetched) -> None:
+        self._timeout_s, self._fetch = timeout_s, fetch
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
 
-    def take(self, parts: Sequence[Part], values: Tensor) -> None:
+    def take(self, parts: Sequence[Part], values: Tensor, faults: Tensor, check: Check) -> None:
         """Report values as soon as they are computed.
 
         Args:
             parts: What of them goes where.
             values: Of the whole batch, on their device. [B], float32.
+            faults: What is wrong with how they were made, on their device. [n], float32.
+            check: Raises if values or faults, in host memory, are such that nothing must be reported.
         Raises:
             StoreError: More were reported than a log holds; nothing has changed.
         """
         for part in parts:
             part.reports.check_room(len(part.records))
-        host, event = self._fetch(values)
+        host, event = self._fetch(torch.cat([values, faults]))
         for part in parts:
             part.reports.promise(len(part.records))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gear reports", daemon=True)
             self._thread.start()
-        self._jobs.put(_Job(parts, host, event))
+        self._jobs.put(_Job(parts, host, event, check))
 
     def check(self) -> None:
         """Raise what has gone wrong since the last call.
 
         Raises:
-            DataError: A priority was negative, infinite or NaN.
+            DataError, ShapeError: A priority was negative, infinite or NaN, or a mask wrong.
         """
         if not self._errors.empty():
             raise self._errors.get()
@@ -94,10 +101,13 @@ class LateReports:
         self.check()
 
     def close(self) -> None:
-        """End the thread when all that was given is reported; safe to call twice."""
+        """End the thread when all that was given is reported; safe to call twice.
+
+        A device that does not get there in time is given up, with what it was to report.
+        """
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            self._thread.join(self._timeout_s)
             self._thread = None
 
     def _run(self) -> None:
@@ -108,15 +118,17 @@ class LateReports:
         self._jobs.task_done()
 
     def _report(self, job: _Job) -> None:
+        count = sum(len(part.records) for part in job.parts)
+        values, faults = job.values[:count], job.values[count:]
         is_good = False
         try:
             job.event.synchronize()
-            check_priorities(job.values.numpy())
+            job.check(values, faults)
             is_good = True
         except Exception as error:
             self._errors.put(error)
         for part in job.parts:  # also where nothing comes of it: others wait for it
-            own = job.values if part.which is None else job.values[part.which]
+            own = values if part.which is None else values[part.which]
             try:
                 part.reports.keep(part.records, own if is_good else None)
             except Exception as error:

@@ -317,10 +317,10 @@ def release(
     late: LateReports | None = None,
 ) -> None:
     """Stop what runs and detach from the stores."""
-    if late is not None:
-        late.close()
     if status is not None:
         status.end()
+    if late is not None:
+        late.close()
     for stream in streams:
         stream.stopped = True
     for prefetcher in prefetch:

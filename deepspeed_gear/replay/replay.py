@@ -78,7 +78,7 @@ class Replay(Contents):
         self._place, self._closed = plan.topology.place, False
         self._inserters = {}
         self._loaders: list[InferenceLoader] = []
-        self.metrics, self._late = Metrics(), LateReports()
+        self.metrics, self._late = Metrics(), LateReports(plan.config.timeout_s)
         self._passes = Passes(parts)
         self._feed = Feed(
             plan.config,
@@ -92,6 +92,7 @@ class Replay(Contents):
             None if turns == "schedule" else parts.status,
             "micro" if turns == "schedule" else turns,
             parts.check,
+            self._late.check,
         )
         self._questions = Questions(parts, self.config.timeout_s, self._feed)
         self._finalizer = weakref.finalize(
@@ -147,7 +148,6 @@ class Replay(Contents):
                 itself; with an engine on all ranks. The next call tries again.
         """
         self._check_reads()
-        self._late.check()
         return self._feed.next()
 
     def can_sample(self) -> bool:
@@ -309,7 +309,7 @@ class Replay(Contents):
             `state_dict()`.
         """
         self._check_open()
-        self._late.drain()
+        self._parts.plan.exchange.agree("what was reported", self._late.drain)
         continuation.save(self._parts, self._feed, Path(folder))
         return self.state_dict()
 
@@ -332,7 +332,7 @@ class Replay(Contents):
             CheckpointError: It is of another format, of other data or of options that select other samples.
         """
         self._check_open()
-        self._late.drain()
+        self._parts.plan.exchange.agree("what was reported", self._late.drain)
         self._passes.begun = continuation.go_on(self._parts, self._feed, state)
 
     def take_metrics(self) -> dict[str, float]:

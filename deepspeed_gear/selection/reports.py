@@ -108,13 +108,12 @@ class Reports:
     def give_up(self) -> None:
         """Take back what this process asked for, as no cut can be made: its reports are due before it."""
         peer = self._peer
-        with self.table.lock:
+        with self._mutex, self.table.lock:
             waiting = np.arange(self.ends[peer, HEAD], self.ends[peer, TAIL]) % self.rule.log_size
             self._log[peer, waiting, BATCH] = NEVER
-            self.asked[peer] = NEVER
-        with self._mutex:
             for promise in self._promises:
                 promise.batch = NEVER
+            self._current = self._asked_words[peer] = NEVER
 
     def too_early(self, key: int) -> bool:
         """Whether this process itself has yet to ask for what a cut of this global batch needs."""

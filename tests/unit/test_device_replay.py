@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -534,3 +535,12 @@ def test_a_clone_keeps_its_probabilities() -> None:
         replay.add_(trajectories(3, 6))
         assert not torch.equal(replay.sample().probability, probability)
         assert torch.equal(kept.probability, probability)
+
+
+def test_ranks_that_share_the_time_axis_report_whole_samples() -> None:
+    with DeviceReplay(online(PRIORITIZED), "cpu") as replay:
+        replay.add_(trajectories(2, 5))
+        batch = replay.sample()
+        replay.batch_info = dataclasses.replace(replay.batch_info, sequence_world=2)
+        with pytest.raises(ShapeError, match=r"must have shape \[B\] where ranks share the time axis"):
+            replay.update_priorities_(batch, torch.ones(batch.num_samples, 2))

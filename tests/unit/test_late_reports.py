@@ -14,8 +14,9 @@ from gear_support import config_of, lengths_of, write_dataset
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.collection.lane import HostEvent
-from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.errors import DataError, ShapeError, StoreError
 from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.selection.reports import NEVER
 
 SAMPLER = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
 
@@ -23,7 +24,7 @@ SAMPLER = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
 class Elsewhere(torch.Tensor):
     """A tensor that says that it is on a device."""
 
-    is_cpu = False
+    is_cpu, is_cuda = False, True
 
 
 class Device:
@@ -169,17 +170,46 @@ def test_a_checkpoint_waits_for_what_was_reported(tmp_path: Path, data: Path, de
         assert torch.equal(other.sample().id, replay.sample().id)
 
 
-def test_masks_that_differ_are_refused_when_they_are_there(data: Path, device: Device) -> None:
+def test_masks_are_refused_when_they_are_there(data: Path, device: Device) -> None:
     fields = {"code": {"offset": -3, "length": 4}, "reward": {"offset": 0, "length": 4}}
     section = config_of(data, sampler=SAMPLER, fields=fields, batch_size=16)
     with Replay(section) as replay:
         replay._late._fetch = device.fetch
-        batch = replay.sample()
-        values = torch.ones(16, 4)
+        batch, values = replay.sample(), torch.ones(16, 4)
         replay.update_priorities(batch, there(values), mask=batch.mask["code"])
         device.finish()
         replay._late.drain()
         replay.update_priorities(batch, there(values))
+        nothing = batch.mask["code"].clone()
+        nothing[5] = False
+        replay.update_priorities(batch, there(values), mask=nothing)
         device.finish()
-        with pytest.raises(DataError, match="must be finite"):
+        with pytest.raises(
+            ShapeError, match="mask must be given where fields of the same length have different"
+        ):
             replay._late.drain()
+        with pytest.raises(ShapeError, match="mask of sample 5 must have a step that counts"):
+            replay._late.drain()
+
+
+def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(data: Path, device: Device) -> None:
+    with made(data, device, prefetch=1) as replay:
+        batch = replay.sample()
+        ids, steps = batch.id, batch.anchor
+        masses = replay.streams["train"].masses
+        assert isinstance(masses, PriorityMasses)
+        replay.update_priorities(batch, there(priorities(batch)))
+        masses.give_up()
+        device.finish()
+        replay._late.drain()
+        assert masses.reports.asked[0] == NEVER, "what is reported now is due at once"
+        replay.set_priorities(ids, torch.ones(16), steps)
+
+
+def test_a_device_that_hangs_holds_nobody_up_for_ever(data: Path, device: Device) -> None:
+    replay = made(data, device, timeout_s=0.3)
+    batch = replay.sample()
+    replay.update_priorities(batch, there(priorities(batch)))
+    begin = time.monotonic()
+    replay.close()
+    assert time.monotonic() - begin < 5

@@ -85,6 +85,11 @@ def test_a_closed_replay_says_so() -> None:
     replay = replay_of()
     replay.close()
     replay.close()
-    for ask in (lambda: replay.streams, lambda: replay.transform, lambda: replay.fingerprint):
+    for ask in (
+        lambda: replay.streams,
+        lambda: replay.transform,
+        lambda: replay.fingerprint,
+        lambda: len(replay),
+    ):
         with pytest.raises(StoreError, match="it was closed"):
             ask()

@@ -13,11 +13,13 @@ import sys
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from gear_support import SCHEMA, trajectory
 
 from deepspeed_gear import DeviceReplay
+from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY, RING_COUNTS
 from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay.sizes import BatchInfo
@@ -103,6 +105,15 @@ def check_compiled(replay: DeviceReplay) -> None:
     replay.load_state_dict(state)
 
 
+def check_clear_is_refused(replay: DeviceReplay) -> None:
+    """Others may train on the rest of a global batch, and what was reported may be theirs."""
+    replay.sample()
+    with pytest.raises(StoreError, match="must be taken between two global batches"):
+        replay.clear()
+    for _ in range(replay.batch_info.accumulation - 1):
+        replay.sample()
+
+
 def check_going_on(replay: DeviceReplay, folder: str) -> None:
     """What was saved goes on as it would have gone on."""
     state = replay.save(folder)
@@ -117,7 +128,8 @@ def check_case(case: dict[str, Any]) -> None:
     section, tensor, added = case["section"], case["tensor"], case["added"]
     replicas, accumulation = world // tensor, section["gradient_accumulation_steps"]
     prioritized = section["sampler"]["kind"] == "prioritized"
-    place = Place(rank // tensor, replicas, rank % tensor, tensor)
+    at = world - 1 - rank if tensor > 1 else rank  # places need not follow ranks
+    place = Place(at // tensor, replicas, at % tensor, tensor)
     sizes = {key: section.pop(key) for key in ("batch_size", "gradient_accumulation_steps")}
     micro = sizes["batch_size"] // (accumulation * replicas)
     info = BatchInfo(micro, accumulation, replicas, tensor)
@@ -128,6 +140,8 @@ def check_case(case: dict[str, Any]) -> None:
         parts, state = run(replay), replay.statistics()
         highest = highest_of(replay)
         check_compiled(replay)
+        if added is not None and accumulation > 1:
+            check_clear_is_refused(replay)
         check_going_on(replay, sys.argv[2])
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, (place.data_rank, parts, state, highest))
