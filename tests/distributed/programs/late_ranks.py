@@ -1,0 +1,66 @@
+"""Two ranks whose devices compute priorities late: the batches of early ones, and errors on both.
+
+late_ranks.py SECTION
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_gear import Replay
+from deepspeed_gear.collection.lane import HostEvent
+from deepspeed_gear.errors import DataError, PeerError
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+random.seed(rank)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on a device."""
+
+    is_cpu, is_cuda = False, True
+
+
+def fetch(values: torch.Tensor) -> tuple[torch.Tensor, HostEvent]:
+    event = HostEvent()
+    threading.Timer(random.random() * 0.02, event.finish).start()
+    return values.as_subclass(torch.Tensor).clone(), event
+
+
+def run(section: dict[str, Any], is_late: bool) -> list[list[int]]:
+    found = []
+    with Replay(section) as replay:
+        replay._late._fetch = fetch
+        for turn in range(20):
+            batch = replay.sample()
+            found.append(batch.number.tolist() + batch.id.tolist())
+            values = (batch.number % 13 + 1).float() * (batch.anchor + 1)
+            if (turn + rank) % 5 != 4:  # nobody has to report
+                replay.update_priorities(batch, values.as_subclass(Elsewhere) if is_late else values)
+    dist.barrier()
+    return found
+
+
+for options in json.loads(sys.argv[1]):
+    assert run(options, True) == run(options, False), options
+
+with Replay(json.loads(sys.argv[1])[0]) as replay:
+    replay._late._fetch = fetch
+    batch = replay.sample()
+    values = torch.full((batch.num_samples,), torch.nan if rank == 1 else 1.0)
+    replay.update_priorities(batch, values.as_subclass(Elsewhere))
+    with pytest.raises(DataError if rank == 1 else PeerError, match="priority 0 must be finite"):
+        replay.save("unused")
+    replay.sample()
+dist.barrier()
+print("done", flush=True)
+dist.destroy_process_group()
