@@ -26,7 +26,7 @@ def test_replicas_draw_what_one_process_draws(
 
 def test_what_goes_wrong_has_a_name_on_every_rank() -> None:
     section = shard_case(PRIORITIZED | {"unit": "step"}, 2, 1, (8, 1))["section"]
-    section = {**section, "fields": {"code": {}}, "timeout_s": 4.0, "n_step": None}
+    section = {**section, "fields": {"code": {}}, "timeout_s": 8.0, "n_step": None}
     (status, output), _ = Ranks("device_faults.py", 2, json.dumps(section)).wait()
     assert status == 0, output
     assert output.endswith("done\n")
