@@ -6,6 +6,8 @@ each gets the resolutions of the samples that it trains on, and their rows (`dev
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -59,6 +61,8 @@ class DeviceCut:
     ) -> None:
         self._own, self._table, self._rows, self._peers, self._ops = own, own.table, rows, peers, ops
         self._spec = spec
+        # Left out of what torch.compile traces. As a decorator it would import the compiler with the package.
+        self._untraced: Callable[[Tensor, Tensor], None] = torch.compiler.disable(self._select_or_abandon)  # type: ignore[no-untyped-call]
         self._replica, self._replicas = peers.place.data_rank, peers.place.data_world
         self._coordinates, self._mine, self._points = torch.empty(3, spec.batch, dtype=torch.int64).unbind()
         self._owner = torch.empty(spec.batch, dtype=torch.int64)
@@ -67,7 +71,6 @@ class DeviceCut:
         #: Replica << 32 | slot of each. [micro * accumulation], int64.
         self.origins = torch.zeros(spec.batch // self._replicas, dtype=torch.int64, device=self._table.device)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def select_(self, records: Tensor, weights: Tensor) -> None:
         """Draw the next global batch; take this replica's samples, and their rows into the arrivals.
 
@@ -78,6 +81,9 @@ class DeviceCut:
             StoreError: No replica has an item with a mass; on every rank.
             PeerError, LostNodeError: The replicas stand at different batches, or one does not answer in time.
         """
+        self._untraced(records, weights)
+
+    def _select_or_abandon(self, records: Tensor, weights: Tensor) -> None:
         try:
             self._select(records, weights)
         except GearError:  # on every rank, or somebody is lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -44,10 +45,15 @@ class JointReports:
     def __init__(self, selection: RingSelection, peers: DevicePeers) -> None:
         self._selection, self._peers = selection, peers
         self._waiting: list[_Reported] = []
+        # Left out of what torch.compile traces. As a decorator it would import the compiler with the package.
+        self._take_untraced: Callable[[DeviceBatch, Tensor], None] = torch.compiler.disable(self._take)  # type: ignore[no-untyped-call]
+        self._meet_untraced: Callable[[], None] = torch.compiler.disable(self._meet)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def take(self, batch: DeviceBatch, values: Tensor) -> None:
         """Take the priorities of a micro batch. [B], float32."""
+        self._take_untraced(batch, values)
+
+    def _take(self, batch: DeviceBatch, values: Tensor) -> None:
         if not self._peers.place.reports:
             return
         words = torch.cat([batch.records[:, _TOLD], values.view(torch.int32).long()[:, None]], 1)
@@ -55,7 +61,6 @@ class JointReports:
             words[:, 0] = batch.origin & _SLOT_MASK
         self._waiting.append(_Reported(words, batch.holders))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def apply(self) -> None:
         """Meet the others, and bring into effect what all have reported. Collective.
 
@@ -63,6 +68,9 @@ class JointReports:
             LostNodeError: A rank does not answer in time.
             StoreError: The stream is captured: what ranks say to each other cannot be in a graph.
         """
+        self._meet_untraced()
+
+    def _meet(self) -> None:
         rule = "cannot be captured where several replicas draw from one distribution"
         refuse_capture("sampling", rule, 'sample before the graph, or use "scope": "shard"')
         words, outgoing = self._sorted()

@@ -37,6 +37,8 @@ class Transport:
         self._order = sorted(range(len(self._ranks)), key=self._ranks.__getitem__)
         self._places = [self._order.index(rank) for rank in range(len(self._ranks))]
         self._group: Any = None
+        # Left out of what torch.compile traces. As a decorator it would import the compiler with the package.
+        self._broadcast_untraced: Callable[[Tensor, int], None] = torch.compiler.disable(self._broadcast)  # type: ignore[no-untyped-call]
         #: Around every collective, and nothing else.
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -75,9 +77,11 @@ class Transport:
             dist.all_to_all_single(found, sent, got, given, group=self._group)
         return self._back(self._permuted(found, got, self._places))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def broadcast(self, values: Tensor, source: int) -> None:
         """Give every rank the values of one of them, in place. Can be captured where it is NCCL's."""
+        self._broadcast_untraced(values, source)
+
+    def _broadcast(self, values: Tensor, source: int) -> None:
         there = self._out(values)
         dist.broadcast(there, self._ranks[source], group=self._group)
         if there is not values:

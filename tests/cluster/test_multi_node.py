@@ -104,7 +104,7 @@ def test_a_failed_rank_ends_the_run_on_all_hosts(cluster: Cluster, tmp_path: Pat
     assert run.wait(60) == 5, run.output()
     assert "ending the other hosts, 1 s after: pdsh@node0: node1: ssh exited" in run.output()
     assert "host node0: ended 2 processes" in run.output()
-    assert not ranks_left(cluster)
+    wait_until(lambda: not ranks_left(cluster), "the end of the last rank")
 
 
 def test_a_signal_ends_this_run_and_no_other(cluster: Cluster, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -272,10 +273,14 @@ def some_lengths(count: int, most: int) -> list[int]:
     return lengths.tolist()
 
 
+LONG = os.environ.get("GEAR_LONG_TESTS") == "1"
 PLACES = [0, 1, 31, 32, 33, 63, 64, 992, 993, 1023, 1024, 1025, 2047, 2048, 2049, 3072]
 
 
-@pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 1023, 1024, 1025, 2081, 4096])
+COUNTS = [1, 31, 32, 33, 64, 1023, 1025, *([1024, 2081, 4096] if LONG else [])]  # as a block takes them
+
+
+@pytest.mark.parametrize("count", COUNTS)
 def test_many_trajectories_are_placed_at_once(native: Ops, cpu: Ops, reference: Ops, count: int) -> None:
     """Warps and rounds of every fill: the ring's end lies in front of, in and behind each."""
     if native is cpu and count > 64:

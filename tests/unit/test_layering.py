@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,12 @@ def test_a_wrong_arrow_is_found(source: str, module: str, is_package: bool) -> N
 )
 def test_a_right_arrow_passes(source: str, module: str) -> None:
     assert wrong_arrows(source, module) == []
+
+
+def test_importing_the_package_leaves_torchs_compiler_alone(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], checkout: Path
+) -> None:
+    """It takes two seconds of each process, and only tables on devices need it."""
+    program = "import sys; from deepspeed_gear import Replay; print('torch._dynamo' in sys.modules, 'Replay')"
+    found = run_python("-c", program, env={"PYTHONPATH": str(checkout)})
+    assert found.stdout.split() == ["False", "Replay"], found.stderr

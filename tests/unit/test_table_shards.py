@@ -91,6 +91,7 @@ def test_without_a_shard_nothing_changes(dataset: Dataset, in_memory: bool) -> N
     assert {region.name for region in one.regions()} == {
         "control",
         "peers",
+        "collect",
         "slots",
         RETURN_TO_GO,
         *(f"column/{name}" for name in SCHEMA.names if in_memory),
