@@ -43,7 +43,7 @@ class DevicePeers:
         self, topology: Topology, device: torch.device, is_shared: bool, timeout_s: float, group: Any
     ) -> None:
         size = topology.world_size
-        self.place, self.places, self.index = topology.place, topology.places, topology.rank
+        self.place, self.places = topology.place, topology.places
         names = tuple(topology.names[node] for node in topology.nodes) if topology.names else ()
         by_rank = _ByRank(topology.rank, topology.places, tuple(range(size)), names)
         self._link = Link(by_rank, range(size), "devices", timeout_s, group)

@@ -42,11 +42,6 @@ class Transport:
         #: Around every collective, and nothing else.
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    @property
-    def count(self) -> int:
-        """How many ranks take part."""
-        return len(self._ranks)
-
     def open(self) -> None:
         """Make the group. Collective over the ranks that take part."""
         self._group = lane(tuple(sorted(self._ranks)), self._purpose, self._timeout_s, self.backend)
