@@ -66,7 +66,9 @@ class Link:
         self._rooms: dict[int, tuple[np.ndarray, Any]] = {}  # for what comes next
         self._broken: LostNodeError | None = None
         self.check: Callable[[], None] = lambda: None  # raises what is known to be lost
-        self.note: Callable[[LostNodeError], None] = lambda error: None  # is told what was found lost
+        self.note: Callable[[LostNodeError], bool] = lambda error: (
+            True
+        )  # is told, and says whether it is lost
         self.bytes_sent = self.bytes_received = 0
         self.num_exchanges, self.last_wait_s = 0, 0.0
         self.left = False  # some node has said that it makes no further cut
@@ -204,12 +206,19 @@ class Link:
         """Wait no longer than this for nodes that may have left already, and call none of them lost."""
         kept = self.timeout_s, self.check, self.note
         self.timeout_s = min(self.timeout_s, timeout_s)
-        self.check, self.note = lambda: None, lambda error: None
+        self.part()
         try:
             with contextlib.suppress(PeerError, StoreError):
                 yield
         finally:
             self.timeout_s, self.check, self.note = kept
+
+    def part(self) -> None:
+        """Call no node lost from now on: this one leaves, and the others need not answer any more.
+
+        Any thread; another one may be in an exchange, which ends as it would have ended.
+        """
+        self.check, self.note = lambda: None, lambda error: True
 
     def abandon(self, error: Exception) -> None:
         """Break the link: an error keeps this node from an exchange that the others wait in."""
@@ -229,7 +238,10 @@ class Link:
         remedy = "look for the first error in the logs of its ranks, and at the network"
         self._broken = LostNodeError(name, rule, text, remedy)
         self._broken.__cause__ = error
-        self.note(self._broken)
+        if not self.note(self._broken):
+            rule = "must take as many batches as this rank"
+            self._broken = LostNodeError(name, rule, None, "it has ended")
+            self._broken.__cause__ = error
         self.check()
         raise self._broken
 

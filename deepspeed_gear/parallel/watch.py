@@ -32,6 +32,7 @@ WORDS, TEXT_BYTES = 8, 2048
 MOST_BEAT_S = 1.0
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114
+_FOR_EVER = float("inf")  # when a node that has ended was heard last
 SOME_NODE = "another node"  # name of a failure of which nothing else is known
 
 
@@ -148,16 +149,28 @@ class Watch:
         if self._failure is not None and not isinstance(error, LostNodeError):
             self._log(f"{self._failure}; that is why this rank has failed")
 
-    def note(self, failure: LostNodeError) -> None:
-        """Take up what an exchange has found, unless more is known in a moment: which rank it was."""
+    def note(self, failure: LostNodeError) -> bool:
+        """Take up what an exchange has found, unless more is known in a moment: which rank it was.
+
+        Returns:
+            False if nothing is lost: the node has ended, and whoever does not need it may go on.
+        """
         patience = 2 * self._beat_s + (self._timeout_s if failure.name == SOME_NODE else 0)
         until = time.monotonic() + patience
         while self._failure is None and time.monotonic() < until and not self._stop.is_set():
             time.sleep(self._beat_s / 8)
+        if self._failure is None and self._has_ended(failure.name):
+            return False
         if self._failure is None:
             self._problem = f"{failure.name}, which does not answer,"
             self._say(self._problem)
             self._failure = failure
+        return True
+
+    def _has_ended(self, name: str) -> bool:
+        """Whether a node has said that it ends; of one that is not known, whether any has."""
+        ended = [node for node, (_, since) in list(self._nodes.items()) if since == _FOR_EVER]
+        return bool(ended) if name == SOME_NODE else name in map(self._topology.describe, ended)
 
     def _log(self, text: str) -> None:
         line = f"gear: error on rank {self._topology.rank}: {text}"
@@ -201,7 +214,7 @@ class Watch:
         now = time.monotonic()
         beat, _ = self._nodes.get(node, (-1, now))
         if said["ended"]:
-            self._nodes[node] = beat, float("inf")
+            self._nodes[node] = beat, _FOR_EVER
         elif said["beat"] != beat:
             self._nodes[node] = int(said["beat"]), now
         if said["problem"] and not self._problem:

@@ -76,6 +76,12 @@ class Links:
             found[f"late_ms.{node}"] = 1e3 * wait / made
         return found
 
+    def part(self) -> None:
+        """Call no node lost from now on: this rank's thread may wait for one that takes no further batch."""
+        for link in (self.train, self.passes):
+            if link is not None:
+                link.part()
+
     def leave(self) -> None:
         """Say that this node prepares no further batch; its thread has stopped."""
         if self.selectors and self.prepares:

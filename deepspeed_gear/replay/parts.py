@@ -317,6 +317,7 @@ def release(
     late: LateReports | None = None,
 ) -> None:
     """Stop what runs and detach from the stores."""
+    links.part()
     if status is not None:
         status.end()
     if late is not None:

@@ -151,9 +151,14 @@ def test_a_node_that_is_lost_is_named(how: str, train: Callable[..., NodeRanks],
 
 
 def test_a_rank_may_go_on_when_the_others_have_ended(cluster: Cluster, tmp_path: Path, data: Path) -> None:
-    """As the one that evaluates: nobody is lost, and nobody is ended."""
+    """As the one that evaluates: nobody is lost, and nobody is ended.
+
+    The next batch is prepared late there, so the other node has held its own early, and the thread of that
+    node waits in a cut that this one does not come to.
+    """
     plan = {"refused": [], "section": config_of(data, timeout_s=TIMEOUT_S, prefetch=2)}
-    (tmp_path / "plan.json").write_text(json.dumps({**plan, "steps": 5, "linger": 4 * TIMEOUT_S}))
+    plan |= {"steps": 5, "linger": 4 * TIMEOUT_S}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
     for status, output in NodeRanks(cluster, tmp_path).wait(60.0):
         assert status == 0, output
         assert "error" not in output.lower(), output

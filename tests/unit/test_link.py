@@ -103,6 +103,22 @@ def test_the_last_message_of_a_node_that_has_ended_is_heard() -> None:
         made[0].gather(np.array([1]))
 
 
+def test_a_node_that_has_ended_is_called_so() -> None:
+    made, _ = links(2)
+    made[0].note = lambda error: False
+    with pytest.raises(LostNodeError, match="must take as many batches as this rank; it has ended"):
+        made[0].gather(np.array([1]))
+
+
+def test_a_link_that_parts_tells_nobody_of_a_loss() -> None:
+    made, _ = links(2)
+    made[0].note = made[0].check = lambda *error: pytest.fail("told")
+    wait = made[0].begin_gather(np.array([1]))
+    made[0].part()
+    with pytest.raises(LostNodeError, match="Timed out"):
+        wait()
+
+
 def test_links_over_one_group_do_not_hear_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     wires: dict[str, Wire] = defaultdict(Wire)
     groups = {(way, at): Group(wires[way], at) for way in ("test, up", "test, down") for at in range(2)}

@@ -3,8 +3,8 @@
     faults_nodes.py FOLDER
 
 FOLDER/plan.json: `refused` (for each attempt, the gear section of each rank) and `section` (what to train on
-then; None: nothing), perhaps `steps`, and for how many seconds rank 0 goes on behind them (`linger`). Every
-rank writes FOLDER/step-RANK after its third step.
+then; None: nothing), perhaps `steps`, and for how many seconds rank 0 goes on behind them (`linger`) while
+its thread prepares the next batch late. Every rank writes FOLDER/step-RANK after its third step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_gear import GearError, Replay
+from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.replay import BatchInfo
 
 folder = Path(sys.argv[-1])
@@ -31,14 +32,30 @@ for attempt, sections in enumerate(plan["refused"]):
         Replay(sections[rank], info=info)
     except GearError as error:
         sys.stdout.write(f"REFUSED {attempt}: {type(error).__name__}: {error}\n")
+
+num_prepared = 0
+
+
+def last_one_late(batch: Batch, keys: torch.Tensor) -> Batch:
+    """Take a second for the batch behind the last that is used."""
+    global num_prepared
+    num_prepared += 1
+    time.sleep(float(num_prepared == plan["steps"] + 1))
+    return batch
+
+
 if plan["section"] is not None:
     with Replay(plan["section"], info=info) as replay:
+        if rank == 0 and "linger" in plan:
+            replay.transform = last_one_late
         step = 0
         while plan.get("steps") is None or step < plan["steps"]:
             batch = replay.sample()
             gradient = batch["observation"].sum()
             dist.all_reduce(gradient)
             assert torch.isfinite(gradient)
+            if "linger" in plan:
+                time.sleep(0.1)  # so that batches wait
             step += 1
             if step == 3:
                 (folder / f"step-{rank}").touch()

@@ -1,0 +1,57 @@
+"""What a node hears of another one through a real rendezvous store: one that ends is not one that is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import wait_until
+from torch.distributed import TCPStore
+
+from deepspeed_gear.errors import LostNodeError
+from deepspeed_gear.parallel.watch import Watch
+
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture
+def watches() -> Iterator[list[Watch]]:
+    """Two nodes of one rank each."""
+    first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [first, TCPStore("127.0.0.1", first.port, is_master=False, timeout=timedelta(seconds=5))]
+    made = []
+    for node, store in enumerate(stores):
+        views = {region.name: np.zeros(region.shape, region.dtype) for region in Watch.regions(1)}
+        memory: Any = SimpleNamespace(peer=0, is_alive=lambda peer: True)
+        topology: Any = SimpleNamespace(
+            node=node, rank=node, num_nodes=2, peers=[node], describe=lambda node: f"node {node}"
+        )
+        made.append(Watch(memory, views, topology, store, "test", TIMEOUT_S))
+    for watch in made:
+        watch.prepare()
+    for watch in made:
+        watch.start()
+    yield made
+    for watch in reversed(made):
+        watch.end()
+
+
+def lost(node: int) -> LostNodeError:
+    return LostNodeError(f"node {node}", "must answer", "Connection closed by peer")
+
+
+def test_a_node_that_has_ended_is_not_lost(watches: list[Watch]) -> None:
+    watches[1].end()
+    assert not watches[0].note(lost(1)), "it has told so by now, or does in a moment"
+    watches[0].check()
+
+
+def test_a_node_that_does_not_answer_is_lost_on_all(watches: list[Watch]) -> None:
+    assert watches[0].note(lost(1))
+    for watch in watches:
+        with pytest.raises(LostNodeError, match="node 1"):
+            wait_until(lambda at=watch: at.check(), "the failure", 5.0)  # type: ignore[misc]
