@@ -1,0 +1,86 @@
+"""Sections, trajectories and checks for tables in the memory of one device, here the host's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WINDOWS = {
+    "observation": {"offset": -3, "length": 5, "normalize": "mean_std"},
+    "action": {"offset": -3, "length": 5, "align": "right", "pad": "edge"},
+    "following": {"column": "observation", "offset": 1},
+    "return_to_go": {},
+    "timestep": {"offset": -3, "length": 5},
+}
+COLUMNS = {
+    "observation": {"dtype": "float32", "shape": [3], "role": "observation", "rows": "T+1"},
+    "action": {"dtype": "float32", "shape": [2], "role": "action"},
+    "reward": {"dtype": "float32", "role": "reward"},
+    "terminated": {"dtype": "bool", "role": "terminated"},
+    "truncated": {"dtype": "bool", "role": "truncated"},
+    "task": {"dtype": "int64", "rows": "1"},
+}
+PRIORITIZED = {"kind": "prioritized", "unit": "step", "beta": {"linear": [0.2, 1.0, 7]}}
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "uniform steps": {"kind": "uniform", "unit": "step"},
+    "trajectories": {"kind": "uniform", "stratified": True},
+    "by length": {"kind": "length"},
+    "prioritized": PRIORITIZED,
+    "by the table": {**PRIORITIZED, "normalize": "table", "anchors": {"every": 2}},
+    "not normalized": {**PRIORITIZED, "normalize": None, "stratified": True},
+    "prioritized trajectories": {"kind": "prioritized", "initial": 2.5, "normalize": "table"},
+}
+
+
+def on_device(section: dict[str, Any], **table: Any) -> dict[str, Any]:
+    """Put the table of a section on devices."""
+    (name, options), *_ = section.get("tables", {"main": {"data": section.get("data")}}).items()
+    rest = {key: value for key, value in section.items() if key not in ("data", "tables")}
+    return {**rest, "tables": {name: {**options, "placement": "device", **table}}}
+
+
+def online(sampler: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    table = {"capacity_steps": 60, "max_length": 6, "remove": "fifo", "placement": "device"}
+    table |= {"schema": {"columns": COLUMNS}, **options.pop("table", {})}
+    fields = {
+        "observation": {"offset": -1, "length": 2},
+        "following": {"column": "observation", "offset": "n_step"},
+        "action": {},
+        "reward": {},
+        "task": {},
+        "return_to_go": {},
+    }
+    section = {"tables": {"main": table}, "sampler": sampler or SAMPLERS["uniform steps"], "batch_size": 32}
+    return {**section, "fields": fields, "n_step": {"n": 3, "gamma": 0.9}, **options}
+
+
+def trajectories(count: int, steps: int, first: int = 0) -> dict[str, Tensor]:
+    """Trajectories whose values say which they are, and which step."""
+    number = torch.arange(first, first + count)
+    step = number[:, None] * 100 + torch.arange(steps + 1)
+    flags = torch.zeros(count, steps, dtype=torch.bool)
+    ends = flags.clone()
+    ends[:, -1] = number % 2 == 0
+    return {
+        "observation": step[..., None].float().expand(-1, -1, 3).contiguous(),
+        "action": step[:, :-1, None].float().expand(-1, -1, 2).contiguous(),
+        "reward": step[:, :-1].float(),
+        "terminated": ends,
+        "truncated": flags,
+        "task": number,
+    }
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert torch.equal(got.id, expected.id)
+    assert torch.equal(got.anchor, expected.anchor)
+    assert torch.equal(got.number, expected.number)
+    assert torch.equal(got.weight, expected.weight)
+    assert torch.equal(got.probability, expected.probability)
+    assert set(got) == set(expected)
+    for name in expected:
+        assert torch.equal(got[name], expected[name]), name
+        if name in expected.mask:
+            assert torch.equal(got.mask[name], expected.mask[name]), name

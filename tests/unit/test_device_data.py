@@ -1,0 +1,98 @@
+"""A data set in the memory of one device, here the host's: the batches of one in shared memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gear_support import config_of, lengths_of, write_dataset
+from ring_cases import PRIORITIZED, SAMPLERS, WINDOWS, assert_same, on_device
+from torch import Tensor
+
+from deepspeed_gear import DeviceReplay, Replay
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    StoreError,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", lengths_of(40), {"eval": 0.2})
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_data_set_gives_the_batches_of_shared_memory(
+    data: Path, sampler: str, backend: str, accumulation: int
+) -> None:
+    section = config_of(
+        data, sampler=SAMPLERS[sampler], fields=WINDOWS, batch_size=24, backend=backend, seed=5
+    )
+    section["gradient_accumulation_steps"] = accumulation
+    torch.manual_seed(0)
+    with Replay(section) as host, DeviceReplay(on_device(section), "cpu") as device:
+        for _ in range(20 if backend == "cpu" else 4):
+            for _ in range(accumulation):
+                expected, got = host.sample(), device.sample()
+                assert_same(got, expected)
+                if "prioritized" in sampler or "table" in sampler or "normalized" in sampler:
+                    values = torch.rand(got.num_samples) * 3
+                    host.update_priorities(expected, values)
+                    device.update_priorities_(got, values)
+        assert len(device) == len(host)
+        assert device.num_steps == host.num_steps
+
+
+def test_a_transform_gets_the_keys_of_shared_memory(data: Path) -> None:
+    section = config_of(data, sampler=SAMPLERS["uniform steps"], fields=WINDOWS, batch_size=8, seed=5)
+
+    def transform(batch: Any, key: Tensor) -> Any:
+        batch["noisy"] = batch["observation"] + (key % 7).float()[:, None, None]
+        return batch
+
+    with Replay(section) as host, DeviceReplay(on_device(section), "cpu") as device:
+        plain = set(device.sample())
+        host.sample()
+        host.transform = device.transform = transform
+        for _ in range(5):
+            assert_same(device.sample(), host.sample())
+        device.transform = None
+        assert set(device.sample()) == plain
+
+
+@pytest.mark.parametrize("sampler", ["uniform steps", "trajectories", "by the table"])
+def test_a_pass_over_a_split_is_that_of_shared_memory(data: Path, sampler: str) -> None:
+    section = config_of(data, sampler=SAMPLERS[sampler], fields=WINDOWS, batch_size=7, seed=5)
+    with Replay(section) as host, DeviceReplay(on_device(section), "cpu") as device:
+        assert device.num_batches("eval") == host.num_batches("eval")
+        for _ in range(2):
+            passes = zip(device.iterator("eval"), host.iterator("eval"), strict=True)
+            for got, expected in passes:
+                assert_same(got, expected)
+                assert torch.equal(got.valid, expected.valid)
+                assert torch.equal(got.epoch, expected.epoch)
+        assert_same(device.sample(), host.sample())
+        with pytest.raises(ConfigError, match="must be one of train, eval"):
+            device.iterator("test")
+
+
+def test_only_batches_of_the_training_stream_have_priorities(data: Path) -> None:
+    section = on_device(config_of(data, sampler=PRIORITIZED, fields=WINDOWS, batch_size=8))
+    with DeviceReplay(section, "cpu") as replay, DeviceReplay(section, "cpu") as other:
+        state = replay.table.sums.clone()
+        for batch in (next(replay.iterator("eval")), other.sample(), replay.sample().clone()):
+            with pytest.raises(DataError, match="must be"):
+                replay.update_priorities_(batch, torch.ones(8))
+        assert torch.equal(replay.table.sums, state)
+        for change in (replay.clear, lambda: replay.add_({}), lambda: replay.fill_(torch.zeros(1), {})):
+            with pytest.raises(StoreError, match="must not be changed"):
+                change()
+        batch = replay.sample()
+        replay.update_priorities_(batch, torch.full((8,), 1e-60, dtype=torch.float64))
+        items = replay.table.priorities[batch.records[:, 3] + batch.anchor]
+        assert bool((items > 0).all())

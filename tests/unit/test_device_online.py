@@ -1,0 +1,184 @@
+"""What programs add to a table in the memory of one device, here the host's, and what is drawn of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ring_cases import PRIORITIZED, SAMPLERS, assert_same, online, trajectories
+
+from deepspeed_gear import DeviceReplay, Replay
+from deepspeed_gear.errors import (
+    DataError,
+    SchemaError,
+    ShapeError,
+    StoreError,
+)
+from deepspeed_gear.ops.constants import RING_SAMPLES
+
+
+@pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "prioritized trajectories"])
+def test_what_was_added_is_drawn_and_the_oldest_go(sampler: str) -> None:
+    with DeviceReplay(online(SAMPLERS[sampler], seed=1), "cpu") as replay:
+        with pytest.raises(StoreError, match="must hold a trajectory"):
+            replay.sample()
+        seen: set[int] = set()
+        for turn in range(40):
+            steps = 1 + turn % 6
+            lengths = torch.tensor([steps, 0, max(1, steps - 2)]) if turn % 3 else None
+            replay.add_(trajectories(3, steps, 3 * turn), lengths)
+            batch = replay.sample()
+            number = batch["task"]
+            seen |= set(number.tolist())
+            assert not (number % 3 == 1)[number >= 3 * turn].any() or lengths is None
+            expected = number * 100 + batch.anchor
+            assert torch.equal(batch["action"][:, 0], expected.float())
+            assert torch.equal(batch["observation"][:, 1, 0], expected.float())
+            before = torch.where(batch.anchor > 0, expected - 1, 0)
+            assert torch.equal(batch["observation"][:, 0, 0], before.float())
+            ahead = torch.minimum(torch.tensor(3), batch.num_steps - batch.anchor)
+            assert torch.equal(batch["following"][:, 0], (expected + ahead).float())
+            last = number * 100 + batch.num_steps - 1
+            count = batch.num_steps - batch.anchor
+            assert torch.equal(batch["return_to_go"], ((expected + last) * count / 2).float())
+            if "prioritized" in sampler:
+                replay.update_priorities_(batch, torch.rand(batch.num_samples))
+        statistics = replay.statistics()
+        assert statistics["steps"] == replay.num_steps >= 60 - 6
+        assert statistics["trajectories"] == len(replay)
+        assert statistics["refused"] == 0
+        replay.check()
+        assert len(seen) > 60
+        replay.clear()
+        assert replay.num_steps == len(replay) == 0
+        with pytest.raises(StoreError, match="must hold a trajectory"):
+            replay.sample()
+        replay.add_(trajectories(2, 4, 900))
+        assert set(replay.sample()["task"].tolist()) == {900, 901}
+
+
+def test_transitions_are_those_of_a_table_in_shared_memory() -> None:
+    """Single steps: both tables hold the newest ones, and draw the same."""
+    options = {
+        "sampler": SAMPLERS["prioritized"],
+        "n_step": None,
+        "fields": {"following": {"column": "observation", "offset": 1}, "task": {}},
+    }
+    section = online(table={"capacity_steps": 16, "max_length": 1, "capacity_trajectories": 16}, **options)
+    table = {name: value for name, value in section["tables"]["main"].items() if name != "placement"}
+    torch.manual_seed(0)
+    with DeviceReplay(section, "cpu") as device, Replay({**section, "tables": {"main": table}}) as host:
+        for turn in range(30):
+            columns = trajectories(3, 1, 3 * turn)
+            rows = {name: values[:, 0] if name != "task" else values for name, values in columns.items()}
+            device.add_transitions_(rows, {"observation": columns["observation"][:, 1]})
+            for i in range(3):
+                host.add({name: values[i].numpy() for name, values in columns.items()})
+            expected, got = host.sample(), device.sample()
+            assert len(device) == len(host)
+            assert set(got["task"].tolist()) <= set(range(3 * turn - 13, 3 * turn + 3))
+            assert torch.equal(got["following"][:, 0], (got["task"] * 100 + 1).float())
+            assert torch.equal(expected["following"][:, 0], (expected["task"] * 100 + 1).float())
+            assert float(got.probability.sum()) > 0
+
+
+def test_late_columns_are_written_to_what_is_stored() -> None:
+    with DeviceReplay(online(), "cpu") as replay:
+        replay.add_(trajectories(4, 5))
+        columns = {"action": torch.full((3, 6, 2), -1.0), "task": torch.tensor([7, 8, 9])}
+        replay.fill_(torch.tensor([2, 99, 0]), columns)
+        batch = replay.sample()
+        for i, number in enumerate(batch.id.tolist()):
+            assert (batch["action"][i, 0] == -1) == (number in (0, 2))
+            assert int(batch["task"][i]) == {0: 9, 2: 7}.get(number, number)
+        with pytest.raises(SchemaError, match="column action"):
+            replay.fill_(torch.tensor([1]), {"action": torch.zeros(1, 6, 2, dtype=torch.float64)})
+        with pytest.raises(SchemaError, match="must not come late"):
+            replay.fill_(torch.tensor([1]), {"reward": torch.zeros(1, 6)})
+        with pytest.raises(ShapeError, match=r"must be \[1, 6, 2\]"):
+            replay.fill_(torch.tensor([1]), {"action": torch.zeros(1, 5, 2)})
+
+
+def test_what_is_added_between_micro_batches_changes_none_of_them() -> None:
+    section = online(PRIORITIZED, seed=4, gradient_accumulation_steps=4, batch_size=32)
+    with DeviceReplay(section, "cpu") as replay, DeviceReplay(section, "cpu") as quiet:
+        for each in (replay, quiet):
+            each.add_(trajectories(9, 6))
+        for micro in range(4):
+            got, expected = replay.sample(), quiet.sample()
+            assert_same(got, expected)
+            if micro < 3:
+                with pytest.raises(StoreError, match="between two global batches"):
+                    replay.state_dict()
+            values = torch.rand(8)
+            for each, batch in ((replay, got), (quiet, expected)):
+                each.update_priorities_(batch, values)
+            values.zero_()  # a buffer that its owner uses again
+            replay.add_(trajectories(9, 6, 9 * (micro + 1)))
+        assert set(replay.sample()["task"].tolist()) <= set(range(27, 45))
+        replay.clear()
+        replay.add_(trajectories(1, 6, 99))
+        assert set(replay.sample()["task"].tolist()) == {99}
+
+
+def without_masses(replay: DeviceReplay, why: str) -> None:
+    """Add trajectories of which none can be drawn."""
+    if why == "nothing was added":
+        replay.add_(trajectories(3, 4), torch.tensor([0, 0, 0]))
+    elif why == "no anchor":
+        replay.add_(trajectories(3, 2))
+    else:
+        replay.add_(trajectories(1, 2))
+        for _ in range(4):
+            replay.update_priorities_(replay.sample(), torch.zeros(16))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "why"),
+    [
+        ({"kind": "uniform", "unit": "step"}, "nothing was added"),
+        ({"kind": "uniform"}, "nothing was added"),
+        ({"kind": "uniform", "unit": "step", "anchors": "fits"}, "no anchor"),
+        ({**PRIORITIZED, "anchors": "fits", "normalize": "table"}, "no anchor"),
+        (PRIORITIZED, "no priority"),
+        ({**PRIORITIZED, "normalize": "table"}, "no priority"),
+        ({**PRIORITIZED, "normalize": None}, "no priority"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_table_without_masses_gives_batches_without_samples(
+    sampler: dict[str, Any], why: str, backend: str
+) -> None:
+    """And what can be drawn is drawn as soon as it is there."""
+    fields = {"fields": {**online()["fields"], "observation": {"offset": -2, "length": 3, "pad": "edge"}}}
+    section = online(sampler, gradient_accumulation_steps=2, backend=backend, **fields)
+    with DeviceReplay(section, "cpu") as replay:
+        without_masses(replay, why)
+        before = replay.statistics()
+        first = int(replay.table.state[RING_SAMPLES])
+        for micro in range(4):
+            batch = replay.sample()
+            assert batch.number.tolist() == [
+                first + 16 * (micro // 2) * 2 + 2 * i + micro % 2 for i in range(16)
+            ]
+            assert batch.id.tolist() == [-1] * 16
+            for empty in (*(batch[name] for name in batch), batch.valid, batch.weight, batch.probability):
+                assert not empty.any()
+            assert not any(mask.any() for mask in batch.mask.values())
+            assert not batch.clone().valid.any()
+            if "priority" in why:
+                replay.update_priorities_(batch, torch.ones(16))
+        found = replay.statistics()
+        assert found["empty_batches"] - before["empty_batches"] == 2
+        if "priority" in why:
+            assert found["priorities_ignored"] - before["priorities_ignored"] == 64
+            assert found["priorities_applied"] == before["priorities_applied"]
+        message = f"got '{found['empty_batches']} global batches without samples'; add trajectories"
+        with pytest.raises(DataError, match=message):
+            replay.check()
+        replay.add_(trajectories(3, 6, 100))
+        batch = replay.sample()
+        assert batch.valid.all()
+        assert set(batch["task"].tolist()) <= {100, 101, 102}
+        assert bool((batch.weight > 0).all())

@@ -1,0 +1,88 @@
+"""Steps with a table in the memory of one device, here the host's, as torch.compile traces them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ring_cases import PRIORITIZED, SAMPLERS, online, trajectories
+from torch import Tensor
+
+from deepspeed_gear import DeviceReplay
+
+
+def test_old_batches_fail_in_a_late_backward_pass() -> None:
+    scale = torch.nn.Parameter(torch.ones(3))
+    with DeviceReplay(online(PRIORITIZED), "cpu") as replay:
+        replay.add_(trajectories(5, 6))
+        batch = replay.new_batch()
+        replay.sample_(batch)
+        loss = (batch.weight * (batch["following"] * scale).sum(1)).sum()
+        replay.sample_(batch)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_whole_step_is_traced_without_a_break() -> None:
+    """Adding, drawing, training and updating in one graph of torch.compile, against the same without."""
+    weights = torch.nn.Parameter(torch.zeros(3))
+
+    def step(replay: DeviceReplay, batch: Any, columns: dict[str, Tensor]) -> Tensor:
+        replay.add_(columns)
+        replay.sample_(batch)
+        error = (batch["following"] @ weights - batch["return_n"]).abs()
+        replay.update_priorities_(batch, error)
+        return (batch.weight * batch.valid * error).sum()
+
+    torch._dynamo.reset()
+    found = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        with DeviceReplay(online(PRIORITIZED, seed=3), "cpu") as replay:
+            batch = replay.new_batch()
+            losses = [run(replay, batch, trajectories(3, 4, 3 * turn)) for turn in range(12)]
+            found.append((torch.stack(losses), batch.id.clone(), replay.table.state.clone()))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """Return what the ops of gear write to in a traced graph."""
+    found = set()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and "gear." in str(node.target):
+            for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    found |= set(given) if isinstance(given, (list, tuple)) else {given}
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "by the table"])
+def test_a_traced_step_writes_to_fixed_tensors_only(sampler: str, accumulation: int) -> None:
+    """What mode="reduce-overhead" asks for: it makes no CUDA graph of a step that writes to others."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    section = online(SAMPLERS[sampler], gradient_accumulation_steps=accumulation)
+    with DeviceReplay(section, "cpu") as replay:
+        batches = [replay.new_batch() for _ in range(accumulation)]
+
+        def step(columns: dict[str, Tensor]) -> None:
+            replay.add_(columns)
+            for batch in batches:
+                replay.sample_(batch)
+                if sampler != "uniform steps":
+                    replay.update_priorities_(batch, batch["reward"].abs())
+
+        torch._dynamo.reset()
+        run = torch.compile(step, fullgraph=True, backend=backend)
+        for turn in range(3):
+            run(trajectories(3, 4, 3 * turn))
+    assert len(graphs) == 1, "nothing that a trace leaves behind makes the next call another one"
+    for node in written_by(graphs[0]):
+        facts = node.meta.get("tensor_dict", {})
+        assert node.op != "placeholder" or "_dynamo_static_input_type" in facts, node.name
