@@ -18,7 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gear_support import ROOT, environment, wait_until
+from gear_support import ROOT, wait_until
+from process_support import environment
 
 SCRIPT = Path(__file__).resolve().parent / "cluster" / "cluster.sh"
 PROGRAMS = Path(__file__).resolve().parent / "cluster" / "programs"

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from cluster_support import PROGRAMS, Cluster
-from gear_support import environment, lengths_of, write_dataset
+from gear_support import lengths_of, write_dataset
+from process_support import environment
 
 PROGRAM = "checkpoint_nodes.py"
 Found = dict[tuple[str, str], dict[str, Any]]  # by folder and case

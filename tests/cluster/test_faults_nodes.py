@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from cluster_support import PROGRAMS, Cluster
-from gear_support import Ranks, config_of, lengths_of, prefix, shared_files, wait_until, write_dataset
+from gear_support import config_of, lengths_of, prefix, shared_files, wait_until, write_dataset
+from process_support import Ranks
 
 FIELDS = {"observation": {"length": 2}, "action": {"length": 2}}
 NODES, RANKS, TIMEOUT_S = 2, 2, 4.0

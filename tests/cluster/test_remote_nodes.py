@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from cluster_support import SCRIPT, Cluster
-from gear_support import ROOT, environment
+from gear_support import ROOT
+from process_support import environment
 from remote_support import openssl_certificate, write_token
 
 LEARNS = """

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import SHM, environment, launcher, lengths_of, write_dataset
+from gear_support import SHM, lengths_of, write_dataset
+from process_support import environment, launcher
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gear_support import launch, prefix, shared_files
+from gear_support import prefix, shared_files
+from process_support import launch
 
 
 def test_a_rank_that_would_wait_for_itself_tells_all(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gear_support import ROOT, environment
+from gear_support import ROOT
+from process_support import environment
 
 from deepspeed_gear import Dataset
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gear_support import PROGRAMS, environment, free_port
+from process_support import PROGRAMS, environment, free_port
 
 pytest.importorskip("gymnasium", reason="the example plays CartPole")
 WORKERS = 4

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from gear_support import ROOT, environment
+from gear_support import ROOT
+from process_support import environment
 
 pytest.importorskip("gymnasium", reason="the examples act in its environments")
 SHORT = ("--device", "cpu", "--steps", "240", "--random-steps", "205", "--envs", "2", "--seed", "3")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gear_support import config_of, launch, lengths_of, run_ranks, write_dataset
+from gear_support import config_of, lengths_of, write_dataset
+from process_support import launch, run_ranks
 
 TABLE = {"capacity_steps": 100, "max_length": 4, "remove": "fifo", "placement": "device", "scope": "shard"}
 

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from gear_support import Ranks, lengths_of, run_ranks, write_dataset
+from gear_support import lengths_of, write_dataset
+from process_support import Ranks, run_ranks
 from shard_cases import PRIORITIZED, SAMPLERS, shard_case
 
 

@@ -18,16 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import (
-    SHM,
-    Ranks,
-    environment,
-    launcher,
-    lengths_of,
-    shared_files,
-    wait_until,
-    write_dataset,
-)
+from gear_support import SHM, lengths_of, shared_files, wait_until, write_dataset
+from process_support import Ranks, environment, launcher
 
 from deepspeed_gear import Replay
 

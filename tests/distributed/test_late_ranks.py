@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gear_support import config_of, lengths_of, run_ranks, write_dataset
+from gear_support import config_of, lengths_of, write_dataset
+from process_support import run_ranks
 
 
 def test_late_reports_give_the_batches_of_early_ones_and_errors_on_all(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import ROOT, environment, prefix, shared_files, wait_until
+from gear_support import ROOT, prefix, shared_files, wait_until
+from process_support import environment
 
 from deepspeed_gear.store.memory import living, remove_garbage
 

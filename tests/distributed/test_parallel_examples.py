@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import ROOT, environment, prefix, shared_files
+from gear_support import ROOT, prefix, shared_files
+from process_support import environment
 
 STEPS = 12
 EXAMPLES = {  # ranks, replicas

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gear_support import SHM, config_of, environment, launcher, shared_files, wait_until
+from gear_support import SHM, config_of, shared_files, wait_until
 from parallel_support import ENDS, FIELDS, MODES
+from process_support import environment, launcher
 
 TIMEOUT_S = 5.0
 LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")

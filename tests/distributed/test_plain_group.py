@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gear_support import config_of, run_ranks, shared_files
+from gear_support import config_of, shared_files
+from process_support import run_ranks
 
 from deepspeed_gear import Batch, Replay
 

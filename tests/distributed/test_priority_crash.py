@@ -17,18 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import (
-    StoreScene,
-    check_whole,
-    every_death,
-    exit_status,
-    in_child,
-    kill,
-    priority_rule,
-    stream_spec,
-    trajectory,
-    wait_until,
-)
+from gear_support import trajectory, wait_until
+from process_support import exit_status, in_child, kill
+from store_support import StoreScene, check_whole, every_death, priority_rule, stream_spec
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import BY_ID, tree_levels

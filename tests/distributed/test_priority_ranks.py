@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import config_of, run_ranks, shared_files
+from gear_support import config_of, shared_files
+from process_support import run_ranks
 
 GLOBAL_BATCH, NUM_BATCHES, SAVED = 32, 30, 13
 SAMPLER = {

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-from gear_support import config_of, run_ranks
+from gear_support import config_of
+from process_support import run_ranks
 
 FIELDS = {"goal": {"column": "code", "hindsight": "code"}, "observation": {}}
 

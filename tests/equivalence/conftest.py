@@ -35,6 +35,13 @@ def cpu() -> Ops:
     return load_backend("cpu")
 
 
+@pytest.fixture(params=["reference", "cpu"])
+def careful(request: pytest.FixtureRequest) -> Ops:
+    """The backends that name what they refuse; a kernel can only end."""
+    ops: Ops = request.getfixturevalue(request.param)
+    return ops
+
+
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The CUDA kernels and their binding, built for the CPU (`tests/host/cuda_runtime.h`)."""

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from gear_support import config_of, lengths_of, run_ranks, write_dataset
+from gear_support import config_of, lengths_of, write_dataset
+from process_support import run_ranks
 from shard_cases import SAMPLERS, shard_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]

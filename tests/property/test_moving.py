@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import STEP, StoreScene, check_whole, priority_rule, stream_spec, trajectory
+from gear_support import STEP, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.selection.readers import Readers

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from gear_support import StoreScene, check_whole, priority_rule, stream_spec, trajectory
+from gear_support import trajectory
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import reference

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from gear_support import SCHEMA, STEP, check_whole, config_of, trajectory
+from gear_support import SCHEMA, STEP, config_of, trajectory
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.errors import StoreError, StoreFullError

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import StoreScene, priority_rule, stream_spec
 from scipy import stats
+from store_support import StoreScene, priority_rule, stream_spec
 
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import R_MASS, tree_size

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gear_support import SHM, exit_status, in_child, kill, prefix, shared_files, wait_until
+from gear_support import SHM, prefix, shared_files, wait_until
+from process_support import exit_status, in_child, kill
 from torch import nn
 
 from deepspeed_gear.errors import DataError, StoreError

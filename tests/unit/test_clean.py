@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 
 import pytest
-from gear_support import SCHEMA, config_of, in_child, kill, prefix, shared_files, wait_until
+from gear_support import SCHEMA, config_of, prefix, shared_files, wait_until
+from process_support import in_child, kill
 
 from deepspeed_gear import Replay
 from deepspeed_gear.cli.main import main

@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 import pytest
-from gear_support import ROOT, environment, prefix, shared_files, wait_until
+from gear_support import ROOT, prefix, shared_files, wait_until
+from process_support import environment
 from torch import nn
 
 from deepspeed_gear import Replay

@@ -12,11 +12,7 @@ from ring_cases import PRIORITIZED, SAMPLERS, WINDOWS, assert_same, on_device
 from torch import Tensor
 
 from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.errors import (
-    ConfigError,
-    DataError,
-    StoreError,
-)
+from deepspeed_gear.errors import ConfigError, DataError, StoreError
 
 
 @pytest.fixture(scope="module")

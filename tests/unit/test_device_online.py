@@ -9,12 +9,7 @@ import torch
 from ring_cases import PRIORITIZED, SAMPLERS, assert_same, online, trajectories
 
 from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.errors import (
-    DataError,
-    SchemaError,
-    ShapeError,
-    StoreError,
-)
+from deepspeed_gear.errors import DataError, SchemaError, ShapeError, StoreError
 from deepspeed_gear.ops.constants import RING_SAMPLES
 
 

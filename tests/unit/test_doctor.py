@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.launcher.runner import fetch_hostfile
-from gear_support import config_of, exit_status, in_child, lengths_of, wait_until, write_dataset
+from gear_support import config_of, lengths_of, wait_until, write_dataset
+from process_support import exit_status, in_child
 
 from deepspeed_gear import Replay
 from deepspeed_gear.cli import network, verdict

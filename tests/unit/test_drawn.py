@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, exit_status, in_child, trajectory, write_dataset
+from gear_support import SCHEMA, config_of, trajectory, write_dataset
+from process_support import exit_status, in_child
 
 from deepspeed_gear import Batch, Replay
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, check_whole, config_of, lengths_of, trajectory, write_dataset
+from gear_support import SCHEMA, config_of, lengths_of, trajectory, write_dataset
+from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.errors import ConfigError, DataError, GearError, ShapeError, StoreError

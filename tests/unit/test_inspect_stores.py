@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, environment, shared_files, trajectory
+from gear_support import SCHEMA, config_of, shared_files, trajectory
+from process_support import environment
 from snapshot_support import into_shards
 
 from deepspeed_gear import Replay

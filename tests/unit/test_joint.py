@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import StoreScene, stream_spec, trajectory
+from gear_support import trajectory
+from store_support import StoreScene, stream_spec
 
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.selection.cut import COLLECTS, SAMPLES

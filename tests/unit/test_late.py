@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import exit_status, in_child
+from process_support import exit_status, in_child
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.errors import ConfigError, DataError, NotReadyError, SchemaError, StoreError

@@ -11,7 +11,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gear_support import exit_status, in_child, kill, prefix, wait_until
+from gear_support import prefix, wait_until
+from process_support import exit_status, in_child, kill
 
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops import load_backend

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gear_support import exit_status, in_child, kill, prefix, shared_files, wait_until
+from gear_support import prefix, shared_files, wait_until
+from process_support import exit_status, in_child, kill
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.store.layout import MAGIC

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from gear_support import StoreScene, priority_rule, stream_spec
 from hypothesis import given
 from hypothesis import strategies as st
+from store_support import StoreScene, priority_rule, stream_spec
 
 from deepspeed_gear.ops.constants import FOR_ANCHOR, FOR_GOAL, R_MASS, R_NUMBER, R_SLOT
 from deepspeed_gear.ops.reference.select import philox as philox_of_ops

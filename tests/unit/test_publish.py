@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import exit_status, in_child, wait_until
+from gear_support import wait_until
+from process_support import exit_status, in_child
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.errors import DataError, NotReadyError, StoreError, StoreFullError

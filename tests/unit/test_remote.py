@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import environment, shared_files, wait_until
+from gear_support import shared_files, wait_until
+from process_support import environment
 from pyarrow import flight
 from remote_support import (
     SCHEMA,

@@ -8,17 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import (
-    STEP,
-    StoreScene,
-    check_whole,
-    in_child,
-    kill,
-    priority_rule,
-    stream_spec,
-    trajectory,
-    wait_until,
-)
+from gear_support import STEP, trajectory, wait_until
+from process_support import in_child, kill
+from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import NotReadyError, StoreFullError
 from deepspeed_gear.replay import content

@@ -10,19 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import (
-    SCHEMA,
-    StoreScene,
-    check_whole,
-    config_of,
-    lengths_of,
-    priority_rule,
-    stream_spec,
-    trajectory,
-    wait_until,
-)
+from gear_support import SCHEMA, config_of, lengths_of, trajectory, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
+from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear import Column, DatasetWriter, Replay, Schema
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import StoreScene, check_whole, exit_status, in_child, kill, stream_spec, wait_until
+from gear_support import wait_until
+from process_support import exit_status, in_child, kill
 from scipy import stats
+from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.replay import content

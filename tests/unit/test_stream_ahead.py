@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import StoreScene, check_whole, exit_status, in_child, stream_spec
+from process_support import exit_status, in_child
+from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.replay import content

@@ -10,20 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import (
-    SCHEMA,
-    SHM,
-    STEP,
-    StoreScene,
-    exit_status,
-    in_child,
-    kill,
-    prefix,
-    shared_files,
-    trajectory,
-    wait_until,
-    write_dataset,
-)
+from gear_support import SCHEMA, SHM, STEP, prefix, shared_files, trajectory, wait_until, write_dataset
+from process_support import exit_status, in_child, kill
+from store_support import StoreScene
 
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError
 from deepspeed_gear.ops import load_backend

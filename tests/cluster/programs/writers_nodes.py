@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from gear_support import SCHEMA, in_child, kill, trajectory
+from gear_support import SCHEMA, trajectory
+from process_support import in_child, kill
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.errors import StoreError

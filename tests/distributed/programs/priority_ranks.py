@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from gear_support import SCHEMA, check_whole, trajectory
+from gear_support import SCHEMA, trajectory
+from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.errors import PeerError

@@ -1,0 +1,44 @@
+"""Reports of priorities, and what a cut has made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.ops.constants import BY_ID
+from deepspeed_gear.store.table import GENERATION
+
+LENGTHS = [3, 1, 7, 33, 5]
+ONE = 1 << 24  # the mass of priority 1
+Item = tuple[int, int]
+
+
+def handles(stream: Any, items: list[Item]) -> np.ndarray:
+    """Return slot, generation and anchor of items. [n, 3]."""
+    slots = stream.table.slots_of(np.array([number for number, _ in items]))
+    return np.stack([slots, stream.table.slots[slots, GENERATION], [a for _, a in items]], axis=1)
+
+
+def report(stream: Any, items: list[Item], priorities: Any, order: Any = BY_ID) -> None:
+    values = np.broadcast_to(np.asarray(priorities, np.float32), len(items))
+    stream.masses.reports.add_items(handles(stream, items), values, order)
+
+
+def stored(stream: Any, items: list[Item]) -> list[float]:
+    """Return the priorities that the latest cut has drawn with."""
+    slots = stream.table.slots_of(np.array([number for number, _ in items]))
+    if not stream.masses.by_step:
+        return stream.masses.values[slots].tolist()
+    rows = stream.table.slots[slots, 3] + [a for _, a in items]
+    return stream.masses.values[rows].tolist()
+
+
+def cut(stream: Any, key: int, *others: Any) -> Any:
+    """Let every process ask for a global batch, and cut it."""
+    for each in (stream, *others):
+        each.masses.ask(key)
+    made = stream.take(key)
+    for each in (stream, *others):
+        each.consume(key)
+    return made

@@ -1,0 +1,159 @@
+"""Processes of tests: children, ranks without a launcher, and programs under the real one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gear_support import ROOT, prefix
+
+PROGRAMS = Path(__file__).resolve().parent / "distributed" / "programs"
+
+
+def in_child(action: Callable[[], Any]) -> int:
+    """Run an action in a forked child; return its process id. `exit_status` collects it.
+
+    The child does not outlive this process.
+    """
+    child = os.fork()
+    if child:
+        return child
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    try:
+        action()
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+def exit_status(child: int) -> int:
+    """Wait for a child: its exit status, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill(child: int) -> None:
+    """Kill a child with SIGKILL and wait for its end."""
+    os.kill(child, signal.SIGKILL)
+    assert exit_status(child) == -signal.SIGKILL
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return the environment of ranks: CPU, one thread, the checkout and this module importable."""
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **fixed, "GEAR_TEST_PREFIX": prefix(), **extra}
+
+
+class Ranks:
+    """Python programs that form one process group, without DeepSpeed's launcher.
+
+    Args:
+        program: Path of the program, or its name in `programs/`.
+        count: Number of ranks.
+        arguments: Of the program.
+        env: Extra environment.
+    """
+
+    def __init__(self, program: Path | str, count: int, *arguments: str, **env: str) -> None:
+        port, path = str(free_port()), PROGRAMS / program
+        self.processes: list[subprocess.Popen[str]] = []
+        for rank in range(count):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+            rank_env = environment(**{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **place, **env})
+            self.processes.append(
+                subprocess.Popen(
+                    self.command(rank, [sys.executable, "-u", str(path), *arguments]),
+                    env=rank_env,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+
+    def command(self, rank: int, program: list[str]) -> list[str]:
+        """Return what starts a rank: the program as it is."""
+        del rank
+        return program
+
+    def wait(self, timeout_s: float = 120.0) -> list[tuple[int, str]]:
+        """Return exit status and output of every rank; kill what is left after the timeout."""
+        until = time.monotonic() + timeout_s
+        results = []
+        for process in self.processes:
+            try:
+                output, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.end(process)
+                output = process.communicate()[0] + "\n[killed: timed out]"
+            results.append((process.returncode, output))
+        return results
+
+    def end(self, process: subprocess.Popen[str]) -> None:
+        """Kill a rank."""
+        process.kill()
+
+    def kill(self) -> None:
+        """Kill all ranks with SIGKILL."""
+        for process in self.processes:
+            self.end(process)
+        for process in self.processes:
+            process.communicate()
+
+
+def run_ranks(program: Path | str, count: int, *arguments: str, **env: str) -> list[str]:
+    """Run ranks to their end; return their outputs. All must succeed."""
+    results = Ranks(program, count, *arguments, **env).wait()
+    assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)
+    return [output for _, output in results]
+
+
+def launcher(program: Path | str, count: int, *arguments: str) -> list[str]:
+    """Return the command of DeepSpeed's launcher for a program."""
+    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(count)]
+    return [*command, "--master_port", str(free_port()), str(PROGRAMS / program), *arguments]
+
+
+def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 180.0, **env: str) -> str:
+    """Run a program under the real launcher; return its output. It must succeed."""
+    status, output = try_launch(program, count, *arguments, timeout_s=timeout_s, **env)
+    assert status == 0, output
+    return output
+
+
+def try_launch(
+    program: Path | str, count: int, *arguments: str, timeout_s: float = 180.0, **env: str
+) -> tuple[int, str]:
+    """Run a program under the real launcher; return exit status and output."""
+    process = subprocess.Popen(
+        launcher(program, count, *arguments),
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return process.returncode, output

@@ -1,0 +1,37 @@
+"""Replays in one process, of a small data set or of what is added, and their batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from gear_support import SCHEMA, config_of, lengths_of
+
+from deepspeed_gear import Batch, Replay
+
+LENGTHS = lengths_of(40)
+FIELDS = {"code": {"offset": -2, "length": 4}, "observation": {"normalize": "mean_std"}, "task": {}}
+SPLIT = {"eval": 0.2, "test": 0.1}
+
+
+def offline(data: Path, /, **options: Any) -> Replay:
+    return Replay(config_of(data, **{"batch_size": 16, "fields": FIELDS, **options}))
+
+
+def online(**options: Any) -> Replay:
+    return Replay(config_of(**{"batch_size": 8, **options}), schemas={"main": SCHEMA})
+
+
+def take(replay: Replay, count: int) -> list[Batch]:
+    return [replay.sample().clone() for _ in range(count)]
+
+
+def same(a: Batch, b: Batch) -> bool:
+    parts = ("id", "anchor", "number", "probability", "weight", "epoch", "valid")
+    fields = list(a) == list(b) and all(torch.equal(a[n], b[n]) for n in a)
+    return fields and all(torch.equal(getattr(a, p), getattr(b, p)) for p in parts)
+
+
+def split(data: Path, /, **options: Any) -> Replay:
+    return offline(data, data={"path": str(data), "split": SPLIT}, batch_size=8, **options)

@@ -1,0 +1,253 @@
+"""Tables with streams, made without a Replay: what must hold in them, and deaths at any line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from gear_support import ROOT, SCHEMA, SHM, prefix, trajectory
+from process_support import exit_status, in_child
+
+
+class StoreScene:
+    """A table with streams, made without a Replay: this process is peer 0; others attach by `attach`.
+
+    Args:
+        backend: Of the ops.
+        specs: Streams, see `stream_spec`.
+        lengths: Of the trajectories that it holds at the beginning.
+        num_slots, num_rows, num_peers: Its sizes.
+        timeout_s: Of its lock and streams.
+        life: How long trajectories stay, see `Life`.
+        spare_rows: Rows besides `num_rows` through which extents are moved.
+        shard: Which part of the table it is; None: all of it.
+    """
+
+    def __init__(
+        self,
+        backend: str = "cpu",
+        specs: Sequence[Any] = (),
+        lengths: Sequence[int] = (),
+        num_slots: int = 40,
+        num_rows: int = 1000,
+        num_peers: int = 4,
+        timeout_s: float = 20.0,
+        life: Any = None,
+        spare_rows: int = 0,
+        shard: Any = None,
+    ) -> None:
+        from deepspeed_gear.ops import load_backend
+        from deepspeed_gear.selection.kinds import regions_of
+        from deepspeed_gear.selection.stream import Stream
+        from deepspeed_gear.store.life import Life
+        from deepspeed_gear.store.spec import TableSpec, table_layout
+        from deepspeed_gear.store.table import Table
+
+        self.ops, self.specs, self.timeout_s = load_backend(backend), list(specs), timeout_s
+        self.name, self.nonce = f"{prefix()}-{os.urandom(4).hex()}", "0" * 32
+        self.spec = TableSpec(
+            "main",
+            SCHEMA,
+            num_slots,
+            num_rows + spare_rows,
+            None,
+            True,
+            True,
+            num_peers,
+            shard,
+            life=life or Life(),
+            spare_rows=spare_rows,
+        )
+        extra = [region for spec in self.specs for region in regions_of(spec, self.spec)]
+        meaning = {spec.name: spec.describe() for spec in self.specs}
+        self.layout = table_layout(self.spec, extra, meaning)
+        self.table = Table.create(self.spec, extra, meaning, self.nonce, self.ops, timeout_s)
+        self.streams = [Stream(spec, self.table) for spec in self.specs]
+        for stream in self.streams:
+            stream.initialise()
+        self.count = 0
+        for steps in lengths:
+            self.add(steps)
+        self.table.memory.link(self.name)
+
+    def attach(self, peer: int, **changes: Any) -> tuple[Any, list[Any]]:
+        """Attach to the store once more; return table and streams."""
+        from deepspeed_gear.selection.stream import Stream
+        from deepspeed_gear.store.table import Table
+
+        given = {"expected": self.layout, "nonce": self.nonce, "ops": self.ops, "timeout_s": self.timeout_s}
+        table = Table.attach(self.spec, self.name, peer=peer, **{**given, **changes})
+        return table, [Stream(spec, table) for spec in self.specs]
+
+    def add(self, num_steps: int) -> int:
+        """Add the next trajectory; its number is its id while nothing else adds."""
+        from deepspeed_gear.replay import content
+
+        self.count += 1
+        return content.add(self.table, self.streams, trajectory(self.count - 1, num_steps), None)
+
+    def close(self) -> None:
+        """Remove the store."""
+        (SHM / self.name).unlink(missing_ok=True)
+        self.table.close()
+
+
+def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
+    """Return how priorities become masses; `alpha` and `beta` are numbers, or functions of the batch."""
+    from deepspeed_gear.selection.rules import PriorityRule
+
+    schedules = [f if callable(f) else (lambda _, value=f: value) for f in (alpha, beta)]
+    defaults = {"initial": None, "normalize": "batch", "lag": 0, "log_size": 256}
+    return PriorityRule(*schedules, **{**defaults, **options})
+
+
+def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any) -> Any:
+    """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given."""
+    from deepspeed_gear.selection.anchors import AnchorRule
+    from deepspeed_gear.selection.cut import StreamSpec
+    from deepspeed_gear.selection.rules import MassRule
+
+    rule = MassRule(
+        unit,  # type: ignore[arg-type]
+        options.get("by_length", False),
+        options.get("anchors", AnchorRule.all()),
+        options.get("where", ()),
+        options.get("split", {}),
+        options.get("split_index", 0),
+        weight=options.get("weight"),
+        window=options.get("window"),
+    )
+    extra = {name: options[name] for name in ("priorities", "drop", "num_shards") if name in options}
+    seed, depth = options.get("seed", 0), options.get("depth", 4)
+    return StreamSpec(options.get("name", "train"), kind, rule, seed, 7, batch, depth, **extra)
+
+
+def check_whole(table: Any, streams: Sequence[Any]) -> None:
+    """Check that everything derived in a store agrees with its slot table; takes the lock."""
+    from deepspeed_gear.selection.cut import NOTHING
+    from deepspeed_gear.selection.masses import NUM_DIRTY
+    from deepspeed_gear.selection.priorities import PriorityMasses
+    from deepspeed_gear.store.extents import FREE_ROWS
+    from deepspeed_gear.store.table import (
+        COMMITTED,
+        FIRST_ROW,
+        FREE,
+        ID,
+        NEXT_ID,
+        NUM_COMMITTED,
+        NUM_ROWS,
+        NUM_STEPS,
+        STATE,
+        STEPS_COMMITTED,
+    )
+
+    with table.lock:
+        slots, control = table.slots, table.control
+        committed = np.nonzero(slots[:, STATE] == COMMITTED)[0]
+        assert control[NUM_COMMITTED] == len(committed)
+        assert control[STEPS_COMMITTED] == slots[committed, NUM_STEPS].sum()
+        ids = slots[committed, ID]
+        assert len(np.unique(ids)) == len(ids)
+        assert control[NEXT_ID] > ids.max(initial=-1)
+        used = slots[slots[:, STATE] != FREE]
+        extents = sorted(used[:, [FIRST_ROW, NUM_ROWS]].tolist())
+        ends = [0, *(first + count for first, count in extents)]
+        assert all(first >= end for (first, _), end in zip(extents, ends, strict=False))
+        at_home = [
+            end
+            for (first, _), end in zip(extents, ends[1:], strict=True)
+            if first != table.spec.capacity_rows
+        ]
+        assert max(at_home, default=0) <= table.spec.capacity_rows
+        assert control[FREE_ROWS] == table.spec.capacity_rows - used[:, NUM_ROWS].sum()
+        for stream in streams:
+            masses = stream.masses
+            masses.take_changes()
+            sums = masses.sums.clone()
+            stream.ops.tree_build_(sums, masses.num_items)
+            assert sums.equal(masses.sums), "an inner node is not the sum of its children"
+            waiting = np.nonzero(masses.queued != NOTHING)[0]
+            dirty = masses._dirty[: masses.words[NUM_DIRTY]]
+            assert sorted(dirty.tolist()) == waiting.tolist()
+            effective = np.where(masses.queued != NOTHING, masses.queued, masses.applied)
+            wanted = np.zeros(len(slots), np.int64)
+            wanted[committed] = masses.of(committed)
+            if stream.spec.rule.window is None:
+                assert (effective == wanted).all()
+            else:
+                assert np.isin(effective, [0, *wanted]).all()
+                assert (effective <= wanted).all()
+            if isinstance(masses, PriorityMasses):
+                check_priorities_whole(masses)
+
+
+def check_priorities_whole(masses: Any) -> None:
+    """Check that masses, minima and counts are those of the stored priorities. Wants the lock."""
+    import torch
+
+    from deepspeed_gear.ops import reference
+    from deepspeed_gear.ops.constants import DRAWABLE
+    from deepspeed_gear.selection.priorities import ALPHA
+
+    leaves = torch.empty(masses.num_items, dtype=torch.int64)
+    reference.mass_(leaves, torch.from_numpy(masses.values.copy()), int(masses.words[ALPHA]))
+    assert (leaves.numpy() == masses.leaves).all(), "a leaf is not the mass of its priority"
+    if len(masses._minima):
+        minima = torch.empty_like(masses._minima)
+        reference.minima_build_(minima, masses.sums, masses.num_items)
+        assert minima.equal(masses._minima), "a node is not the least of its children"
+    assert masses.counts[DRAWABLE] == np.count_nonzero(masses.leaves)
+    admitted = np.zeros(masses.num_items, bool)
+    slots = np.nonzero(masses.applied)[0]
+    items, drawable = masses._items_of(slots, masses.applied[slots])
+    admitted[items] = drawable
+    assert not masses.values[~admitted].any(), "an item that is gone has a priority"
+
+
+def killed_at(line: int, action: Callable[[], None]) -> bool:
+    """Run an action in a child that is killed before its line-th line in store, selection, writer or replay.
+
+    Returns:
+        Whether it came so far.
+    """
+    traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in ("store", "selection", "writer", "replay"))
+
+    def run() -> None:
+        left = line
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            if not frame.f_code.co_filename.startswith(traced):
+                return None
+            if event == "line":
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        action()
+
+    status = exit_status(in_child(run))
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+def every_death(
+    make: Callable[[], StoreScene], act: Callable[[Any, Any], None], stride: int
+) -> Iterator[StoreScene]:
+    """Yield a store for every stride-th place of death of a peer that attaches and acts."""
+    line, deaths = 1, 0
+    while True:
+        scene = make()
+        died = killed_at(line, lambda scene=scene: act(*scene.attach(1)))  # type: ignore[misc]
+        yield scene
+        scene.close()
+        if not died:
+            break
+        line, deaths = line + stride, deaths + 1
+    assert deaths * stride > 80, "too few places of death: the trace saw nothing"

@@ -1,0 +1,33 @@
+"""Replays that simulators ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from gear_support import SCHEMA, prefix, shared_files
+from simulator_support import Envs, loader_of, section, short
+
+from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.replay.inference import InferenceLoader
+from deepspeed_gear.writer.simulators import Simulators
+
+
+@pytest.fixture
+def replay() -> Iterator[Replay]:
+    with Replay(section(), schemas={"main": SCHEMA}) as made:
+        yield made
+    assert shared_files(prefix()) == []
+
+
+@pytest.fixture
+def scene(replay: Replay) -> Iterator[tuple[InferenceLoader, Simulators]]:
+    """A loader of batches of 2 and four simulators in this process."""
+    with (
+        loader_of(replay, 2) as loader,
+        TrajectoryWriter.attach(section()) as writer,
+        writer.simulators(4, wait_s=1.0) as simulators,
+    ):
+        envs = Envs(range(4), "next_step", short)
+        simulators.reset(observation=envs.look(), task=envs.task)
+        yield loader, simulators

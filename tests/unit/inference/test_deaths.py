@@ -1,0 +1,156 @@
+"""Simulators and ranks that answer them: deaths at any place, and waits that are too long."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+from gear_support import SCHEMA, STEP, prefix, shared_files, wait_until
+from process_support import exit_status, in_child, kill
+from simulator_support import (
+    Envs,
+    check_one,
+    loader_of,
+    policy,
+    runs,
+    section,
+    serve,
+    short,
+    simulate,
+    stored,
+)
+from store_support import killed_at
+
+from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
+from deepspeed_gear.replay.inference import InferenceLoader
+from deepspeed_gear.store.living import living_stores
+from deepspeed_gear.store.memory import remove_garbage
+from deepspeed_gear.writer.simulators import Simulators
+
+
+def test_no_answer_in_time(scene: tuple[InferenceLoader, Simulators]) -> None:
+    loader, simulators = scene
+    with pytest.raises(NotReadyError, match=r"must answer within 0\.05 s"):
+        simulators.act(0.05)
+    with pytest.raises(StoreError, match="must not come while an answer is waited for"):
+        simulators.reset(observation=np.zeros((4, 3), np.float32), task=np.zeros(4, np.int64))
+    serve(loader, lambda: False)
+    assert simulators.act(1.0)["code"].tolist() == [0, 20 * STEP, 40 * STEP, 60 * STEP]
+
+
+def test_the_loader_is_closed(scene: tuple[InferenceLoader, Simulators]) -> None:
+    loader, simulators = scene
+    loader.close()
+    with pytest.raises(PeerError, match="was closed"):
+        simulators.act()
+    assert list(loader) == []
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_loaders_process_dies(backend: str) -> None:
+    config = section(backend)
+
+    def rank() -> None:
+        with Replay(config, schemas={"main": SCHEMA}) as replay, loader_of(replay) as loader:
+            for _ in loader:
+                pass  # never an answer
+
+    child = in_child(rank)
+    with TrajectoryWriter.attach(config) as writer, writer.simulators(2) as simulators:
+        simulators.reset(observation=np.zeros((2, 3), np.float32), task=np.zeros(2, np.int64))
+        with pytest.raises(NotReadyError):
+            simulators.act(0.05)
+        kill(child)
+        begun = time.monotonic()
+        with pytest.raises(PeerError, match="its process has died"):
+            simulators.act(10.0)
+        assert time.monotonic() - begun < 2.0
+    remove_garbage(prefix())
+    assert shared_files(prefix()) == []
+
+
+def test_a_simulator_dies_while_it_waits(replay: Replay) -> None:
+    config = section()
+    with loader_of(replay, num_simulators=3) as loader:
+        child = in_child(lambda: simulate(config, Envs(range(3), "next_step", short), 9))
+        wait_until(lambda: loader.num_simulators == 3, "attaching")
+        for _ in range(3):
+            request = next(iter(loader))
+            if len(request) == 3:
+                request.reply(**policy(request["observation"]))
+        request = next(loader)
+        kill(child)
+        before = len(replay)
+        request.reply(**policy(request["observation"]))
+        wait_until(lambda: not next(loader) and loader.num_simulators == 0, "freeing")
+        assert len(replay) == before
+        with replay.writer().simulators(3, wait_s=1.0):
+            assert loader.num_simulators == 3
+
+
+def test_a_simulator_dies_anywhere_in_a_step() -> None:
+    config, deaths = section("reference"), 0  # in plain Python, where there are lines to die at
+    with Replay(config, schemas={"main": SCHEMA}) as replay, loader_of(replay, num_simulators=3) as loader:
+        for line in range(3, 300, 37):
+
+            def until_it_dies(line: int = line) -> None:
+                envs = Envs(range(3), "next_step", lambda *_: 2)
+                writer = TrajectoryWriter.attach(config)
+                simulators = writer.simulators(3)
+                simulators.reset(observation=envs.look(), task=envs.task)
+                simulators.act()
+                simulators.step(**envs.step(np.arange(3)))
+                simulators.act()
+                columns = envs.step(np.arange(3))
+                os._exit(7 if killed_at(line, lambda: simulators.step(**columns)) else 0)
+
+            child = in_child(until_it_dies)
+            serve(loader, lambda pid=child: runs(pid))  # type: ignore[misc]
+            deaths += exit_status(child) == 7
+            wait_until(lambda: not next(loader) and loader.num_simulators == 0, "freeing")
+            for found in stored(replay):
+                check_one(found, lambda *_: 2)
+        assert deaths > 4
+
+
+def test_an_answer_to_the_dead_does_not_reach_others(replay: Replay) -> None:
+    config = section()
+    with loader_of(replay, num_simulators=3) as loader:
+        child = in_child(lambda: simulate(config, Envs(range(3), "next_step", short), 9))
+        wait_until(lambda: loader._slots.num_taken == 3, "attaching")
+        old = next(loader)
+        kill(child)
+        wait_until(lambda: not next(loader) and loader.num_simulators == 0, "freeing")
+        with replay.writer().simulators(3) as simulators:
+            simulators.reset(observation=np.full((3, 3), 5, np.float32), task=np.zeros(3, np.int64))
+            simulators.post()
+            new = next(loader)
+            old.reply(**policy(old["observation"]))
+            with pytest.raises(NotReadyError):
+                simulators.act(0.05)
+            new.reply(**policy(new["observation"]))
+            assert simulators.act(1.0)["code"].tolist() == [5, 5, 5]
+
+
+def test_what_the_killed_leave_is_garbage() -> None:
+    config = section()
+
+    def rank() -> None:
+        with Replay(config, schemas={"main": SCHEMA}) as replay, loader_of(replay) as loader:
+            serve(loader, lambda: True)
+
+    def simulators() -> None:
+        simulate(config, Envs(range(2), "disabled", lambda *_: 10**6), 10**6)
+
+    children = [in_child(rank), in_child(simulators)]
+    wait_until(lambda: len(shared_files(prefix())) == 2, "attaching")
+    assert {store.table for store in living_stores(children[0])} == {"main"}
+    remove_garbage(prefix())
+    assert len(shared_files(prefix())) == 2
+    for child in children:
+        kill(child)
+    remove_garbage(prefix())
+    assert shared_files(prefix()) == []

@@ -1,0 +1,218 @@
+"""Simulators ask a rank's policy for actions through shared memory; their steps land in the store."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from gear_support import SCHEMA, STEP, prefix, shared_files, wait_until
+from process_support import exit_status, free_port, in_child
+from simulator_support import (
+    ASKS,
+    Envs,
+    any_runs,
+    check_whole,
+    loader_of,
+    policy,
+    section,
+    serve,
+    short,
+    simulate,
+    stored,
+)
+
+from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.errors import ConfigError, DataError, StoreError
+from deepspeed_gear.replay.inference import InferenceLoader
+from deepspeed_gear.store.request_slots import FREE, RequestSlots
+from deepspeed_gear.writer.simulators import Simulators
+
+# ---- what lands in the store -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
+def test_steps_land_in_the_store(backend: str, autoreset: str, in_parts: bool) -> None:
+    config = section(backend)
+    with Replay(config, schemas={"main": SCHEMA}) as replay:
+        with loader_of(replay, 4, num_simulators=8, length=3, asks=ASKS) as loader:
+            makers = [Envs(range(first, first + 3), autoreset, short) for first in (0, 3)]
+            children = [in_child(lambda m=made: simulate(config, m, 40, in_parts)) for made in makers]
+            served = serve(loader, any_runs(children))
+        episodes = check_whole(replay, short)
+        assert sorted(episodes) == list(range(6))
+        assert in_parts or all(3 < count < 14 for count in episodes.values())
+        for request in served:
+            assert (request["observation"][:, 0].long() % STEP == request.timestep).all()
+            assert len(request) <= 4
+            if autoreset != "same_step":
+                assert (request["task"] == request["observation"][:, 0].long() // STEP).all()
+    assert shared_files(prefix()) == []
+
+
+def test_longer_than_max_length_is_cut() -> None:
+    config = section(max_length=5)
+    with Replay(config, schemas={"main": SCHEMA}) as replay:
+        with loader_of(replay, length=3) as loader:
+            envs = Envs(range(1), "next_step", lambda *_: 12)
+            serve(loader, any_runs([in_child(lambda: simulate(config, envs, 13))]))
+        parts = stored(replay)
+    assert [len(part["code"]) for part in parts] == [5, 5, 2]
+    assert torch.cat([part["code"] for part in parts]).tolist() == list(range(12))
+    assert [part["observation"][-1, 0].item() for part in parts] == [5, 10, 12]
+    assert [part["truncated"].tolist()[-1] for part in parts] == [True, True, False]
+
+
+# ---- who is served when ----------------------------------------------------------------------------
+
+
+def test_the_oldest_come_first(scene: tuple[InferenceLoader, Simulators]) -> None:
+    loader, simulators = scene
+    for envs in ([2], [0], [1, 3]):
+        simulators.post(envs)
+    assert [next(loader).simulators.tolist() for _ in range(2)] == [[2, 0], [1, 3]]
+
+
+def test_nobody_starves(scene: tuple[InferenceLoader, Simulators]) -> None:
+    loader, simulators = scene
+    simulators.post(np.array([0, 1, 2]))
+    seen = []
+    for _ in range(6):  # those that are served first ask again at once
+        request = next(loader)
+        seen += request.simulators.tolist()
+        request.reply(**policy(request["observation"]))
+        envs = request.simulators.numpy()
+        columns = {"reward": np.ones(len(envs), np.float32), "terminated": np.zeros(len(envs), bool)}
+        columns |= {"truncated": columns["terminated"], "observation": np.zeros((len(envs), 3), np.float32)}
+        simulators.step(envs=envs, **columns)
+        simulators.post(envs)
+    assert [seen.count(env) for env in (0, 1, 2)] == [4, 4, 4]
+
+
+def test_requests_may_be_answered_in_any_order(scene: tuple[InferenceLoader, Simulators]) -> None:
+    loader, simulators = scene
+    simulators.post()
+    first, second = next(loader), next(loader)
+    second.reply(**policy(second["observation"]))
+    assert simulators.ready(1).tolist() == second.simulators.tolist()
+    first.reply(**policy(first["observation"]))
+    assert simulators.answers()["code"].tolist() == [0, 20 * STEP, 40 * STEP, 60 * STEP]
+    with pytest.raises(StoreError, match="must be answered once"):
+        first.reply(**policy(first["observation"]))
+
+
+def test_nobody_asks(scene: tuple[InferenceLoader, Simulators]) -> None:
+    begun = time.monotonic()
+    request = next(scene[0])
+    assert not request
+    assert request["observation"].shape == (0, 3)
+    assert 0.02 <= time.monotonic() - begun < 1.0
+    request.reply(**policy(request["observation"]))
+
+
+def test_a_batch_that_does_not_fill_comes_in_time(replay: Replay) -> None:
+    with loader_of(replay, 8, timeout=0.2) as loader, replay.writer().simulators(3) as simulators:
+        envs = Envs(range(3), "next_step", short)
+        simulators.reset(observation=envs.look(), task=envs.task)
+        simulators.post(np.array([1]))
+        begun = time.monotonic()
+        assert next(loader).simulators.tolist() == [1]
+        assert time.monotonic() - begun > 0.15  # others may have come
+        simulators.post()
+        begun = time.monotonic()
+        assert next(loader).simulators.tolist() == [0, 2]
+        assert time.monotonic() - begun < 0.15  # no others can come
+
+
+# ---- several, and refusals -------------------------------------------------------------------------
+
+
+def test_simulators_go_where_there_is_room(replay: Replay) -> None:
+    table = replay.tables["main"]
+    with loader_of(replay, num_simulators=4) as loader:
+        slots = loader._slots
+        name = table.memory.path.name
+        other = RequestSlots.create(slots.places, name, 1, "0" * 32, table.ops, False)  # of another rank
+        try:
+            with replay.writer().simulators(3), replay.writer().simulators(3), replay.writer().simulators(1):
+                taken = sorted(np.count_nonzero(s.states != FREE) for s in (slots, other))
+                assert taken == [3, 4]
+                with pytest.raises(StoreError, match="must have 2 free places, got 1"):
+                    replay.writer().simulators(2, wait_s=0.05)
+        finally:
+            other.end()
+            other.close()
+
+
+def test_each_rank_of_a_node_answers_its_own() -> None:
+    config, port = section(), free_port()
+
+    def rank(number: int) -> None:
+        address = f"tcp://127.0.0.1:{port}"
+        torch.distributed.init_process_group("gloo", address, rank=number, world_size=2)
+        with Replay(config, schemas={"main": SCHEMA}) as replay:
+            with loader_of(replay, 2, num_simulators=2) as loader:
+                wait_until(lambda: loader.num_simulators == 2, "attaching")
+                served = serve(loader, lambda: loader.num_simulators > 0)
+            torch.distributed.barrier()
+            assert sum(len(request) for request in served) > 30
+            assert sorted(check_whole(replay, short)) == [0, 1, 2, 3]
+
+    makers = [Envs(range(first, first + 2), "next_step", short) for first in (0, 2)]
+    ranks = [in_child(lambda number=number: rank(number)) for number in range(2)]
+    others = [in_child(lambda m=made: simulate(config, m, 20)) for made in makers]
+    assert [exit_status(child) for child in (*others, *ranks)] == [0] * 4
+    assert shared_files(prefix()) == []
+
+
+def test_a_wrong_loader_is_refused(replay: Replay) -> None:
+    with pytest.raises(ConfigError, match=r"answers must name some of action, code, got \['reward'\]"):
+        replay.inference_loader(4, answers=["reward"])
+    with pytest.raises(ConfigError, match="asks must name some of observation, task, got"):
+        replay.inference_loader(4, asks=["action"])
+    with pytest.raises(ConfigError, match="batch_size must be at least 1"):
+        replay.inference_loader(0)
+    with loader_of(replay), pytest.raises(StoreError, match="one inference loader of a rank"):
+        loader_of(replay)
+    with pytest.raises(StoreError, match=r"must be open within 0\.05 s"):
+        replay.writer().simulators(1, wait_s=0.05)
+    no_writers = Replay(section(writers=0), schemas={"main": SCHEMA})
+    with no_writers, pytest.raises(ConfigError, match="writers must be positive"):
+        no_writers.inference_loader(4)
+
+
+def test_wrong_answers_are_refused(scene: tuple[InferenceLoader, Simulators]) -> None:
+    loader, simulators = scene
+    simulators.post()
+    request = next(loader)
+    answers = policy(request["observation"])
+    with pytest.raises(DataError, match="column code must be one of the answers"):
+        request.reply(action=answers["action"])
+    with pytest.raises(DataError, match="column action must have shape"):
+        request.reply(action=answers["action"][:1], code=answers["code"])
+    request.reply(
+        **{name: column.double() for name, column in answers.items() if name == "action"}, code=[0, 0]
+    )
+
+
+def test_wrong_steps_are_refused(scene: tuple[InferenceLoader, Simulators]) -> None:
+    loader, simulators = scene
+    columns = Envs(range(4), "next_step", short).step(np.arange(4))
+    with pytest.raises(StoreError, match="step must come behind the answers"):
+        simulators.step(**columns)
+    simulators.post()
+    serve(loader, lambda: False)
+    with pytest.raises(DataError, match="the policy gives it"):
+        simulators.step(action=np.zeros((4, 2), np.float32), **columns)
+    simulators.close()
+    with pytest.raises(StoreError, match="they were closed"):
+        simulators.act()
+    with (
+        TrajectoryWriter.attach(section()) as writer,
+        writer.simulators(1) as fresh,
+        pytest.raises(DataError, match="reset must come first"),
+    ):
+        fresh.act()

@@ -1,0 +1,186 @@
+"""Reports from several processes: which of them a cut sees, their order, and their log."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from priority_cases import cut, handles, report, stored
+from store_support import check_whole
+
+from deepspeed_gear.errors import DataError, PeerError, StoreError
+from deepspeed_gear.ops.constants import APPLIED, CLAMPED, STALE
+from deepspeed_gear.replay import content
+
+# ---- which reports a cut sees --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_a_cut_sees_the_reports_of_batches_before_its_lag(scenes: Any, lag: int) -> None:
+    stream = scenes(lag=lag, depth=8).streams[0]
+    report(stream, [(2, 1)], 0.5)  # before anything was asked for
+    for key in range(12):
+        stream.masses.ask(key)
+        for ahead in range(key, key + lag + 1):  # as prefetching does
+            stream.take(ahead)
+        seen = key - 1  # the newest batch whose reports cut key + lag has seen
+        assert stored(stream, [(2, 1)]) == [0.5 if seen < 0 else seen + 2]
+        report(stream, [(2, 1)], key + 2)
+        stream.consume(key)
+
+
+def test_a_cut_waits_until_all_have_asked_for_the_batch_behind_the_reports(scenes: Any) -> None:
+    scene = scenes(lag=1, sizes={"timeout_s": 0.2}, depth=8)
+    stream = scene.streams[0]
+    table, (other,) = scene.attach(1)
+    for each in (stream, other):
+        each.masses.ask(0)
+    stream.take(0)
+    stream.take(1)
+    stream.masses.ask(1)
+    text = (
+        rf"global batch 2 must have the priorities of all ranks in gear.timeout_s = 0.2 s, got 'local rank 1 "
+        rf"\(process {os.getpid()}\) has not asked for the batch behind them'; look why that rank stopped"
+    )
+    with pytest.raises(PeerError, match=text):
+        stream.take(2)
+    report(other, [(0, 0)], 4)  # of batch 0
+    other.masses.ask(1)
+    stream.take(2)
+    assert stored(stream, [(0, 0)]) == [4]
+    table.close()
+    stream.masses.ask(2)
+    stream.take(3)  # who has left is not waited for
+
+
+def test_reports_of_one_who_has_left_count(scenes: Any) -> None:
+    scene = scenes()
+    table, (other,) = scene.attach(1)
+    report(other, [(0, 0)], 4)
+    table.close()
+    cut(scene.streams[0], 0)
+    assert stored(scene.streams[0], [(0, 0)]) == [4]
+
+
+# ---- their order ---------------------------------------------------------------------------------
+
+
+def test_the_highest_sample_number_of_the_newest_batch_wins(scenes: Any) -> None:
+    scene = scenes()
+    first = scene.streams[0]
+    table, (second,) = scene.attach(1)
+    cut(first, 0, second)
+    # in this order of time; batch 0, samples 3, 5, 4 and 2
+    report(first, [(0, 0), (0, 1)], [13, 23], 3)
+    report(second, [(0, 0), (0, 1)], [15, 25], 5)
+    report(first, [(0, 0)], 14, 4)
+    report(second, [(0, 2), (0, 0)], [32, 12], 2)
+    cut(first, 1, second)
+    assert stored(first, [(0, 0), (0, 1), (0, 2)]) == [15, 25, 32]
+    report(first, [(0, 0)], 1, 0)  # batch 1
+    cut(first, 2, second)
+    assert stored(first, [(0, 0)]) == [1]
+    table.close()
+
+
+def test_reports_of_one_process_have_the_same_order(scenes: Any) -> None:
+    """Micro batches of a rank interleave: samples 0, 2, 4, then 1, 3, 5."""
+    stream = scenes().streams[0]
+    cut(stream, 0)
+    report(stream, [(0, 0), (0, 1), (0, 0)], [10, 12, 14], [0, 2, 4])
+    report(stream, [(0, 0), (0, 1), (0, 2)], [11, 13, 15], [1, 3, 5])
+    cut(stream, 1)
+    assert stored(stream, [(0, 0), (0, 1), (0, 2)]) == [14, 13, 15]
+
+
+def test_reports_by_id_come_behind_those_of_their_batch(scenes: Any) -> None:
+    scene = scenes()
+    first = scene.streams[0]
+    table, (second,) = scene.attach(1)
+    cut(first, 0, second)
+    report(first, [(3, 0), (3, 1)], [50, 51])
+    report(first, [(3, 0)], 7, 100)
+    report(second, [(3, 1)], 8, 100)
+    report(first, [(3, 2)], 1)
+    report(second, [(3, 2)], 2)  # of the same batch by id: by rank
+    report(second, [(4, 0)], 3)
+    report(second, [(4, 0)], 4)  # of one rank: by time
+    cut(first, 1, second)
+    assert stored(first, [(3, 0), (3, 1), (3, 2), (4, 0)]) == [50, 51, 2, 4]
+    report(second, [(3, 0)], 9, 0)
+    cut(first, 2, second)
+    assert stored(first, [(3, 0)]) == [9]
+    table.close()
+
+
+def test_reports_for_what_is_gone_are_ignored_and_counted(scenes: Any) -> None:
+    scene = scenes(lengths=[3, 4], sizes={"num_slots": 2})
+    stream = scene.streams[0]
+    cut(stream, 0)
+    gone = handles(stream, [(0, 0), (0, 2), (1, 1)])
+    content.remove(scene.table, [0])
+    stream.masses.reports.add_items(gone, np.full(3, 9, np.float32), 0)
+    scene.add(3)  # in the slot and the rows of the one that is gone
+    cut(stream, 1)
+    assert stored(stream, [(2, 0), (2, 2), (1, 1)]) == [1, 1, 9]
+    assert stream.masses.statistics() == {
+        "priorities_applied": 1,
+        "priorities_ignored": 2,
+        "priorities_clamped": 0,
+    }
+    assert [int(stream.masses.counts[word]) for word in (APPLIED, STALE, CLAMPED)] == [1, 2, 0]
+    check_whole(scene.table, scene.streams)
+
+
+# ---- the log -------------------------------------------------------------------------------------
+
+
+def test_the_log_goes_round(scenes: Any) -> None:
+    stream = scenes(log_size=7).streams[0]
+    everything = [(3, step) for step in range(33)]
+    wanted, chance = [1.0] * 33, np.random.default_rng(0)
+    for key in range(40):
+        cut(stream, key)
+        assert stored(stream, everything) == wanted
+        chosen = chance.permutation(33)[: int(chance.integers(0, 8))]
+        for part in np.array_split(chosen, 2):
+            values = chance.integers(1, 100, len(part)).astype(np.float32)
+            report(stream, [(3, int(step)) for step in part], values)
+            for step, value in zip(part.tolist(), values.tolist(), strict=True):
+                wanted[step] = value
+
+
+def test_a_full_log_refuses_and_changes_nothing(scenes: Any) -> None:
+    stream = scenes(log_size=7).streams[0]
+    cut(stream, 0)
+    report(stream, [(3, step) for step in range(5)], 2)
+    text = (
+        r"stream train: priorities must be at most 7 between two global batches on a rank, got '5 wait, 3 "
+        r"more'; report them in parts"
+    )
+    with pytest.raises(StoreError, match=text):
+        report(stream, [(3, 0), (3, 1), (3, 8)], 3)
+    report(stream, [(3, 5), (3, 6)], 4)
+    cut(stream, 1)
+    assert stored(stream, [(3, step) for step in range(9)]) == [2] * 5 + [4] * 2 + [1] * 2
+    report(stream, [(3, step) for step in range(7)], 5)
+
+
+def test_no_reports_are_fine(scenes: Any) -> None:
+    stream = scenes().streams[0]
+    report(stream, [], [], np.empty(0, np.int64))
+    cut(stream, 0)
+    assert stream.masses.counts[APPLIED] == 0
+
+
+@pytest.mark.parametrize("bad", [-1.0, -1e-45, float("inf"), float("-inf"), float("nan")])
+def test_what_is_no_priority_is_refused_and_nothing_changes(scenes: Any, bad: float) -> None:
+    stream = scenes().streams[0]
+    with pytest.raises(
+        DataError, match=r"priority 2 must be finite and at least 0, got .*nothing was changed"
+    ):
+        report(stream, [(0, 0), (0, 1), (0, 2)], [5, 5, bad])
+    cut(stream, 0)
+    assert stored(stream, [(0, 0), (0, 1), (0, 2)]) == [1, 1, 1]

@@ -1,0 +1,26 @@
+"""The data set of these tests; each leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gear_support import prefix, shared_files, write_dataset
+from replay_support import LENGTHS
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "d", LENGTHS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    threads = threading.active_count()
+    yield
+    gc.collect()
+    assert shared_files(prefix()) == []
+    assert threading.active_count() <= threads  # others may have ended meanwhile

@@ -1,0 +1,221 @@
+"""A Replay in one process: its config, its content, its metrics and its end."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gear_support import SCHEMA, SHM, config_of, trajectory
+from process_support import environment
+from replay_support import FIELDS, LENGTHS, offline, online, same, split, take
+
+from deepspeed_gear import Replay
+from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
+
+# ---- configs -------------------------------------------------------------------------------------
+
+
+def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
+    section = config_of(data, batch_size=16, fields=FIELDS)
+    (tmp_path / "gear.json").write_text(json.dumps(section))
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 99, "gear": section}))
+    found = []
+    for config in (section, tmp_path / "gear.json", str(tmp_path / "ds.json")):
+        with Replay(config) as replay:
+            found.append(replay.sample().clone())
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda t: Replay(t / "absent.json"),
+            ConfigError,
+            "config must be a readable file, got .*absent.json",
+        ),
+        (lambda t: Replay(t / "broken.json"), ConfigError, "broken.json must be JSON; Expecting"),
+        (lambda t: Replay(config_of(t / "absent", batch_size=2)), DataError, "absent"),
+        (
+            lambda t: Replay(config_of()),
+            ConfigError,
+            "gear.batch_size must be given where there is no engine",
+        ),
+        (lambda t: online(batch_size=8, micro_batch_size=3), ConfigError, "gear.batch_size must be"),
+        (
+            lambda t: Replay(config_of(batch_size=2)),
+            ConfigError,
+            r"gear.tables.main must have a schema; give it here or",
+        ),
+        (
+            lambda t: online(sampler={"where": {"absent": {"min": 1}}}),
+            ConfigError,
+            "must name a column, got 'absent'",
+        ),
+        (
+            lambda t: Replay(config_of(batch_size=2), schemas={"main": SCHEMA, "x": SCHEMA}),
+            ConfigError,
+            "schemas must be of tables in the config, got 'x'",
+        ),
+    ],
+)
+def test_refusals(tmp_path: Path, make: Callable[[Path], Replay], error: type, text: str) -> None:
+    (tmp_path / "broken.json").write_text("{broken")
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(error, match=text):
+        make(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_no_room_is_an_error_that_leaves_nothing() -> None:
+    status, files = os.statvfs(SHM), len(os.listdir("/proc/self/fd"))
+    capacity = status.f_bavail * status.f_frsize // 20
+    tables = {"main": {"capacity_steps": capacity, "capacity_trajectories": 10}}
+    with pytest.raises(
+        StoreFullError, match=r"/dev/shm must have \d+ bytes free, got .*; lower the table's capacity"
+    ):
+        online(tables=tables)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+# ---- content -------------------------------------------------------------------------------------
+
+
+def test_read_gives_whole_trajectories(data: Path) -> None:
+    with offline(data) as replay:
+        assert len(replay) == len(LENGTHS)
+        assert replay.num_steps == sum(LENGTHS)
+        for number, found in zip([3, 0, 3], replay.read(torch.tensor([3, 0, 3])), strict=True):
+            wanted = trajectory(number, LENGTHS[number], number % 2 == 0, number % 2 == 1)
+            assert all(torch.equal(found[name], torch.as_tensor(wanted[name])) for name in wanted)
+        with pytest.raises(StoreError, match="table main: id must be stored, got 40"):
+            replay.read([1, 40])
+        assert replay.read([]) == []
+
+
+def test_a_data_set_is_not_changed(data: Path) -> None:
+    with offline(data) as replay:
+        for change in (lambda: replay.add(trajectory(0, 3)), lambda: replay.remove([0]), replay.clear):
+            with pytest.raises(StoreError, match="it holds a read-only data set"):
+                change()
+        assert len(replay) == len(LENGTHS)
+
+
+def test_several_tables(data: Path) -> None:
+    tables = {"demo": {"data": str(data)}, "online": {"capacity_steps": 100}}
+    options = {"tables": tables, "sampler": {"table": "online"}, "batch_size": 4}
+    with Replay(config_of(**options), schemas={"online": SCHEMA}) as replay:
+        assert len(replay) == 0
+        assert replay.add(trajectory(7, 3)) == 0
+        assert replay.sample()["task"].tolist() == [7] * 4
+        assert len(replay.read([39], table="demo")[0]["code"]) == LENGTHS[39]
+        with pytest.raises(StoreError, match="table demo must have a capacity"):
+            replay.add(trajectory(0, 3), table="demo")
+        with pytest.raises(ConfigError, match="table must be one of demo, online, got 'offline'"):
+            replay.read([0], table="offline")
+    with pytest.raises(ConfigError, match=r"gear.sampler.table must be given where there are several"):
+        Replay(config_of(**{**options, "sampler": {}}), schemas={"online": SCHEMA})
+
+
+@pytest.mark.parametrize(
+    ("where", "admits"),
+    [
+        ({"task": {"min": 10, "max": 12}}, lambda n: 10 <= n <= 12),
+        ({"task": {"in": [3, 5, 99]}}, lambda n: n in (3, 5)),
+        ({"task": {"min": 38}}, lambda n: n >= 38),
+    ],
+)
+@pytest.mark.parametrize("kind", ["uniform", "epoch", "length"])
+def test_where(data: Path, where: dict[str, Any], admits: Callable[[int], bool], kind: str) -> None:
+    with offline(data, sampler={"kind": kind, "where": where}, batch_size=60) as replay:
+        found = set(replay.sample()["task"].tolist())
+        assert found == {n for n in range(40) if admits(n)}
+
+
+def test_where_nothing_is_admitted(data: Path) -> None:
+    with (
+        offline(data, sampler={"where": {"task": {"min": 1000}}}) as replay,
+        pytest.raises(StoreError, match=r"got '40 trajectories, none admitted'; check sampler.where"),
+    ):
+        replay.sample()
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def test_after_close(data: Path) -> None:
+    replay = split(data)
+    batch, passing = replay.sample(), replay.iterator("eval")
+    next(passing)
+    kept = batch.clone()
+    replay.close()
+    replay.close()
+    uses: list[Callable[[], Any]] = [
+        replay.sample,
+        lambda: replay.read([0]),
+        replay.state_dict,
+        replay.statistics,
+        lambda: replay.add(trajectory(0, 2)),
+        lambda: next(replay.iterator("eval")),
+        lambda: next(passing),
+        lambda: next(iter(replay)),
+    ]
+    for use in uses:
+        with pytest.raises(StoreError, match="the Replay must be open; it was closed"):
+            use()
+    assert same(batch, kept)
+
+
+def test_dropping_the_last_reference_closes(data: Path) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        offline(data, data={"path": str(data), "load": "memory"}).sample()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files + 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_several_replays_at_once(data: Path, prefetch: int) -> None:
+    replays = [offline(data, seed=seed, prefetch=prefetch) for seed in (0, 0, 1)]
+    for _ in range(5):
+        first, second, third = (replay.sample() for replay in replays)
+        assert same(first, second)
+        assert not torch.equal(first.id, third.id)
+    for replay in replays:
+        replay.close()
+
+
+def test_metrics(data: Path) -> None:
+    with offline(data) as replay:
+        take(replay, 3)
+        found = replay.statistics()
+    assert found["trajectories"] == 40
+    assert found["steps"] == sum(LENGTHS)
+    assert found["batches"] == 3
+    assert 0 < found["sample_ms"] <= found["wait_ms"] < 1000
+    assert 0 < found["padding"] < 0.5
+    assert found["store_bytes"] >= 40 * 64
+    assert set(found) >= {"huge_bytes", "payload_bytes", "bytes", "epoch"}
+
+
+@pytest.mark.parametrize(
+    "ending", ["pass", "sys.exit(3)", "raise ValueError('mine')", "replay.close()", "del replay"]
+)
+def test_ending_a_process_while_batches_are_prepared(data: Path, ending: str, run_python: Any) -> None:
+    section = config_of(data, batch_size=16, prefetch=4)
+    program = f"import sys; from deepspeed_gear import Replay; replay = Replay({section!r}); "
+    program += f"replay.sample(); {ending}"
+    begin = time.monotonic()
+    done = run_python("-c", program, env=environment(), timeout_s=60.0)
+    assert done.returncode == {"sys.exit(3)": 3, "raise ValueError('mine')": 1}.get(ending, 0), done.stderr
+    assert ("ValueError: mine" in done.stderr) == ("mine" in ending)
+    assert "Fatal" not in done.stderr
+    assert time.monotonic() - begin < 50

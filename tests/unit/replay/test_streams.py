@@ -1,0 +1,172 @@
+"""Streams of one replay: training, passes over splits, epochs, and the states that continue them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import write_dataset
+from replay_support import LENGTHS, SPLIT, offline, same, split, take
+
+from deepspeed_gear import Replay
+from deepspeed_gear.errors import CheckpointError, ConfigError
+from deepspeed_gear.store.split import split_of
+
+# ---- streams -------------------------------------------------------------------------------------
+
+
+def visited(replay: Replay, stream: str) -> list[tuple[int, int]]:
+    found = []
+    for batch in replay.iterator(stream):
+        assert batch.weight.tolist() == batch.valid.float().tolist()
+        found += list(zip(batch.id[batch.valid].tolist(), batch.anchor[batch.valid].tolist(), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+@pytest.mark.parametrize("kind", ["uniform", "epoch", "length"])
+def test_a_split_is_visited_once(data: Path, unit: str, kind: str) -> None:
+    if kind == "length" and unit == "step":
+        return
+    members = split_of(np.arange(40), SPLIT)
+    with split(data, sampler={"kind": kind, "unit": unit}) as replay:
+        for index, name in enumerate(sorted(SPLIT)):
+            ids = np.nonzero(members == index + 1)[0].tolist()
+            first, second = visited(replay, name), visited(replay, name)
+            assert first == second
+            if unit == "step":
+                assert first == [(i, s) for i in ids for s in range(LENGTHS[i])]
+            else:
+                assert [i for i, _ in first] == ids
+        trained = {i for batch in take(replay, 40) for i in batch.id.tolist()}
+        assert trained
+        assert trained <= set(np.nonzero(members == 0)[0].tolist())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_evaluation_does_not_disturb_training(data: Path, prefetch: int) -> None:
+    with split(data) as replay:
+        wanted = take(replay, 12)
+    with split(data, prefetch=prefetch, gradient_accumulation_steps=1) as replay:
+        found = take(replay, 3)
+        visited(replay, "eval")
+        found += take(replay, 3)
+        left = replay.iterator("eval")
+        next(left)
+        found += take(replay, 3)
+        visited(replay, "test")
+        visited(replay, "eval")
+        found += take(replay, 3)
+        assert all(same(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_streams_of_a_config(data: Path) -> None:
+    with (
+        split(data) as replay,
+        pytest.raises(ConfigError, match="stream must be one of train, eval, test, got 'evil'"),
+    ):
+        replay.iterator("evil")
+    with split(data) as first, split(data) as second:
+        found = [batch.clone() for _, batch in zip(range(3), first.iterator(), strict=False)]
+        assert all(same(a, b) for a, b in zip(found, take(second, 3), strict=True))
+
+
+def test_epochs_over_accumulated_batches(data: Path) -> None:
+    options = {"sampler": {"kind": "epoch", "unit": "step"}, "micro_batch_size": 5, "batch_size": 15}
+    with offline(data, **options, gradient_accumulation_steps=3) as replay:
+        found: dict[int, Counter[tuple[int, int]]] = {}
+        for batch in take(replay, 3 * sum(LENGTHS) // 5):
+            for i, a, e in zip(batch.id.tolist(), batch.anchor.tolist(), batch.epoch.tolist(), strict=True):
+                found.setdefault(e, Counter())[i, a] += 1
+        items = {(i, s) for i, steps in enumerate(LENGTHS) for s in range(steps)}
+        assert found[0] == found[1] == Counter(items)
+        assert replay.take_metrics()["epoch"] in (2.0, 3.0)
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("kind", ["uniform", "epoch"])
+def test_a_state_continues(data: Path, kind: str, prefetch: int) -> None:
+    options = {"sampler": {"kind": kind, "unit": "step"}, "seed": 5}
+    with offline(data, **options) as replay:
+        wanted = take(replay, 30)
+    with offline(data, prefetch=prefetch, **options) as replay:
+        take(replay, 20)
+        state = json.loads(json.dumps(replay.state_dict()))
+        take(replay, 4)
+        replay.load_state_dict(state)
+        assert all(same(a, b) for a, b in zip(wanted[20:24], take(replay, 4), strict=True))
+    with offline(data, **options, prefetch=3 - prefetch) as replay:
+        replay.load_state_dict(state)
+        assert replay.state_dict() == state
+        assert all(same(a, b) for a, b in zip(wanted[20:], take(replay, 10), strict=True))
+
+
+def test_a_state_counts_whole_global_batches(data: Path) -> None:
+    options = {"micro_batch_size": 4, "batch_size": 12, "gradient_accumulation_steps": 3}
+    with offline(data, **options) as replay:
+        wanted = take(replay, 9)
+        assert replay.state_dict()["train"]["main"]["batches"] == 3
+        replay.sample()
+        state = replay.state_dict()
+        words = {"batches": 3, "samples": 36, "epoch": 0, "epoch_first": 0, "epoch_size": 0}
+        assert state["train"] == {"main": words}
+        again = replay.sample().clone()
+        replay.load_state_dict(state)
+        assert same(take(replay, 2)[1], again)
+    with offline(data, batch_size=12) as replay:  # the same global batches in one piece
+        replay.load_state_dict(state)
+        take(replay, 1)
+        assert replay.state_dict()["train"]["main"]["batches"] == 4
+    assert [n for b in wanted for n in b.number.tolist()] == [
+        j for k in range(3) for m in range(3) for j in range(12 * k + m, 12 * k + 12, 3)
+    ]
+
+
+def test_passes_after_loading(data: Path) -> None:
+    with split(data) as replay:
+        state = replay.state_dict()
+        wanted = visited(replay, "eval")
+        visited(replay, "eval")
+        replay.load_state_dict(state)
+        assert visited(replay, "eval") == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"seed": 1}, "the gear state must be of the same seed, tables, sampler, fields and n_step"),
+        ({"sampler": {"kind": "length"}}, "must be of the same seed, tables, sampler"),
+        ({"fields": {"code": {}}}, "must be of the same seed, tables, sampler"),
+        ({"format": 99}, "the gear state must have format 1, got 99"),
+        ({"data": {"main": "0123"}}, "the gear state must be of the data that this run reads"),
+    ],
+)
+def test_states_of_other_runs_are_refused(data: Path, change: dict[str, Any], text: str) -> None:
+    with offline(data) as replay:
+        state = replay.state_dict()
+        before = take(replay, 1)
+    if "format" in change or "data" in change:
+        state, change = {**state, **change}, {}
+    with offline(data, **change) as replay:
+        with pytest.raises(CheckpointError, match=text):
+            replay.load_state_dict(state)
+        if not change:
+            assert same(take(replay, 1)[0], before[0])  # nothing has changed
+
+
+def test_other_data_are_refused(data: Path, tmp_path: Path) -> None:
+    with offline(data) as replay:
+        state = replay.state_dict()
+    other = write_dataset(tmp_path / "other", LENGTHS[:-1])
+    with (
+        offline(other) as replay,
+        pytest.raises(CheckpointError, match="use the data set that the checkpoint was trained on"),
+    ):
+        replay.load_state_dict(state)
