@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.errors import LostNodeError
+from deepspeed_gear.errors import LostNodeError, NotReadyError, PeerError
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.memory import SharedMemory
@@ -32,6 +32,7 @@ WORDS, TEXT_BYTES = 8, 2048
 MOST_BEAT_S = 1.0
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114
+_SAID = 300  # characters of an error that others hear
 _FOR_EVER = float("inf")  # when a node that has ended was heard last
 SOME_NODE = "another node"  # name of a failure of which nothing else is known
 
@@ -70,6 +71,7 @@ class Watch:
         self._main = threading.main_thread()
         self._threads: list[threading.Thread] = []
         self._hook: Any = None
+        self._leaves = False  # this rank ends by itself
 
     @staticmethod
     def regions(num_peers: int) -> list[Region]:
@@ -103,6 +105,10 @@ class Watch:
         if self._failure is not None:
             raise self._failure
 
+    def part(self) -> None:
+        """Let this rank end by itself, however long that takes: what it waits for has an end."""
+        self._leaves = True
+
     def end(self) -> None:
         """Say that this rank leaves, and watch no longer."""
         if self._stop.is_set():
@@ -132,7 +138,7 @@ class Watch:
             now = self._place_of_main()
             if now != place:
                 stuck_since, place = time.monotonic(), now
-            elif time.monotonic() - stuck_since > STUCK_S:
+            elif not self._leaves and time.monotonic() - stuck_since > STUCK_S:
                 self._leave()
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -140,14 +146,25 @@ class Watch:
         self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Name the rank that is lost behind an error that ends this one, such as a broken all-reduce."""
+        """Name the rank that is lost behind an error that ends this one, such as a broken all-reduce.
+
+        If none is, this one is the first: the others hear of its error.
+        """
         if self._stop.is_set():
             return
         until = time.monotonic() + (self._timeout_s + 2 * self._beat_s if _is_of_transport(error) else 0)
         while self._failure is None and time.monotonic() < until:
             time.sleep(self._beat_s / 4)
-        if self._failure is not None and not isinstance(error, LostNodeError):
-            self._log(f"{self._failure}; that is why this rank has failed")
+        self._leaves = True
+        if self._failure is not None:
+            if not isinstance(error, LostNodeError):
+                self._log(f"{self._failure}; that is why this rank has failed")
+        elif isinstance(error, Exception) and not isinstance(error, (PeerError, NotReadyError)):
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._problem = (
+                f"rank {self._topology.rank} ({self._node}), which has failed with {said[:_SAID]},"
+            )
+            self._say(self._problem)
 
     def note(self, failure: LostNodeError) -> bool:
         """Take up what an exchange has found, unless more is known in a moment: which rank it was.

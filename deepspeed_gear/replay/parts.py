@@ -318,6 +318,8 @@ def release(
 ) -> None:
     """Stop what runs and detach from the stores."""
     links.part()
+    if watch is not None:
+        watch.part()
     if status is not None:
         status.end()
     if late is not None:

@@ -60,9 +60,9 @@ def train(cluster: Cluster, tmp_path: Path, data: Path) -> Iterator[Callable[...
     """Start a training and wait for its first steps."""
     started: list[NodeRanks] = []
 
-    def start(**options: Any) -> NodeRanks:
+    def start(fails: int | None = None, **options: Any) -> NodeRanks:
         section = config_of(data, timeout_s=TIMEOUT_S, **options)
-        (tmp_path / "plan.json").write_text(json.dumps({"refused": [], "section": section}))
+        (tmp_path / "plan.json").write_text(json.dumps({"refused": [], "section": section, "fails": fails}))
         ranks = NodeRanks(cluster, tmp_path)
         started.append(ranks)
         steps = [tmp_path / f"step-{rank}" for rank in range(NODES * RANKS)]
@@ -107,6 +107,16 @@ def test_a_killed_rank_is_named(
     os.kill(ranks.pid(lost), signal.SIGKILL)
     others = [rank for rank in range(4) if rank != lost]
     check_named(ranks.wait(LATE_S), others, f"rank {lost} ", since)
+    check_clean(cluster)
+
+
+def test_a_rank_that_fails_is_named(train: Callable[..., NodeRanks], cluster: Cluster) -> None:
+    """By its error, on all others, though it has closed its replay as one does that has ended."""
+    ranks = train(fails=3, prefetch=1)
+    since = time.monotonic()
+    results = ranks.wait(LATE_S)
+    check_named(results, [0, 1, 2], r"rank 3 \(.*\), which has failed with ValueError: of this test", since)
+    assert "ValueError: of this test" in results[3][1]
     check_clean(cluster)
 
 

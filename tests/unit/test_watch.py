@@ -12,7 +12,7 @@ import pytest
 from gear_support import wait_until
 from torch.distributed import TCPStore
 
-from deepspeed_gear.errors import LostNodeError
+from deepspeed_gear.errors import LostNodeError, PeerError
 from deepspeed_gear.parallel.watch import Watch
 
 TIMEOUT_S = 1.0
@@ -55,3 +55,19 @@ def test_a_node_that_does_not_answer_is_lost_on_all(watches: list[Watch]) -> Non
     for watch in watches:
         with pytest.raises(LostNodeError, match="node 1"):
             wait_until(lambda at=watch: at.check(), "the failure", 5.0)  # type: ignore[misc]
+
+
+def test_all_hear_of_the_error_of_a_rank(watches: list[Watch]) -> None:
+    watches[1].explain(ValueError("of this test\nand more"))
+    watches[1].end()
+    named = r"rank 1 \(node 1\), which has failed with ValueError: of this test, must live"
+    with pytest.raises(LostNodeError, match=named):
+        wait_until(lambda: watches[0].check(), "the failure", 5.0)  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize("error", [PeerError("rank 0", "must live"), KeyboardInterrupt()])
+def test_errors_that_all_have_are_nobodys(watches: list[Watch], error: BaseException) -> None:
+    watches[1].explain(error)
+    watches[1].end()
+    assert not watches[0].note(lost(1))
+    watches[0].check()

@@ -4,7 +4,8 @@
 
 FOLDER/plan.json: `refused` (for each attempt, the gear section of each rank) and `section` (what to train on
 then; None: nothing), perhaps `steps`, and for how many seconds rank 0 goes on behind them (`linger`) while
-its thread prepares the next batch late. Every rank writes FOLDER/step-RANK after its third step.
+its thread prepares the next batch late; perhaps which rank fails (`fails`). Every rank writes
+FOLDER/step-RANK after its third step.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ if plan["section"] is not None:
             step += 1
             if step == 3:
                 (folder / f"step-{rank}").touch()
+            if step == 6 and rank == plan.get("fails"):
+                raise ValueError("of this test")
         if rank == 0:
             time.sleep(plan.get("linger", 0.0))  # one call, as a long evaluation may be
 dist.destroy_process_group()
