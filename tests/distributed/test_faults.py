@@ -356,8 +356,9 @@ def test_runs_with_the_same_prefix_leave_each_other_alone(name: str, data: Path,
     """One run waits while its store has a name; another starts, works and ends meanwhile, many times."""
     section = section_of(data, name, batch_size=8)
     paused = run_samples("paused", tmp_path / "paused", section)
-    wait_until((tmp_path / "paused" / "linked").exists, "a store with a name", START_S)
-    file = (tmp_path / "paused" / "linked").read_text()
+    linked = tmp_path / "paused" / "linked"
+    wait_until(lambda: linked.exists() and linked.read_text(), "a store with a name", START_S)
+    file = linked.read_text()
     check_success(run_samples("rounds", tmp_path / "other", section, 20))
     assert shared_files(name) == [file]
     at_once = run_samples("rounds", tmp_path / "at_once", section, 30)
