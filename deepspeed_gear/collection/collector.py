@@ -27,6 +27,16 @@ N_STEP_NAMES = ("return_n", "discount", "steps_n")
 N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)
 PERIOD_ELEMENTS = 4096  # shift and gain are repeated up to this many elements, so that inner loops are long
 CONSTANT = 1e-7  # deviations below this part of the mean are rounding: the element is constant
+_TAKES_MANY = torch.torch_version.TorchVersion(torch.__version__) >= "2.5"
+
+
+def note_overwritten(tensors: Sequence[torch.Tensor]) -> None:
+    """Let a backward pass that has saved what was in tensors fail."""
+    if _TAKES_MANY:
+        increment_version(tensors)
+        return
+    for tensor in tensors:
+        increment_version(tensor)
 
 
 class Rows(Protocol):
@@ -256,7 +266,7 @@ class Collector:
     def _next(self) -> Buffers:
         buffers = self.ring[self._turn]
         self._turn = (self._turn + 1) % len(self.ring)
-        increment_version(buffers.all)  # a backward pass that saved the old content must fail
+        note_overwritten(buffers.all)
         return buffers
 
     def fill(self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None) -> None:

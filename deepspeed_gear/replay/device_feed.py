@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from deepspeed_gear.collection.burn_in import BurnIn
-from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.collection.collector import Collector, note_overwritten
 from deepspeed_gear.collection.device_batch import DeviceBatch
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS, RING_TOTAL
 from deepspeed_gear.parallel.device_cut import DeviceCut
@@ -79,7 +78,7 @@ class DeviceFeed:
     def fill_(self, out: DeviceBatch) -> None:
         """Fill a batch with this rank's next micro batch; see `DeviceReplay.sample_`."""
         if not torch.compiler.is_compiling():
-            increment_version(out.written)  # a backward pass that saved the old content must fail
+            note_overwritten(out.written)
         if self._num_parts == 1:
             self.reports.apply()
             self._draws.select_(out.records, self._all_weights if out.importance is None else out.importance)
