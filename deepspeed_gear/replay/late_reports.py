@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed_gear.collection.lane import Event, allow_captures_elsewhere
 from deepspeed_gear.selection.reports import Reports
 
-Fetch = Callable[[Tensor], tuple[Tensor, Event]]
+_BLOCKS = 4  # of pinned memory, made at once
 
 
 class Part(NamedTuple):
@@ -40,13 +40,38 @@ class _Job(NamedTuple):
     check: Check
 
 
-def fetched(values: Tensor) -> tuple[Tensor, Event]:
-    """Copy a tensor to pinned memory behind all that its stream was given; waits for nothing."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(values.device))
-    return host, event
+class Blocks(Protocol):
+    """Memory of the host for what comes from a device."""
+
+    def fetch(self, values: Tensor) -> tuple[Tensor, Event]:
+        """Copy values to the host, and say when they are there; waits for nothing. [n], float32."""
+        ...
+
+    def give_back(self, host: Tensor) -> None:
+        """Take back what `fetch` has given, when nobody needs it any more. Any thread."""
+        ...
+
+
+class PinnedBlocks:
+    """Pinned memory that is used again and again, since an allocation of it may wait for the device."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+
+    def fetch(self, values: Tensor) -> tuple[Tensor, Event]:
+        """Copy values behind all that their stream was given."""
+        free = self._free.setdefault(len(values), [])
+        if not free:
+            free += torch.empty(_BLOCKS, len(values), dtype=values.dtype, pin_memory=True).unbind()
+        host = free.pop()
+        host.copy_(values, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(values.device))
+        return host, event
+
+    def give_back(self, host: Tensor) -> None:
+        """Take back a block whose copy is done."""
+        self._free[len(host)].append(host)
 
 
 class LateReports:
@@ -56,11 +81,11 @@ class LateReports:
 
     Args:
         timeout_s: Longest wait of `close` for the device, in seconds.
-        fetch: Brings values to the host, and says when they are there.
+        blocks: Where values come to the host; None: pinned memory.
     """
 
-    def __init__(self, timeout_s: float, fetch: Fetch = fetched) -> None:
-        self._timeout_s, self._fetch = timeout_s, fetch
+    def __init__(self, timeout_s: float, blocks: Blocks | None = None) -> None:
+        self._timeout_s, self._blocks = timeout_s, PinnedBlocks() if blocks is None else blocks
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
@@ -78,7 +103,7 @@ class LateReports:
         """
         for part in parts:
             part.reports.check_room(len(part.records))
-        host, event = self._fetch(torch.cat([values, faults]))
+        host, event = self._blocks.fetch(torch.cat([values, faults]))
         for part in parts:
             part.reports.promise(len(part.records))
         if self._thread is None:
@@ -114,6 +139,7 @@ class LateReports:
         allow_captures_elsewhere()
         while (job := self._jobs.get()) is not None:
             self._report(job)
+            self._blocks.give_back(job.values)
             self._jobs.task_done()
         self._jobs.task_done()
 

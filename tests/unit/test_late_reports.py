@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gear_support import config_of, lengths_of, write_dataset
+from gear_support import config_of, lengths_of, wait_until, write_dataset
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.collection.lane import HostEvent
@@ -32,10 +32,16 @@ class Device:
 
     def __init__(self) -> None:
         self.given: list[HostEvent] = []
+        self.taken: list[int] = []  # memory of the host
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, HostEvent]:
         self.given.append(HostEvent())
-        return values.as_subclass(torch.Tensor).clone(), self.given[-1]
+        host = values.as_subclass(torch.Tensor).clone()
+        self.taken.append(id(host))
+        return host, self.given[-1]
+
+    def give_back(self, host: torch.Tensor) -> None:
+        self.taken.remove(id(host))
 
     def finish(self) -> None:
         for event in self.given:
@@ -53,7 +59,7 @@ def priorities(batch: Batch) -> torch.Tensor:
 def made(data: Path, device: Device | None = None, **options: Any) -> Replay:
     replay = Replay(config_of(data, sampler=SAMPLER, fields={"code": {}}, batch_size=16, **options))
     if device is not None:
-        replay._late._fetch = device.fetch
+        replay._late._blocks = device
     return replay
 
 
@@ -67,6 +73,7 @@ def device() -> Iterator[Device]:
     device = Device()
     yield device
     device.finish()
+    wait_until(lambda: not device.taken, "the memory of all values is given back", 10.0)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
