@@ -22,12 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 # From .builder: the package's own names are absent under a CPU accelerator.
-from deepspeed.ops.op_builder.builder import (
-    CUDAMismatchException,
-    CUDAOpBuilder,
-    MissingCUDAException,
-    assert_no_cuda_mismatch,
-)
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder, MissingCUDAException, installed_cuda_version
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from ..errors import BuildError
@@ -243,7 +238,10 @@ class GearCudaBuilder(_NativeOp, CUDAOpBuilder):
         )
 
     def missing(self) -> dict[str, str]:
-        """Add to the CPU op's needs: a CUDA torch, a device, and a toolkit of torch's version."""
+        """Add to the CPU op's needs: a CUDA torch, a device, and a toolkit of torch's major version.
+
+        Minor versions of one major version work together; torch's own check warns of them and goes on.
+        """
         missing = super().missing()
         if torch.version.cuda is None:
             return {
@@ -257,10 +255,13 @@ class GearCudaBuilder(_NativeOp, CUDAOpBuilder):
                 **missing,
                 "no CUDA toolkit (nvcc)": f"install the CUDA {torch.version.cuda} toolkit, set CUDA_HOME",
             }
+        remedy = f"install the CUDA {torch.version.cuda} toolkit"
         try:
-            assert_no_cuda_mismatch(self.NAME)
-        except (MissingCUDAException, CUDAMismatchException) as error:
-            missing[" ".join(str(error).split())] = f"install the CUDA {torch.version.cuda} toolkit"
+            major, minor = installed_cuda_version(self.NAME)
+        except MissingCUDAException as error:
+            return {**missing, " ".join(str(error).split()): remedy}
+        if str(major) != torch.version.cuda.partition(".")[0]:
+            missing[f"toolkit {major}.{minor} is not for torch's CUDA {torch.version.cuda}"] = remedy
         return missing
 
     def require_tools(self) -> None:
