@@ -96,7 +96,9 @@ class Feed:
 
         Raises:
             PeerError: Another rank failed in its turn; the next call tries again.
+            StoreError: A CUDA graph is captured, and the batch comes from host memory.
         """
+        self._maker.refuse_capture()
         begin = time.perf_counter()
         number, micro = divmod(self._used, self._info.accumulation)
         ends = micro == self._info.accumulation - 1

@@ -172,6 +172,15 @@ class BatchMaker:
         """Wait until the device has read every cut; return whether it had one to read."""
         return self._placing is not None and self._placing.guards.drain()
 
+    def refuse_capture(self) -> None:
+        """Refuse to make a batch for a CUDA graph.
+
+        Raises:
+            StoreError: One is captured.
+        """
+        if self._placing is not None:
+            self._placing.refuse_capture()
+
     def hand_over(self, batch: Batch) -> Batch:
         """Return a batch to the thread that uses it, whose stream waits for what is under way."""
         return batch if self._placing is None else self._placing.hand_over(batch)

@@ -18,7 +18,7 @@ import torch
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.calibration import Figures, fastest, made_up_records, measure
 from deepspeed_gear.collection.guards import Guards
-from deepspeed_gear.collection.lane import Event, lane_of
+from deepspeed_gear.collection.lane import Event, lane_of, refuse_capture
 from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach, n_step_columns
 from deepspeed_gear.collection.ways import (
     COPIES,
@@ -286,6 +286,16 @@ class Placing:
         """Note when a batch will be whole."""
         batch.arrival = _Arrival(self.lane.record(), collector, collector.made)
         return batch
+
+    def refuse_capture(self) -> None:
+        """Refuse to hand over a batch to a CUDA graph: the next replay of it would read the same one.
+
+        Raises:
+            StoreError: The current stream is being captured.
+        """
+        if self.lane.device.type == "cuda":
+            rule = "cannot be captured where the table is in host memory"
+            refuse_capture("sample", rule, 'sample before the graph, or set "placement": "device"')
 
     def hand_over(self, batch: Batch) -> Batch:
         """Let the stream of this thread, which uses the batch, wait for it. The host waits for nothing."""
