@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +32,18 @@ SAMPLERS = {
     "table": {"kind": "prioritized", "normalize": "table", "stratified": True},
 }
 ENVS, STEPS, BATCH = 8, 4, 64
+AT_ONCE_S = 20e-3  # with whatever else the process does, where a device sleeps for a second
+
+
+@contextlib.contextmanager
+def no_garbage() -> Iterator[None]:
+    """Collect no garbage inside, which takes longer than what is timed there."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def section(sampler: str) -> dict[str, Any]:

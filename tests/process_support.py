@@ -118,9 +118,11 @@ class Ranks:
             process.communicate()
 
 
-def run_ranks(program: Path | str, count: int, *arguments: str, **env: str) -> list[str]:
+def run_ranks(
+    program: Path | str, count: int, *arguments: str, timeout_s: float = 120.0, **env: str
+) -> list[str]:
     """Run ranks to their end; return their outputs. All must succeed."""
-    results = Ranks(program, count, *arguments, **env).wait()
+    results = Ranks(program, count, *arguments, **env).wait(timeout_s)
     assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)
     return [output for _, output in results]
 

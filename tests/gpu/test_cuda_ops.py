@@ -99,11 +99,11 @@ def test_runs_on_the_current_stream_and_waits_for_nothing(reference: Ops, cuda: 
     """Behind a kernel that sleeps, the call returns at once, and its result comes in the stream's order."""
     expected, got = arguments(name), moved(arguments(name), DEVICE)
     getattr(reference, name)(*expected)
-    late = moved(arguments(name), DEVICE)
-    getattr(cuda, name)(*late)  # loads the kernels
+    late, stream = moved(arguments(name), DEVICE), torch.cuda.Stream()
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
+        getattr(cuda, name)(*late)  # loads the kernels, and leaves what it allocated to this stream
+        stream.synchronize()
         torch.cuda._sleep(2_000_000_000)  # about a second
         getattr(cuda, name)(*got)
         behind = torch.cuda.Event()

@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 import torch
 from device_support import (
+    AT_ONCE_S,
     ENVS,
     SAMPLERS,
     STEPS,
     assert_equal,
     columns,
     facts,
+    no_garbage,
     plainly,
     run_on,
     section,
     step,
 )
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from deepspeed_gear import DeviceReplay
 
@@ -69,10 +72,12 @@ def test_a_captured_step_gives_the_same_batches(sampler: str) -> None:
 def test_a_compiled_step_gives_the_same_batches(sampler: str, mode: str) -> None:
     def compiled(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> Callable[[], None]:
         torch._dynamo.reset()
+        counters.clear()
         run = torch.compile(lambda: step(replay, batch, added), fullgraph=True, mode=mode)
         return lambda: run()
 
     assert_equal(run_on(DEVICE, sampler, 40, compiled), run_on("cpu", sampler, 40, plainly))
+    assert counters["inductor"]["cudagraph_skips"] == 0, "torch has made no graph of it"
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -124,22 +129,25 @@ def test_nothing_waits_for_the_device() -> None:
             step(replay, batch, added)
         replay.sample()  # allocates its ring of batches
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000_000)
-        behind = torch.cuda.Event()
-        took = {}
-        for name, action in {
-            "add_": lambda: replay.add_(added),
-            "sample_": lambda: replay.sample_(batch),
-            "update_priorities_": lambda: replay.update_priorities_(batch, batch.weight),
-            "sample": replay.sample,
-        }.items():
-            begin = time.perf_counter()
-            action()
-            took[name] = time.perf_counter() - begin
+        behind, took = torch.cuda.Event(), {}
+        with no_garbage():
+            torch.cuda._sleep(2_000_000_000)
+            for name, action in {
+                "add_": lambda: replay.add_(added),
+                "sample_": lambda: replay.sample_(batch),
+                "update_priorities_": lambda: replay.update_priorities_(batch, batch.weight),
+                "sample": replay.sample,
+            }.items():
+                took[name] = []
+                for _ in range(3):
+                    begin = time.perf_counter()
+                    action()
+                    took[name].append(time.perf_counter() - begin)
         behind.record()
         assert not behind.query(), "the device has not come to it yet"
         torch.cuda.synchronize()
-        assert max(took.values()) < 1e-3, took
+        assert max(sorted(of_call)[1] for of_call in took.values()) < 1e-3, took
+        assert max(map(max, took.values())) < AT_ONCE_S, "and none waits for the kernel"
 
 
 def test_a_table_of_another_device_is_refused() -> None:

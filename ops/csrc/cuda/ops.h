@@ -117,7 +117,8 @@ void UnpackRows(const RowRequest& request, const Bytes* columns, const Bytes* me
                 int64_t* sizes, int64_t* needed, int64_t* scratch, void* stream);
 
 // Copies bytes[i] bytes each, from memory of the host that CUDA knows or of the device. On a stream
-// that is not the legacy default one. Throws where driver or toolkit is older than CUDA 12.8.
+// that is not the legacy default one, and is not captured: graphs have no such node. Throws where
+// driver or toolkit is older than CUDA 12.8.
 void CopyPieces(const void* const* from, void* const* to, const int64_t* bytes, int64_t count,
                 void* stream);
 
