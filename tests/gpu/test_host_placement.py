@@ -19,7 +19,7 @@ from gear_support import config_of
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.collection.lane import CudaLane
 from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, WAYS
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.store.memory import SharedMemory
 from deepspeed_gear.store.registration import (
@@ -218,6 +218,20 @@ def test_sample_and_update_return_within_a_millisecond(way: str) -> None:
         torch.cuda.synchronize()
         assert max(map(min, taken.values())) < 1e-3, taken
         assert max(map(max, taken.values())) < AT_ONCE_S, "and none waits for the kernel"
+
+
+def test_host_memory_is_not_captured(expected: list[Batch]) -> None:
+    """A graph would read the same batch again and again; the refusal changes nothing."""
+    with replay_of("cuda") as replay:
+        batch = replay.sample()
+        for name, action in {
+            "sample": replay.sample,
+            "update_priorities": lambda: replay.update_priorities(batch, batch.weight),
+        }.items():
+            refused = pytest.raises(StoreError, match=f"{name} cannot be captured")
+            with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+                action()
+        assert_same(replay.sample(), expected[1])
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

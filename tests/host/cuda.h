@@ -13,6 +13,7 @@ using CUdeviceptr = unsigned long long;
 using CUresult = int;
 using CUstream = void*;
 inline constexpr CUresult CUDA_SUCCESS = 0;
+inline constexpr CUresult CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900;
 inline constexpr int CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1;
 struct CUmemcpyAttributes {
   int srcAccessOrder;

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from deepspeed_gear.errors import BuildError
+from deepspeed_gear.ops import builder as builder_module
 from deepspeed_gear.ops import jit, toolchain
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
 
@@ -182,6 +183,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> GearCudaBuilder:
     monkeypatch.setattr(toolchain, "hook_cuda_home", lambda: toolchain.cuda_home())
     monkeypatch.setattr(toolchain, "nvcc_version", lambda home: "release 13.0" if home else "")
     return GearCudaBuilder()
+
+
+@pytest.mark.parametrize(("installed", "fits"), [((13, 0), True), ((13, 7), True), ((12, 9), False)])
+def test_a_toolkit_of_torchs_major_version_fits(
+    gpu: GearCudaBuilder, monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int], fits: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(builder_module, "installed_cuda_version", lambda name: installed)
+    found = [(what, remedy) for what, remedy in gpu.missing().items() if "toolkit" in what]
+    refused = ("toolkit 12.9 is not for torch's CUDA 13.0", "install the CUDA 13.0 toolkit")
+    assert found == ([] if fits else [refused])
 
 
 def test_without_a_toolkit_a_finished_build_is_taken_that_agrees_in_all_else(

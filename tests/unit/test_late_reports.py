@@ -178,7 +178,7 @@ def test_masks_are_refused_when_they_are_there(data: Path, device: Device) -> No
     fields = {"code": {"offset": -3, "length": 4}, "reward": {"offset": 0, "length": 4}}
     section = config_of(data, sampler=SAMPLER, fields=fields, batch_size=16)
     with Replay(section) as replay:
-        replay._late._fetch = device.fetch
+        replay._late._blocks = device
         batch, values = replay.sample(), torch.ones(16, 4)
         replay.update_priorities(batch, there(values), mask=batch.mask["code"])
         device.finish()

@@ -30,16 +30,21 @@ class Elsewhere(torch.Tensor):
     is_cpu, is_cuda = False, True
 
 
-def fetch(values: torch.Tensor) -> tuple[torch.Tensor, HostEvent]:
-    event = HostEvent()
-    threading.Timer(random.random() * 0.02, event.finish).start()
-    return values.as_subclass(torch.Tensor).clone(), event
+class Later:
+    """Memory of the host to which values come after some time."""
+
+    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, HostEvent]:
+        event = HostEvent()
+        threading.Timer(random.random() * 0.02, event.finish).start()
+        return values.as_subclass(torch.Tensor).clone(), event
+
+    def give_back(self, host: torch.Tensor) -> None: ...
 
 
 def run(section: dict[str, Any], is_late: bool) -> list[list[int]]:
     found = []
     with Replay(section) as replay:
-        replay._late._fetch = fetch
+        replay._late._blocks = Later()
         for turn in range(20):
             batch = replay.sample()
             found.append(batch.number.tolist() + batch.id.tolist())
@@ -54,7 +59,7 @@ for options in json.loads(sys.argv[1]):
     assert run(options, True) == run(options, False), options
 
 with Replay(json.loads(sys.argv[1])[0]) as replay:
-    replay._late._fetch = fetch
+    replay._late._blocks = Later()
     batch = replay.sample()
     values = torch.full((batch.num_samples,), torch.nan if rank == 1 else 1.0)
     replay.update_priorities(batch, values.as_subclass(Elsewhere))
