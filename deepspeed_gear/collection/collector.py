@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
+from torch.torch_version import TorchVersion
 
 from deepspeed_gear.collection.hindsight import GoalField, GoalRows
 from deepspeed_gear.config import NStepConfig, ResolvedField
@@ -27,7 +28,7 @@ N_STEP_NAMES = ("return_n", "discount", "steps_n")
 N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)
 PERIOD_ELEMENTS = 4096  # shift and gain are repeated up to this many elements, so that inner loops are long
 CONSTANT = 1e-7  # deviations below this part of the mean are rounding: the element is constant
-_TAKES_MANY = torch.torch_version.TorchVersion(torch.__version__) >= "2.5"
+_TAKES_MANY = TorchVersion(torch.__version__) >= "2.5"
 
 
 def note_overwritten(tensors: Sequence[torch.Tensor]) -> None:

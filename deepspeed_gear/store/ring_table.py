@@ -103,6 +103,8 @@ class RingTable:
         held = self._collected if arrivals == (0, 0) else {n: r[: own[n]] for n, r in self._collected.items()}
         self.columns = {column.name: held[column.name] for column in schema}
         self.returns_to_go = held[RETURN_TO_GO]
+        reward = schema.role("reward")
+        self._rewards = None if reward is None else self.columns[reward.name]
         self.state = zeros(RING_WORDS)
         self.slots, self.begins = zeros(num_slots, SLOT_WORDS), zeros(num_slots)
         self.sums = zeros(tree_size(self.num_items))
@@ -306,10 +308,9 @@ class RingTable:
         )
         values = [columns[column.name].contiguous() for column in self.schema]
         self.ops.scatter_(list(self.columns.values()), values, placed, self._sources)
-        reward = self.schema.role("reward")
-        if len(self.returns_to_go) and reward is not None:
+        if len(self.returns_to_go) and self._rewards is not None:
             extents = placed[:, 1:3].contiguous()  # 0 steps where nothing was added
-            self.ops.suffix_sum_(self.returns_to_go, self.columns[reward.name], extents)
+            self.ops.suffix_sum_(self.returns_to_go, self._rewards, extents)
 
     def check_fill(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Refuse late columns that do not fit.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ring_cases import PRIORITIZED, SAMPLERS, online, trajectories
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from deepspeed_gear import DeviceReplay
 
@@ -24,6 +25,9 @@ def test_old_batches_fail_in_a_late_backward_pass() -> None:
             loss.backward()
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.5", reason="torch 2.4 compiles no op that writes to a list"
+)
 def test_a_whole_step_is_traced_without_a_break() -> None:
     """Adding, drawing, training and updating in one graph of torch.compile, against the same without."""
     weights = torch.nn.Parameter(torch.zeros(3))
