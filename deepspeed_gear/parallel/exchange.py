@@ -38,7 +38,9 @@ class Exchange:
             return
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if self.world_size > 1:
-            ranks = tuple(dist.get_process_group_ranks(process_group))
+            # torch 2.4 does not know the ranks of None.
+            group = dist.group.WORLD if process_group is None else process_group
+            ranks = tuple(dist.get_process_group_ranks(group))
             self._group = _control_group(ranks, max(timeout_s, SETUP_TIMEOUT_S))
 
     def gather(self, value: Any) -> list[Any]:

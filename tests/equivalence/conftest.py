@@ -125,6 +125,7 @@ def build_kernels_for_host(folder: Path) -> Path:
         "-ffp-contract=off",
         "-fPIC",
         "-DTORCH_EXTENSION_NAME=gear_on_host",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]
     flags += [f"-I{folder}", f"-I{HOST}", f"-I{CSRC}", f"-I{sysconfig.get_path('include')}"]
     flags += [f"-isystem{path}" for path in include_paths("cpu")]

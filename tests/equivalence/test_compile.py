@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from deepspeed_gear.ops import Ops, fake
 from deepspeed_gear.ops.constants import minima_size, tree_size
@@ -110,9 +111,16 @@ def tensors_of(values: object) -> list[Tensor]:
     return [t for v in values for t in tensors_of(v)] if isinstance(values, (list, tuple)) else []
 
 
+def skip_lists_of_old_torch(name: str) -> None:
+    """Skip what torch 2.4 does not compile: ops that write to a list of tensors."""
+    if name in ("gather_", "unpack_rows_") and TorchVersion(torch.__version__) < "2.5":
+        pytest.skip("torch 2.4 compiles no op that writes to a list")
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", fake.OP_NAMES)
 def test_compiles_as_one_graph(cpu: Ops, name: str, dynamic: bool) -> None:
+    skip_lists_of_old_torch(name)
     op: Callable[..., None] = getattr(cpu, name)
 
     def around(*args: Any) -> list[Tensor]:
@@ -130,6 +138,7 @@ def test_compiles_as_one_graph(cpu: Ops, name: str, dynamic: bool) -> None:
 @pytest.mark.parametrize("name", fake.OP_NAMES)
 def test_schema_and_fake_are_right(cpu: Ops, name: str) -> None:
     """The op changes what its schema says and nothing else; the fake one agrees."""
+    skip_lists_of_old_torch(name)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(cpu, name), arguments(name), test_utils=tests)
 

@@ -34,7 +34,7 @@ class Scene(NamedTuple):
 def values(dtype: str, shape: tuple[int, ...], random: np.random.Generator) -> torch.Tensor:
     """Return random values of a dtype, among them its limits."""
     if dtype == "bool":
-        return torch.as_tensor(random.random(shape) < 0.5)
+        return torch.as_tensor(np.asarray(random.random(shape) < 0.5))
     if dtype in FLOATING:
         return torch.as_tensor(random.normal(scale=100, size=shape)).to(DTYPES[dtype])
     limits = torch.iinfo(DTYPES[dtype])

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 from torch.utils.cpp_extension import include_paths
 
 from deepspeed_gear.ops import toolchain
@@ -126,7 +128,15 @@ def test_the_bindings_of_the_kernels_compile_with_this_torch(binding: Path) -> N
     if toolchain.missing_tools():
         pytest.skip(", ".join(toolchain.missing_tools()))
     system = [f"-isystem{path}" for path in [*include_paths("cpu"), sysconfig.get_path("include")]]
-    flags = ["-fsyntax-only", "-std=c++17", "-Wall", "-DTORCH_EXTENSION_NAME=gear_cuda", f"-I{CSRC}", *system]
+    standard = "c++17" if TorchVersion(torch.__version__) < "2.14" else "c++20"  # 2.15's headers want it
+    flags = [
+        "-fsyntax-only",
+        f"-std={standard}",
+        "-Wall",
+        "-DTORCH_EXTENSION_NAME=gear_cuda",
+        f"-I{CSRC}",
+        *system,
+    ]
     run = subprocess.run([*toolchain.compiler(), *flags, str(binding)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
