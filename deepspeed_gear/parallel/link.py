@@ -20,6 +20,7 @@ from deepspeed_gear.parallel.watch import SOME_NODE
 
 GRACE_S = 5.0  # beyond our own wait, so that gloo's wait ends after it
 FIRST_ROOM = 1024  # words that a message has room for before any has come
+MUST_TAKE_ALL = "must take as many batches as this rank"  # the rule of ranks and nodes that end early
 _LEAST_WAIT_S = 1e-3
 NO_WORDS = np.empty(0, np.int64)
 _tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, each with a tag
@@ -71,6 +72,7 @@ class Link:
         self._rooms: dict[int, tuple[np.ndarray, Any]] = {}  # for what comes next
         self._broken: LostNodeError | None = None
         self.check: Callable[[], None] = lambda: None  # raises what is known to be lost
+        self.check_ended: Callable[[], None] = lambda: None  # the same behind the end of a node
         self.note: Callable[[LostNodeError], bool] = _as_it_says  # hears of a failure: is the node lost?
         self.bytes_sent = self.bytes_received = 0
         self.num_exchanges, self.last_wait_s = 0, 0.0
@@ -207,21 +209,32 @@ class Link:
     @contextlib.contextmanager
     def parting(self, timeout_s: float) -> Iterator[None]:
         """Wait no longer than this for nodes that may have left already, and call none of them lost."""
-        kept = self.timeout_s, self.check, self.note
+        kept = self.timeout_s, self.check, self.check_ended, self.note
         self.timeout_s = min(self.timeout_s, timeout_s)
         self.part()
         try:
             with contextlib.suppress(PeerError, StoreError):
                 yield
         finally:
-            self.timeout_s, self.check, self.note = kept
+            self.timeout_s, self.check, self.check_ended, self.note = kept
 
     def part(self) -> None:
         """Call no node lost from now on: this one leaves, and the others need not answer any more.
 
         Any thread; another one may be in an exchange, which ends as it would have ended.
         """
-        self.check, self.note = lambda: None, _as_it_says
+        self.check = self.check_ended = lambda: None
+        self.note = _as_it_says
+
+    def raise_ended(self, index: int, had: str) -> NoReturn:
+        """Raise that a node has ended while this one still asks for batches.
+
+        Raises:
+            LostNodeError: It ended with an error, or has lost somebody.
+            PeerError: It is not known to have.
+        """
+        self.check_ended()
+        raise PeerError(self.name(index), MUST_TAKE_ALL, None, had)
 
     def abandon(self, error: Exception) -> None:
         """Break the link: an error keeps this node from an exchange that the others wait in."""
@@ -242,8 +255,7 @@ class Link:
         self._broken = LostNodeError(name, rule, text, remedy)
         self._broken.__cause__ = error
         if not self.note(self._broken):
-            rule = "must take as many batches as this rank"
-            self._broken = LostNodeError(name, rule, None, "it has ended")
+            self._broken = LostNodeError(name, MUST_TAKE_ALL, None, "it has ended")
             self._broken.__cause__ = error
         self.check()
         raise self._broken

@@ -143,8 +143,7 @@ class Meeting(Selector):
             name = f"stream {self.spec.name}"
             raise StoreError(name, "must be open", None, "it was closed while it waited")
         node = int(np.nonzero(heard[:, STOP])[0][0])
-        had = f"it ended before global batch {self._key}"
-        raise PeerError(self.link.name(node), "must take as many batches as this rank", None, had)
+        self.link.raise_ended(node, f"it ended before global batch {self._key}")
 
     def _raise_failure(self, heard: np.ndarray, error: Exception | None) -> None:
         """Raise if a node says that it has failed: its own error there, its text elsewhere."""

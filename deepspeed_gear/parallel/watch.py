@@ -30,6 +30,7 @@ LOG = logging.getLogger("deepspeed_gear")
 BEAT, ENDED = 0, 1  # words of a rank
 WORDS, TEXT_BYTES = 8, 2048
 MOST_BEAT_S = 1.0
+HEARD_BEATS = 3  # by then every node has told what it knows, and heard it from the others
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114
 _SAID = 300  # characters of an error that others hear
@@ -102,8 +103,22 @@ class Watch:
         Raises:
             LostNodeError: One is; every later call raises it too.
         """
+        if self._failure is None and self._text[0]:
+            self._take_up(self._told())
         if self._failure is not None:
             raise self._failure
+
+    def check_ended(self) -> None:
+        """Raise if a rank that has ended was lost: what it says of that may be heard a moment later.
+
+        Raises:
+            LostNodeError: It was.
+        """
+        until = time.monotonic() + HEARD_BEATS * self._beat_s
+        while time.monotonic() < until and not self._stop.is_set():
+            self.check()
+            time.sleep(self._beat_s / 8)
+        self.check()
 
     def part(self) -> None:
         """Let this rank end by itself, however long that takes: what it waits for has an end."""
@@ -120,6 +135,8 @@ class Watch:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * self._beat_s)  # its store may be gone with another rank
+        if self._problem and self._store is not None and self._topology.rank == 0:
+            time.sleep(2 * self._beat_s)  # the store may be this process's own, and go with it unread
 
     # ---- threads ---------------------------------------------------------------------------------
 
@@ -130,9 +147,7 @@ class Watch:
             if self._failure is None:
                 found = self._told() or self._lost_here() or self._lost_nodes()
                 if found:
-                    self._problem = self._problem or found
-                    self._say(found)
-                    self._failure = LostNodeError(found, "must live and answer as long as the others train")
+                    self._take_up(found)
                 stuck_since, place = time.monotonic(), None
                 continue
             now = self._place_of_main()
@@ -237,6 +252,12 @@ class Watch:
         if said["problem"] and not self._problem:
             self._problem = str(said["problem"])
 
+    def _take_up(self, found: str) -> None:
+        """Tell all what is wrong, and raise it from now on."""
+        self._problem = self._problem or found
+        self._say(found)
+        self._failure = LostNodeError(found, "must live and answer as long as the others train")
+
     # ---- findings --------------------------------------------------------------------------------
 
     def _beat(self) -> None:
@@ -277,9 +298,10 @@ class Watch:
 
     def _say(self, text: str) -> None:
         """Tell the ranks of this node."""
-        encoded = text.encode()[:TEXT_BYTES]
+        encoded = np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8)
         if not self._text.any():
-            self._text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+            self._text[1 : len(encoded)] = encoded[1:]
+            self._text[0] = encoded[0]  # last: who sees it sees all
 
     def _told(self) -> str:
         """Return what another rank of this node has found."""

@@ -256,7 +256,7 @@ def watch_over(exchange: Exchange, topology: Topology, table: Table, timeout_s: 
 def _open(link: Link, watch: Watch | None) -> None:
     link.open()
     if watch is not None:
-        link.check, link.note = watch.check, watch.note
+        link.check, link.check_ended, link.note = watch.check, watch.check_ended, watch.note
 
 
 def status_of(
@@ -282,7 +282,8 @@ def status_of(
         link = Link(topology, order, "turns", timeout_s, group)
         _open(link, watch)
     early = only_readers and config.prefetch > 0
-    return Status(table, topology, only_readers, timeout_s, link, over_nodes, early, watch.check)
+    checks = watch.check, watch.check_ended
+    return Status(table, topology, only_readers, timeout_s, link, over_nodes, early, *checks)
 
 
 def share_out(exchange: Exchange, leads: bool, streams: Sequence[Stream]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
 from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.parallel.link import MUST_TAKE_ALL, Link
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import Table
@@ -49,6 +49,7 @@ class Status:
         over_nodes: Whether there are other nodes.
         early: Whether ranks may reach a turn before they wait for it.
         check: Raises if a rank of any node is lost.
+        check_ended: The same behind the end of a rank.
     """
 
     def __init__(
@@ -61,9 +62,11 @@ class Status:
         over_nodes: bool = False,
         early: bool = False,
         check: Callable[[], None] = lambda: None,
+        check_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._table, self._timeout_s, self._topology = table, timeout_s, topology
-        self._link, self._over_nodes, self._check_others = link, over_nodes, check
+        self._link, self._over_nodes = link, over_nodes
+        self._check_others, self._check_ended = check, check_ended
         self.is_early = early and over_nodes
         self._flying: Callable[[], np.ndarray] | None = None  # what waits for the message of the next turn
         self._ranks = topology.peers
@@ -227,8 +230,7 @@ class Status:
         self._flying, heard = None, wait()
         if (heard[:, TURN] != self._count).any():
             node = int(np.nonzero(heard[:, TURN] != self._count)[0][0])
-            had = f"it ended before turn {self._count}"
-            raise PeerError(link.name(node), "must take as many batches as this rank", None, had)
+            link.raise_ended(node, f"it ended before turn {self._count}")
         texts = None
         if heard[:, STATUS].any():
             texts = link.gather(wire.pack_text(text, TEXT_BYTES // 8))
@@ -302,7 +304,8 @@ class Status:
                 continue
             name, had = f"rank {self._ranks[peer]}", f"{int(self._reached[peer])} of {self._count} turns"
             if self._words[peer, ENDED]:
-                raise PeerError(name, "must take as many batches as this rank", None, f"it ended after {had}")
+                self._check_ended()
+                raise PeerError(name, MUST_TAKE_ALL, None, f"it ended after {had}")
             if not self._table.memory.is_alive(peer) and self._reached[peer] < self._count:
                 raise PeerError(name, "must live as long as the others train", None, f"it died after {had}")
             if waited_s > self._timeout_s:

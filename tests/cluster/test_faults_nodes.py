@@ -88,10 +88,16 @@ def check_clean(cluster: Cluster) -> None:
         assert "removed" not in found.lower() or "0" in found or "nothing" in found.lower(), found
 
 
-def check_named(results: list[tuple[int, str]], others: list[int], lost: str, since: float) -> None:
+def check_named(
+    results: list[tuple[int, str]],
+    others: list[int],
+    lost: str,
+    since: float,
+    or_node: str = "node 1 \\(node1\\), ranks 2, 3",
+) -> None:
     """Check that ranks ended, in time, with an error that names what was lost: a rank or its node."""
     assert time.monotonic() - since < LATE_S, [out[-600:] for _, out in results]
-    names = [f"Error: {lost}", f"gear: error on rank [0-3]: {lost}", "node 1 \\(node1\\), ranks 2, 3"]
+    names = [f"Error: {lost}", f"gear: error on rank [0-3]: {lost}", *filter(None, [or_node])]
     for rank in others:
         status, output = results[rank]
         assert status != 0, output
@@ -110,13 +116,17 @@ def test_a_killed_rank_is_named(
     check_clean(cluster)
 
 
-def test_a_rank_that_fails_is_named(train: Callable[..., NodeRanks], cluster: Cluster) -> None:
+@pytest.mark.parametrize(("fails", "prefetch"), [(3, 1), (2, 0), (0, 2)], ids=["rank", "leader", "first"])
+def test_a_rank_that_fails_is_named(
+    fails: int, prefetch: int, train: Callable[..., NodeRanks], cluster: Cluster
+) -> None:
     """By its error, on all others, though it has closed its replay as one does that has ended."""
-    ranks = train(fails=3, prefetch=1)
-    since = time.monotonic()
+    ranks = train(fails=fails, prefetch=prefetch)
+    since, others = time.monotonic(), [rank for rank in range(4) if rank != fails]
     results = ranks.wait(LATE_S)
-    check_named(results, [0, 1, 2], r"rank 3 \(.*\), which has failed with ValueError: of this test", since)
-    assert "ValueError: of this test" in results[3][1]
+    lost = rf"rank {fails} \(.*\), which has failed with ValueError: of this test"
+    check_named(results, others, lost, since, or_node="")
+    assert "ValueError: of this test" in results[fails][1]
     check_clean(cluster)
 
 

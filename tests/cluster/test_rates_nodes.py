@@ -158,7 +158,7 @@ def test_a_wait_ends_on_all_nodes_at_once(found: Run) -> None:
         assert "NotReadyError" in what
         assert "must be filled within 0.5 s" in what
         assert "0 steps held by all nodes" in what
-        assert 0.4 < seconds < 5
+        assert 0.4 < seconds < 20
         assert (before, behind, len(drawn)) == (False, True, 3)
 
 
@@ -167,7 +167,7 @@ def test_nobody_waits_for_a_rank_that_writes_itself(found: Run) -> None:
         (what, seconds), before, behind, (drawn, _), (again, _) = seen["collecting"]
         assert "NotReadyError" in what
         assert "ask can_sample() first" in what
-        assert seconds < 5
+        assert seconds < 20
         assert (before, behind, len(drawn)) == (False, True, 3)
         assert "NotReadyError" in again, "each was drawn once"
     drawn = [number for seen in found.seen for number in seen["collecting"][3][0]]

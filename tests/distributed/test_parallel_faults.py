@@ -87,7 +87,7 @@ def test_a_cut_that_fails_is_an_error_on_all_at_once(
         for kind, message, seconds in found["errors"]:
             assert kind in ("StoreError", "PeerError")
             assert "all masses are 0" in message
-            assert float(seconds) < 2
+            assert float(seconds) < TIMEOUT_S
         assert found["end"] is None
 
 

@@ -50,7 +50,7 @@ def cases(folder: Path, world: int) -> dict[str, Any]:
         resumed = {"section": section(prefetch=prefetch), "first": SAVED, "last": NUM_BATCHES}
         found[f"resumed.{prefetch}"] = {**resumed, **action}
     if world == 2:
-        found["stopping"] = {"section": section(timeout_s=1.0), "last": 0}
+        found["stopping"] = {"section": section(timeout_s=3.0), "last": 0}
     return found
 
 

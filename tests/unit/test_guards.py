@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from deepspeed_gear.collection.guards import Guards
 from deepspeed_gear.collection.lane import HostEvent, HostLane
@@ -28,12 +27,12 @@ def test_a_cut_is_released_by_its_event() -> None:
     assert released == [0, 1, 2]
 
 
-def test_settle_returns_at_once() -> None:
+def test_settle_does_not_wait() -> None:
+    """For what never happens, so that it would not return."""
     guards = Guards()
     guards.hold(HostEvent(), lambda key: None, 0)
-    begin = time.perf_counter()
     guards.settle()
-    assert time.perf_counter() - begin < 0.05
+    assert len(guards) == 1
 
 
 def test_drain_waits_for_every_event() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from typing import Any
 
@@ -145,11 +144,9 @@ def test_fewer_than_the_least_block_again() -> None:
 def test_who_waits_goes_on_when_items_come() -> None:
     with replay(rate={"min_size": 2, "timeout_s": 10.0}) as found:
         found.add(trajectory(0))
-        adder = threading.Timer(0.3, lambda: found.add(trajectory(1)))
+        adder = threading.Timer(1.0, lambda: found.add(trajectory(1)))
         adder.start()
-        begin = time.monotonic()
         found.sample()
-        assert 0.2 < time.monotonic() - begin < 5
         adder.join()
         assert found.streams["train"].gate_wait.total_s > 0.2
 

@@ -409,16 +409,16 @@ def test_processes_that_are_killed(tmp_path: Path) -> None:
         actor.wait()
         time.sleep(0.3)  # what the gateway has of it is added
         assert_same(stored(replay), range(len(replay)))
-        writer = connect(url, timeout_s=1.5)
+        writer = connect(url, timeout_s=3.0)
         writer.add(trajectory(0))
         writer.flush()
         gateway.kill()
         gateway.wait()
         begin = time.monotonic()
         writer.add(trajectory(1))
-        with pytest.raises(LostNodeError, match=r"must answer within 1.5 s.*trajectories 1 to 1 "):
+        with pytest.raises(LostNodeError, match=r"must answer within 3 s.*trajectories 1 to 1 "):
             writer.flush()
-        assert time.monotonic() - begin < 6
+        assert time.monotonic() - begin < 15
         with pytest.raises(LostNodeError):
             writer.close()
         gateway, url = serve(config, token)

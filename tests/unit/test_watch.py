@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from deepspeed_gear.errors import LostNodeError, PeerError
 from deepspeed_gear.parallel.watch import Watch
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
 
 
 @pytest.fixture
@@ -40,6 +40,10 @@ def watches() -> Iterator[list[Watch]]:
         watch.end()
 
 
+def views_of(watch: Watch) -> dict[str, np.ndarray]:
+    return {"watch/words": watch._words, "watch/text": watch._text}
+
+
 def lost(node: int) -> LostNodeError:
     return LostNodeError(f"node {node}", "must answer", "Connection closed by peer")
 
@@ -54,7 +58,7 @@ def test_a_node_that_does_not_answer_is_lost_on_all(watches: list[Watch]) -> Non
     assert watches[0].note(lost(1))
     for watch in watches:
         with pytest.raises(LostNodeError, match="node 1"):
-            wait_until(lambda at=watch: at.check(), "the failure", 5.0)  # type: ignore[misc]
+            wait_until(lambda at=watch: at.check(), "the failure", 20.0)  # type: ignore[misc]
 
 
 def test_all_hear_of_the_error_of_a_rank(watches: list[Watch]) -> None:
@@ -62,7 +66,23 @@ def test_all_hear_of_the_error_of_a_rank(watches: list[Watch]) -> None:
     watches[1].end()
     named = r"rank 1 \(node 1\), which has failed with ValueError: of this test, must live"
     with pytest.raises(LostNodeError, match=named):
-        wait_until(lambda: watches[0].check(), "the failure", 5.0)  # type: ignore[func-returns-value]
+        wait_until(lambda: watches[0].check(), "the failure", 20.0)  # type: ignore[func-returns-value]
+
+
+def test_a_rank_of_the_same_node_knows_at_once(watches: list[Watch]) -> None:
+    """So before it can see that the rank has ended."""
+    here = Watch(watches[1]._memory, views_of(watches[1]), watches[1]._topology, None, "test", TIMEOUT_S)
+    watches[1].explain(ValueError("of this test"))
+    with pytest.raises(LostNodeError, match=r"rank 1 .* has failed with ValueError: of this test"):
+        here.check()
+
+
+def test_what_ended_a_node_is_heard_after_its_end(watches: list[Watch]) -> None:
+    watches[1].check_ended()
+    watches[1].explain(ValueError("of this test"))
+    watches[1].end()
+    with pytest.raises(LostNodeError, match=r"rank 1 .* has failed with ValueError: of this test"):
+        watches[0].check_ended()
 
 
 @pytest.mark.parametrize("error", [PeerError("rank 0", "must live"), KeyboardInterrupt()])

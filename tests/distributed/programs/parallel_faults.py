@@ -137,15 +137,21 @@ def dying(engine: Any, victim: bool, number: signal.Signals) -> dict[str, Any]:
     return {"errors": errors, "end": attempt(engine)}
 
 
+def tell(path: Path, found: dict[str, Any]) -> None:
+    """Write a file that others read as soon as it is there."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(found))
+    part.rename(path)
+
+
 def main(wanted: dict[str, Any]) -> None:
     deepspeed.init_distributed()
     rank, kind, out = dist.get_rank(), wanted["kind"], Path(wanted["out"])
     if kind == "refused":
-        (out / f"{rank}.json").write_text(json.dumps(refusals(wanted["gear"])))
+        tell(out / f"{rank}.json", refusals(wanted["gear"]))
         torch.distributed.destroy_process_group()
         return
     engine = made(wanted["mode"], ds_config(wanted["gear"], wanted["replicas"]), Losses())
-    (out / f"pid.{rank}").write_text(str(os.getpid()))
     if kind == "zeros":
         found = without_masses(engine)
     elif kind == "steps":
@@ -153,7 +159,7 @@ def main(wanted: dict[str, Any]) -> None:
     else:
         number = signal.SIGKILL if kind == "killed" else signal.SIGSTOP
         found = dying(engine, rank == wanted["victim"], number)
-    (out / f"{rank}.json").write_text(json.dumps(found))
+    tell(out / f"{rank}.json", found)
     os._exit(0)  # the group has lost a rank
 
 

@@ -67,7 +67,7 @@ def test_the_loaders_process_dies(backend: str) -> None:
         begun = time.monotonic()
         with pytest.raises(PeerError, match="its process has died"):
             simulators.act(10.0)
-        assert time.monotonic() - begun < 2.0
+        assert time.monotonic() - begun < 9.0
     remove_garbage(prefix())
     assert shared_files(prefix()) == []
 

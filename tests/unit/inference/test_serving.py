@@ -109,22 +109,22 @@ def test_nobody_asks(scene: tuple[InferenceLoader, Simulators]) -> None:
     request = next(scene[0])
     assert not request
     assert request["observation"].shape == (0, 3)
-    assert 0.02 <= time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun >= 0.02
     request.reply(**policy(request["observation"]))
 
 
 def test_a_batch_that_does_not_fill_comes_in_time(replay: Replay) -> None:
-    with loader_of(replay, 8, timeout=0.2) as loader, replay.writer().simulators(3) as simulators:
+    with loader_of(replay, 8, timeout=1.0) as loader, replay.writer().simulators(3) as simulators:
         envs = Envs(range(3), "next_step", short)
         simulators.reset(observation=envs.look(), task=envs.task)
         simulators.post(np.array([1]))
         begun = time.monotonic()
         assert next(loader).simulators.tolist() == [1]
-        assert time.monotonic() - begun > 0.15  # others may have come
+        assert time.monotonic() - begun > 0.9  # others may have come
         simulators.post()
         begun = time.monotonic()
         assert next(loader).simulators.tolist() == [0, 2]
-        assert time.monotonic() - begun < 0.15  # no others can come
+        assert time.monotonic() - begun < 0.9  # no others can come
 
 
 # ---- several, and refusals -------------------------------------------------------------------------
