@@ -87,7 +87,7 @@ class Launch:
             self.kill()
             raise AssertionError(f"did not end within {timeout_s} s:\n{self.output()}") from None
 
-    def wait_for(self, pattern: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, pattern: str, timeout_s: float = 180.0) -> None:
         """Wait until the output matches a regular expression; an earlier end fails the test."""
         until = time.monotonic() + timeout_s
         while not re.search(pattern, self.output()):
@@ -132,7 +132,7 @@ class Cluster:
         return ["env", f"GEAR_CLUSTER_DIR={self.folder / 'state'}", str(SCRIPT), "exec", str(node), *command]
 
     def call(
-        self, node: int, *command: str, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
+        self, node: int, *command: str, timeout_s: float = 180.0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in a node, in the checkout's root and with the environment of ranks, to its end."""
         return subprocess.run(
@@ -145,7 +145,7 @@ class Cluster:
             timeout=timeout_s,
         )
 
-    def exec(self, node: int, *command: str, timeout_s: float = 60.0) -> str:
+    def exec(self, node: int, *command: str, timeout_s: float = 180.0) -> str:
         """Run a command in a node; return its stdout. It must succeed."""
         done = self.call(node, *command, timeout_s=timeout_s)
         assert done.returncode == 0, f"{command} in node{node}: {done.returncode}\n{done.stdout}{done.stderr}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -13,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gear_support import ROOT, prefix
+from gear_support import ROOT, SHM, prefix
 
+_ports = itertools.count()
 PROGRAMS = Path(__file__).resolve().parent / "distributed" / "programs"
 
 
@@ -49,10 +52,13 @@ def kill(child: int) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that nobody listens on, and that the kernel gives to nobody who asks for any."""
+    while True:
+        port = 20_000 + (131 * os.getpid() + next(_ports)) % 12_000
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return port
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -133,20 +139,16 @@ def launcher(program: Path | str, count: int, *arguments: str) -> list[str]:
     return [*command, "--master_port", str(free_port()), str(PROGRAMS / program), *arguments]
 
 
-def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 180.0, **env: str) -> str:
-    """Run a program under the real launcher; return its output. It must succeed."""
-    status, output = try_launch(program, count, *arguments, timeout_s=timeout_s, **env)
-    assert status == 0, output
-    return output
+def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 240.0) -> str:
+    """Run a program under the real launcher; return its output. It must succeed.
 
-
-def try_launch(
-    program: Path | str, count: int, *arguments: str, timeout_s: float = 180.0, **env: str
-) -> tuple[int, str]:
-    """Run a program under the real launcher; return exit status and output."""
+    Buffers in /dev/shm that DeepSpeed itself leaves for this run's port are removed.
+    """
+    command = launcher(program, count, *arguments)
+    port = command[command.index("--master_port") + 1]
     process = subprocess.Popen(
-        launcher(program, count, *arguments),
-        env=environment(**env),
+        command,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -154,8 +156,14 @@ def try_launch(
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)
-    except BaseException:
+    except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    return process.returncode, output
+        output, _ = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise AssertionError(f"{program} did not end within {timeout_s} s:\n{output}") from None
+    finally:
+        for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            left.unlink(missing_ok=True)
+    assert process.returncode == 0, output
+    return output

@@ -10,8 +10,6 @@ way to leave such a call.
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
 import sys
 import threading
@@ -21,21 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.errors import LostNodeError, NotReadyError, PeerError
+from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
+from deepspeed_gear.parallel.news import SOME_NODE, News
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.memory import SharedMemory
 
-LOG = logging.getLogger("deepspeed_gear")
-BEAT, ENDED = 0, 1  # words of a rank
+BEAT, ENDED, TURNS = 0, 1, 2  # words of a rank; turns: those taken, and one more
 WORDS, TEXT_BYTES = 8, 2048
 MOST_BEAT_S = 1.0
 HEARD_BEATS = 3  # by then every node has told what it knows, and heard it from the others
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114
 _SAID = 300  # characters of an error that others hear
-_FOR_EVER = float("inf")  # when a node that has ended was heard last
-SOME_NODE = "another node"  # name of a failure of which nothing else is known
 
 
 class Watch:
@@ -59,16 +55,17 @@ class Watch:
         name: str,
         timeout_s: float,
     ) -> None:
-        self._memory, self._topology, self._store, self._name = memory, topology, store, name
+        self._memory, self._topology = memory, topology
         self._words: np.ndarray = views["watch/words"]
-        self._text: np.ndarray = views["watch/text"]
+        self._texts: np.ndarray = views["watch/texts"]
         self._timeout_s, self._beat_s = timeout_s, min(MOST_BEAT_S, timeout_s / 8)
         self._ranks, self._peer = topology.peers, memory.peer
+        self._news: News | None = None
+        if store is not None:
+            self._news = News(topology, store, name, timeout_s, self._beat_s, self._look)
         self._failure: LostNodeError | None = None
-        self._stop = threading.Event()
-        self._heard = time.monotonic()  # when the store last answered
-        self._nodes: dict[int, tuple[int, float]] = {}  # latest beat of each other node, and when it was new
-        self._problem = ""
+        self._patience_s = STUCK_S
+        self._stop, self._saying = threading.Event(), threading.Lock()
         self._main = threading.main_thread()
         self._threads: list[threading.Thread] = []
         self._hook: Any = None
@@ -79,23 +76,32 @@ class Watch:
         """Return what it keeps in the store."""
         return [
             Region("watch/words", "int64", (num_peers, WORDS)),
-            Region("watch/text", "uint8", (TEXT_BYTES,)),
+            Region("watch/texts", "uint8", (num_peers, TEXT_BYTES)),
         ]
 
     def prepare(self) -> None:
         """Say for the first time that this rank and this node are there."""
         self._beat()
-        if self._store is not None:
-            self._tell(0, ended=False)
+        if self._news is not None:
+            self._news.tell()
 
     def start(self) -> None:
         """Begin to watch; all ranks have prepared."""
         self._hook, sys.excepthook = sys.excepthook, self._explain
-        targets = [self._watch] + ([self._talk] if self._store is not None else [])
+        targets = [self._watch]
+        if self._news is not None:
+            targets.append(lambda news=self._news: news.run(self._stop))  # type: ignore[misc]
         for target in targets:
             thread = threading.Thread(target=target, name="gear-watch", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def take(self, num_turns: int) -> None:
+        """Say how many turns this rank has taken; one that takes none never says so.
+
+        If a rank ends after fewer than others have taken, these may wait for it in a collective.
+        """
+        self._words[self._peer, TURNS] = num_turns + 1
 
     def check(self) -> None:
         """Raise if a rank or a node is lost.
@@ -103,9 +109,13 @@ class Watch:
         Raises:
             LostNodeError: One is; every later call raises it too.
         """
-        if self._failure is None and self._text[0]:
-            self._take_up(self._told())
+        if self._failure is None:
+            found = self._told() or (self._news.problem if self._news is not None else "")
+            if found:
+                self._take_up(found)
         if self._failure is not None:
+            if threading.current_thread() is self._main:
+                self._patience_s = max(STUCK_S, self._timeout_s)  # it knows, and may save what it has
             raise self._failure
 
     def check_ended(self) -> None:
@@ -115,7 +125,7 @@ class Watch:
             LostNodeError: It was.
         """
         until = time.monotonic() + HEARD_BEATS * self._beat_s
-        while time.monotonic() < until and not self._stop.is_set():
+        while time.monotonic() < until and not self._leaves and not self._stop.is_set():
             self.check()
             time.sleep(self._beat_s / 8)
         self.check()
@@ -135,8 +145,8 @@ class Watch:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * self._beat_s)  # its store may be gone with another rank
-        if self._problem and self._store is not None and self._topology.rank == 0:
-            time.sleep(2 * self._beat_s)  # the store may be this process's own, and go with it unread
+        if self._news is not None and not any(thread.is_alive() for thread in self._threads):
+            self._news.linger()
 
     # ---- threads ---------------------------------------------------------------------------------
 
@@ -153,7 +163,7 @@ class Watch:
             now = self._place_of_main()
             if now != place:
                 stuck_since, place = time.monotonic(), now
-            elif not self._leaves and time.monotonic() - stuck_since > STUCK_S:
+            elif not self._leaves and time.monotonic() - stuck_since > self._patience_s:
                 self._leave()
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -165,21 +175,20 @@ class Watch:
 
         If none is, this one is the first: the others hear of its error.
         """
-        if self._stop.is_set():
+        if self._stop.is_set() or self._leaves:
             return
-        until = time.monotonic() + (self._timeout_s + 2 * self._beat_s if _is_of_transport(error) else 0)
-        while self._failure is None and time.monotonic() < until:
+        until = time.monotonic()
+        if _is_of_transport(error):
+            until += self._timeout_s + HEARD_BEATS * self._beat_s
+        while not self._is_known() and time.monotonic() < until:
             time.sleep(self._beat_s / 4)
         self._leaves = True
-        if self._failure is not None:
+        if self._is_known():
             if not isinstance(error, LostNodeError):
                 self._log(f"{self._failure}; that is why this rank has failed")
         elif isinstance(error, Exception) and not isinstance(error, (PeerError, NotReadyError)):
             said = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._problem = (
-                f"rank {self._topology.rank} ({self._node}), which has failed with {said[:_SAID]},"
-            )
-            self._say(self._problem)
+            self._say(f"rank {self._topology.rank} ({self._node}), which has failed with {said[:_SAID]},")
 
     def note(self, failure: LostNodeError) -> bool:
         """Take up what an exchange has found, unless more is known in a moment: which rank it was.
@@ -187,22 +196,23 @@ class Watch:
         Returns:
             False if nothing is lost: the node has ended, and whoever does not need it may go on.
         """
-        patience = 2 * self._beat_s + (self._timeout_s if failure.name == SOME_NODE else 0)
+        patience = HEARD_BEATS * self._beat_s + (self._timeout_s if failure.name == SOME_NODE else 0)
         until = time.monotonic() + patience
-        while self._failure is None and time.monotonic() < until and not self._stop.is_set():
+        while not self._is_known() and time.monotonic() < until and not self._stop.is_set():
             time.sleep(self._beat_s / 8)
-        if self._failure is None and self._has_ended(failure.name):
+        if self._is_known():
+            return True
+        if self._news is not None and self._news.has_ended(failure.name):
             return False
-        if self._failure is None:
-            self._problem = f"{failure.name}, which does not answer,"
-            self._say(self._problem)
-            self._failure = failure
+        self._say(f"{failure.name}, which does not answer,")
+        self._failure = failure
         return True
 
-    def _has_ended(self, name: str) -> bool:
-        """Whether a node has said that it ends; of one that is not known, whether any has."""
-        ended = [node for node, (_, since) in list(self._nodes.items()) if since == _FOR_EVER]
-        return bool(ended) if name == SOME_NODE else name in map(self._topology.describe, ended)
+    def _is_known(self) -> bool:
+        """Whether somebody is known to be lost."""
+        with contextlib.suppress(LostNodeError):
+            self.check()
+        return self._failure is not None
 
     def _log(self, text: str) -> None:
         line = f"gear: error on rank {self._topology.rank}: {text}"
@@ -211,50 +221,18 @@ class Watch:
 
     def _leave(self) -> None:
         """End the process: its main thread waits for a rank that is lost."""
-        self._log(f"{self._failure}; this rank waits for it, and is ended")
+        place = self._place_of_main()
         time.sleep(2 * self._beat_s)  # so that other nodes hear of it
-        os._exit(EXIT_STATUS)
+        if not self._leaves and self._place_of_main() == place:
+            self._log(f"{self._failure}; this rank waits for it, and is ended")
+            os._exit(EXIT_STATUS)
 
     def _place_of_main(self) -> tuple[int, int] | None:
         frame = sys._current_frames().get(self._main.ident or 0)
         return None if frame is None else (id(frame), frame.f_lasti)
 
-    def _talk(self) -> None:
-        """Tell other nodes how this one does, and hear of them."""
-        beat = 0
-        others = [node for node in range(self._topology.num_nodes) if node != self._topology.node]
-        try:
-            while not self._stop.wait(self._beat_s):
-                beat += 1
-                self._tell(beat, ended=False)
-                for node, text in zip(others, self._store.multi_get(self._keys(others)), strict=True):
-                    self._hear(node, json.loads(text))
-                self._heard = time.monotonic()
-            self._tell(beat + 1, ended=True)
-        except Exception as error:
-            if not self._stop.is_set():
-                LOG.warning("gear: the rendezvous store does not answer: %s", str(error).splitlines()[0])
-
-    def _keys(self, nodes: list[int]) -> list[str]:
-        return [f"gear/{self._name}/{node}" for node in nodes]
-
-    def _tell(self, beat: int, ended: bool) -> None:
-        words = {"beat": beat, "ended": ended, "problem": self._problem}
-        self._store.set(self._keys([self._topology.node])[0], json.dumps(words))
-
-    def _hear(self, node: int, said: dict[str, Any]) -> None:
-        now = time.monotonic()
-        beat, _ = self._nodes.get(node, (-1, now))
-        if said["ended"]:
-            self._nodes[node] = beat, _FOR_EVER
-        elif said["beat"] != beat:
-            self._nodes[node] = int(said["beat"]), now
-        if said["problem"] and not self._problem:
-            self._problem = str(said["problem"])
-
     def _take_up(self, found: str) -> None:
         """Tell all what is wrong, and raise it from now on."""
-        self._problem = self._problem or found
         self._say(found)
         self._failure = LostNodeError(found, "must live and answer as long as the others train")
 
@@ -267,7 +245,13 @@ class Watch:
         """Return what is wrong with a rank of this node, or nothing."""
         now = time.monotonic_ns()
         for peer, rank in enumerate(self._ranks):
-            if peer == self._peer or self._words[peer, ENDED]:
+            if peer == self._peer:
+                continue
+            if self._words[peer, ENDED]:
+                taken, most = int(self._words[peer, TURNS]), int(self._words[:, TURNS].max())
+                if 0 < taken < most:
+                    had = f"{taken - 1} turns of {most - 1}"
+                    return f"rank {rank} ({self._node}), which has ended after {had},"
                 continue
             if not self._memory.is_alive(peer):
                 if not self._words[peer, ENDED]:  # it may have ended meanwhile
@@ -281,36 +265,40 @@ class Watch:
     def _node(self) -> str:
         return self._topology.describe(self._topology.node)
 
+    def _look(self) -> tuple[int | None, str]:
+        """Return what other nodes must know: see `News`."""
+        turns: list[int] = [
+            taken - 1
+            for ended, taken in self._words[:, [ENDED, TURNS]].tolist()
+            if ended and taken  # one that takes none is missed by nobody
+        ]
+        return min(turns, default=None), self._told()  # behind the turns: who fails says so before it ends
+
     def _lost_nodes(self) -> str:
         """Return what is wrong with another node, or nothing."""
-        if self._store is None:
-            return ""
-        now = time.monotonic()
-        if self._problem:
-            return self._problem
-        if now - self._heard > self._timeout_s:
-            return f"the other nodes, which {self._node} cannot reach for {now - self._heard:.0f} s,"
-        for node, (_, since) in list(self._nodes.items()):
-            if now - since > self._timeout_s:
-                name = self._topology.describe(node)
-                return f"{name}, which has not been heard of for {now - since:.0f} s,"
-        return ""
+        return "" if self._news is None else self._news.lost(int(self._words[:, TURNS].max()) - 1)
 
     def _say(self, text: str) -> None:
-        """Tell the ranks of this node."""
-        encoded = np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8)
-        if not self._text.any():
-            self._text[1 : len(encoded)] = encoded[1:]
-            self._text[0] = encoded[0]  # last: who sees it sees all
+        """Tell the ranks of this node, and where this one leads it the other nodes."""
+        with self._saying:
+            if self._news is not None and not self._news.problem:
+                self._news.problem = text
+            encoded, row = np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8), self._texts[self._peer]
+            if not row[0]:
+                row[1 : len(encoded)] = encoded[1:]
+                row[0] = encoded[0]  # last: who sees it sees all
 
     def _told(self) -> str:
-        """Return what another rank of this node has found."""
-        return bytes(self._text).rstrip(b"\0").decode(errors="replace")
+        """Return what a rank of this node has found."""
+        said = np.flatnonzero(self._texts[:, 0])
+        return bytes(self._texts[said[0]]).rstrip(b"\0").decode(errors="replace") if len(said) else ""
 
 
-def _is_of_transport(error: BaseException) -> bool:
+def _is_of_transport(error: BaseException | None) -> bool:
     """Whether an error is one of a collective that another rank has left."""
-    if not isinstance(error, RuntimeError):
+    if isinstance(error, GearError) and not isinstance(error, LostNodeError):
+        error = error.__cause__
+    if not isinstance(error, RuntimeError) or isinstance(error, GearError):
         return False
     text = str(error).lower()
     return any(word in text for word in ("gloo", "nccl", "connection", "timed out", "timeout"))

@@ -282,8 +282,7 @@ def status_of(
         link = Link(topology, order, "turns", timeout_s, group)
         _open(link, watch)
     early = only_readers and config.prefetch > 0
-    checks = watch.check, watch.check_ended
-    return Status(table, topology, only_readers, timeout_s, link, over_nodes, early, *checks)
+    return Status(table, topology, only_readers, timeout_s, link, over_nodes, early, watch)
 
 
 def share_out(exchange: Exchange, leads: bool, streams: Sequence[Stream]) -> None:

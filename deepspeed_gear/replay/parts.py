@@ -103,6 +103,13 @@ class Parts:
         if self.watch is not None:
             self.watch.check()
 
+    def explain(self, error: BaseException) -> None:
+        """Tell the other ranks what ends this one, and this one which of them is lost."""
+        if self.watch is not None:
+            self.watch.explain(error)
+        elif self.status is not None:
+            self.status.explain(error)
+
     @property
     def train(self) -> list[Stream]:
         """The training stream of each sampled table."""
@@ -320,17 +327,19 @@ def release(
     links.part()
     if watch is not None:
         watch.part()
-    if status is not None:
-        status.end()
-    if late is not None:
-        late.close()
-    for stream in streams:
-        stream.stopped = True
-    for prefetcher in prefetch:
-        prefetcher.stop()
-    links.leave()
-    if watch is not None:
-        watch.end()
+    try:
+        if status is not None:
+            status.end()
+        if late is not None:
+            late.close()
+        for stream in streams:
+            stream.stopped = True
+        for prefetcher in prefetch:
+            prefetcher.stop()
+        links.leave()
+    finally:  # an interrupt may end these waits
+        if watch is not None:
+            watch.end()
     if maker is not None:
         maker.close()
     for table in tables.values():

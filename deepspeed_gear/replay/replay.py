@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -381,6 +382,9 @@ class Replay(Contents):
         """
         if not self._closed:
             self._closed = True
+            error = sys.exc_info()[1]
+            if error is not None:
+                self._parts.explain(error)
             for loader in self._loaders:
                 loader.close()
             self._finalizer()
@@ -399,6 +403,6 @@ class Replay(Contents):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not self._closed and self._parts.watch is not None:
-            self._parts.watch.explain(error)
+        if error is not None and not self._closed:
+            self._parts.explain(error)
         self.close()

@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerE
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.link import MUST_TAKE_ALL, Link
 from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.parallel.watch import HEARD_BEATS, MOST_BEAT_S, Watch
 from deepspeed_gear.store.layout import Region
 from deepspeed_gear.store.table import Table
 
@@ -32,7 +33,9 @@ WORDS, TEXT_BYTES = 8, 2048
 _NOT_READY = "not ready: "  # begins the text of a rank that may be ready later
 TURN, STATUS, VERIFIES, SAID_WORDS = 0, 1, 2, 3  # what leaders tell each other
 MOST_DRAIN_S = 3.0  # what a rank that ends waits for other nodes
-GRACE_S = 2.0  # ranks wait longer for their leader than it waits for other nodes
+ENDED_WELL, ENDED_BY_ERROR = 1, 2
+SETTLE_S = 0.1  # in it a rank sees what another one did before it ended
+GRACE_S = 2 + 2 * HEARD_BEATS * MOST_BEAT_S  # ranks wait longer for their leader than it for other nodes
 NO_DIGEST = 0
 _AWAKE_S, _POLL_S = 500e-6, 200e-6
 
@@ -48,8 +51,7 @@ class Status:
         link: To the leaders of the other nodes, on a leader.
         over_nodes: Whether there are other nodes.
         early: Whether ranks may reach a turn before they wait for it.
-        check: Raises if a rank of any node is lost.
-        check_ended: The same behind the end of a rank.
+        watch: Over the ranks of all nodes; None for one node.
     """
 
     def __init__(
@@ -61,12 +63,10 @@ class Status:
         link: Link | None = None,
         over_nodes: bool = False,
         early: bool = False,
-        check: Callable[[], None] = lambda: None,
-        check_ended: Callable[[], None] = lambda: None,
+        watch: Watch | None = None,
     ) -> None:
         self._table, self._timeout_s, self._topology = table, timeout_s, topology
-        self._link, self._over_nodes = link, over_nodes
-        self._check_others, self._check_ended = check, check_ended
+        self._link, self._watch = link, watch
         self.is_early = early and over_nodes
         self._flying: Callable[[], np.ndarray] | None = None  # what waits for the message of the next turn
         self._ranks = topology.peers
@@ -79,10 +79,15 @@ class Status:
         everyone = len(members) == len(self._ranks)
         self._reached: np.ndarray = self._words[:, REACHED]
         self._behind = self._behind_of_all if everyone else self._behind_of_members
-        if over_nodes and link is None:
+        self._follows = over_nodes and link is None  # its leader tells it how turns went
+        if self._follows:
             self._behind = self._behind_of_leader
+        self._leader_ended: float | None = None  # when that was first seen
+        self._end = ENDED_WELL
         self._count = 0  # turns of this rank
         self._is_open = False  # it has done its part of the last one, and not heard of all others yet
+        self._takes_turns = table.memory.peer in members
+        self._note_taken()
 
     @staticmethod
     def regions(num_peers: int) -> list[Region]:
@@ -128,10 +133,8 @@ class Status:
     def fail(self, error: Exception) -> None:
         """Say that this rank cannot do its part: the turn is over, and the others raise with this text."""
         text = _text_of(error)
-        encoded = text.encode()[: TEXT_BYTES - 1]
-        row = self._texts[self._table.memory.peer]
         with self._table.lock:
-            row[: len(encoded)], row[len(encoded) :] = np.frombuffer(encoded, np.uint8), 0
+            self._write(text)
             self._mine[FAILED] = self._count + 1
         self.reach()
         if self._link is not None and not isinstance(error, LostNodeError):
@@ -146,9 +149,15 @@ class Status:
         if all(self._words[peer, FAILED] < self._count for peer in self._members):
             self._flying = self._say(self._link, failed=False)
 
+    def explain(self, error: BaseException) -> None:
+        """Say what ends this rank, for those that miss it in a turn."""
+        if isinstance(error, Exception) and self._end == ENDED_WELL:
+            self._write(_text_of(error))
+            self._end = ENDED_BY_ERROR
+
     def end(self) -> None:
         """Say that this rank takes no more turns."""
-        self._mine[ENDED] = 1
+        self._mine[ENDED] = self._end
         self.drain(MOST_DRAIN_S)
 
     def drain(self, timeout_s: float | None = None) -> None:
@@ -163,6 +172,7 @@ class Status:
         """Begin again, as when a checkpoint is loaded: between two barriers of all ranks."""
         self._count, self._is_open = 0, False
         self._mine[[REACHED, FAILED, RELEASED]] = 0
+        self._note_taken()
 
     def wait(self) -> None:
         """Wait until every rank has had this rank's turn.
@@ -191,6 +201,11 @@ class Status:
         self._raise_failure(self._count)
         if self._link is None and any(self._words[:, DIGESTS + self._count % 2].tolist()):
             self._compare_digests(self._digests())  # an inner stage has none
+        self._note_taken()
+
+    def _note_taken(self) -> None:
+        if self._watch is not None and self._takes_turns:
+            self._watch.take(self._count)
 
     def _behind_of_leader(self) -> bool:
         return bool(self._words[0, RELEASED] < self._count and self._words[0, FAILED] < self._count)
@@ -249,12 +264,14 @@ class Status:
 
     def _publish(self, text: str) -> None:
         """Say to the ranks of the node why the turn is over."""
-        encoded = text.encode()[: TEXT_BYTES - 1]
-        row = self._texts[self._table.memory.peer]
         with self._table.lock:
-            row[: len(encoded)], row[len(encoded) :] = np.frombuffer(encoded, np.uint8), 0
+            self._write(text)
             self._mine[FAILED] = self._count
             self._mine[RELEASED] = self._count
+
+    def _write(self, text: str) -> None:
+        encoded, row = text.encode()[: TEXT_BYTES - 1], self._texts[self._table.memory.peer]
+        row[: len(encoded)], row[len(encoded) :] = np.frombuffer(encoded, np.uint8), 0
 
     def _text_of(self, peer: int) -> str:
         with self._table.lock:
@@ -284,7 +301,12 @@ class Status:
             PeerError: One has: what this rank waits for may never come.
         """
         self._raise_failure(self._count + 1)
-        self._check_others()
+        if self._watch is not None:
+            self._watch.check()
+        if self._follows and self._words[0, ENDED]:
+            self._leader_ended = self._leader_ended or time.monotonic()
+            if time.monotonic() - self._leader_ended > SETTLE_S:  # by then what it has made was seen
+                self._raise_ended(0)
 
     def _raise_failure(self, turn: int) -> None:
         if max(self._words[:, FAILED].tolist()) < turn:
@@ -295,8 +317,9 @@ class Status:
 
     def _check(self, waited_s: float) -> None:
         """Raise if a rank that is behind will never come."""
-        self._check_others()
-        if self._over_nodes and self._link is None:
+        if self._watch is not None:
+            self._watch.check()
+        if self._follows:
             self._check_leader(waited_s)
             return
         for peer in self._members:
@@ -304,9 +327,10 @@ class Status:
                 continue
             name, had = f"rank {self._ranks[peer]}", f"{int(self._reached[peer])} of {self._count} turns"
             if self._words[peer, ENDED]:
-                self._check_ended()
-                raise PeerError(name, MUST_TAKE_ALL, None, f"it ended after {had}")
+                self._raise_ended(peer)
             if not self._table.memory.is_alive(peer) and self._reached[peer] < self._count:
+                if self._words[peer, ENDED]:  # meanwhile
+                    self._raise_ended(peer)
                 raise PeerError(name, "must live as long as the others train", None, f"it died after {had}")
             if waited_s > self._timeout_s:
                 raise PeerError(
@@ -316,9 +340,22 @@ class Status:
                     "look what it does; if it evaluates or saves for so long, raise gear.timeout_s",
                 )
 
+    def _raise_ended(self, peer: int) -> NoReturn:
+        """Raise that a rank of this node has ended while this one still asks for batches."""
+        if self._watch is not None:
+            self._watch.check_ended()
+        name, had = f"rank {self._ranks[peer]}", f"after {int(self._reached[peer])} of {self._count} turns"
+        if self._words[peer, ENDED] == ENDED_BY_ERROR:
+            rule = "must train as long as the others"
+            raise PeerError(name, rule, None, f"it failed {had}: {self._text_of(peer)}")
+        raise PeerError(name, MUST_TAKE_ALL, None, f"it ended {had}")
+
     def _check_leader(self, waited_s: float) -> None:
         name = f"rank {self._ranks[0]}"
-        if not self._table.memory.is_alive(0) and self._behind():
+        lives = self._table.memory.is_alive(0)
+        if self._words[0, ENDED] and self._behind():
+            self._raise_ended(0)
+        if not lives and self._behind():
             raise PeerError(name, "must live as long as the others train", None, "it died")
         if waited_s > self._timeout_s + GRACE_S:
             rule = f"must hear of the other nodes in gear.timeout_s = {self._timeout_s} s"

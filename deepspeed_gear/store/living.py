@@ -95,6 +95,8 @@ def _open(path: Path, strict: bool) -> tuple[Layout, dict[str, np.ndarray]] | No
         if os.pread(fd, len(MAGIC), 0) != MAGIC:  # another program's, or not initialised yet
             return None
         memory = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+    except OSError:  # the number has become that of a pipe or a folder meanwhile
+        return None
     finally:
         os.close(fd)
     try:

@@ -20,7 +20,7 @@ from process_support import Ranks
 
 FIELDS = {"observation": {"length": 2}, "action": {"length": 2}}
 NODES, RANKS, TIMEOUT_S = 2, 2, 4.0
-LATE_S = 16.0  # timeout, beats, a stuck main thread's patience, and two busy cores
+LATE_S = 30.0  # timeout, beats and a stuck main thread's patience are 12.5; and two busy cores
 
 
 class NodeRanks(Ranks):
@@ -60,9 +60,10 @@ def train(cluster: Cluster, tmp_path: Path, data: Path) -> Iterator[Callable[...
     """Start a training and wait for its first steps."""
     started: list[NodeRanks] = []
 
-    def start(fails: int | None = None, **options: Any) -> NodeRanks:
+    def start(plan: dict[str, int] | None = None, **options: Any) -> NodeRanks:
         section = config_of(data, timeout_s=TIMEOUT_S, **options)
-        (tmp_path / "plan.json").write_text(json.dumps({"refused": [], "section": section, "fails": fails}))
+        whole = {"refused": [], "section": section, **(plan or {})}
+        (tmp_path / "plan.json").write_text(json.dumps(whole))
         ranks = NodeRanks(cluster, tmp_path)
         started.append(ranks)
         steps = [tmp_path / f"step-{rank}" for rank in range(NODES * RANKS)]
@@ -70,7 +71,7 @@ def train(cluster: Cluster, tmp_path: Path, data: Path) -> Iterator[Callable[...
         def begun() -> bool:
             return all(step.exists() for step in steps)
 
-        wait_until(lambda: begun() or ranks.ended(), "the first steps", 60.0)
+        wait_until(lambda: begun() or ranks.ended(), "the first steps", 180.0)
         assert begun(), "\n".join(output for _, output in ranks.wait(5.0))
         return ranks
 
@@ -121,12 +122,25 @@ def test_a_rank_that_fails_is_named(
     fails: int, prefetch: int, train: Callable[..., NodeRanks], cluster: Cluster
 ) -> None:
     """By its error, on all others, though it has closed its replay as one does that has ended."""
-    ranks = train(fails=fails, prefetch=prefetch)
+    ranks = train({"fails": fails, "closes": fails == 0}, prefetch=prefetch)
     since, others = time.monotonic(), [rank for rank in range(4) if rank != fails]
     results = ranks.wait(LATE_S)
     lost = rf"rank {fails} \(.*\), which has failed with ValueError: of this test"
     check_named(results, others, lost, since, or_node="")
     assert "ValueError: of this test" in results[fails][1]
+    check_clean(cluster)
+
+
+def test_a_rank_that_ends_early_is_named(train: Callable[..., NodeRanks], cluster: Cluster) -> None:
+    """It has prepared the turn that the others take, and they wait in a collective that it does not enter."""
+    ranks = train({"ends": 3}, prefetch=1)
+    since, results = time.monotonic(), []
+    for process in ranks.processes[:3]:
+        output, _ = process.communicate(timeout=LATE_S)
+        results.append((process.returncode, output))
+    check_named(results, [0, 1, 2], r"rank 3 \(.*\), which has ended after 6 turns of 7", since, or_node="")
+    os.kill(ranks.pid(3), signal.SIGKILL)
+    ranks.wait(5.0)
     check_clean(cluster)
 
 
@@ -171,16 +185,19 @@ def test_a_node_that_is_lost_is_named(how: str, train: Callable[..., NodeRanks],
     check_clean(cluster)
 
 
-def test_a_rank_may_go_on_when_the_others_have_ended(cluster: Cluster, tmp_path: Path, data: Path) -> None:
-    """As the one that evaluates: nobody is lost, and nobody is ended.
+@pytest.mark.parametrize("lingers", [0, 2], ids=["of the first node", "of another"])
+def test_a_rank_may_go_on_when_the_others_have_ended(
+    lingers: int, cluster: Cluster, tmp_path: Path, data: Path
+) -> None:
+    """As the one that evaluates: nobody is lost, nobody is ended, also where the rendezvous store has gone.
 
     The next batch is prepared late there, so the other node has held its own early, and the thread of that
     node waits in a cut that this one does not come to.
     """
     plan = {"refused": [], "section": config_of(data, timeout_s=TIMEOUT_S, prefetch=2)}
-    plan |= {"steps": 5, "linger": 4 * TIMEOUT_S}
+    plan |= {"steps": 5, "lingers": lingers, "linger": 3 * TIMEOUT_S}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    for status, output in NodeRanks(cluster, tmp_path).wait(60.0):
+    for status, output in NodeRanks(cluster, tmp_path).wait(180.0):
         assert status == 0, output
         assert "error" not in output.lower(), output
     check_clean(cluster)
@@ -203,7 +220,7 @@ def test_what_differs_or_does_not_fit_is_refused_on_every_node(
     try:
         for index, size in enumerate(["1G", *["100M"] * 10, *["10M"] * 10, *["1M"] * 10, *["100K"] * 10]):
             subprocess.run(["fallocate", "-l", size, f"{filler}{index}"], check=False, capture_output=True)
-        results = NodeRanks(cluster, tmp_path).wait(60.0)
+        results = NodeRanks(cluster, tmp_path).wait(180.0)
     finally:
         for path in cluster.shm(1).glob("filler*"):
             path.unlink()

@@ -50,7 +50,7 @@ class Run:
 
 def run(cluster: Cluster, out: Path, cases: Cases, phases: dict[str, Any], nodes: int, ranks: int) -> Run:
     (out / "task.json").write_text(json.dumps({"cases": cases, "phases": phases, "out": str(out)}))
-    cluster.run("rates_nodes.py", str(out / "task.json"), nodes=nodes, ranks=ranks)
+    cluster.run("rates_nodes.py", str(out / "task.json"), nodes=nodes, ranks=ranks, timeout_s=280.0)
     return Run([json.loads((out / f"{rank}.json").read_text()) for rank in range(nodes * ranks)], out)
 
 
@@ -158,8 +158,9 @@ def test_a_wait_ends_on_all_nodes_at_once(found: Run) -> None:
         assert "NotReadyError" in what
         assert "must be filled within 0.5 s" in what
         assert "0 steps held by all nodes" in what
-        assert 0.4 < seconds < 20
+        assert seconds < 20
         assert (before, behind, len(drawn)) == (False, True, 3)
+    assert max(seen["late"][0][1] for seen in found.seen) > 0.4, "who came first has waited for as long"
 
 
 def test_nobody_waits_for_a_rank_that_writes_itself(found: Run) -> None:

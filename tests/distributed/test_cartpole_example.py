@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from gear_support import ROOT
-from process_support import environment
+from process_support import environment, launch
 
 from deepspeed_gear import Dataset
 
@@ -36,13 +35,11 @@ def test_the_time_limit_is_no_failure(cartpole: Path) -> None:
     assert dataset.columns["truncated"].sum() == 15
 
 
-def test_priorities_concentrate_on_two_ranks(
-    cartpole: Path, tmp_path: Path, launched: Callable[..., str]
-) -> None:
+def test_priorities_concentrate_on_two_ranks(cartpole: Path, tmp_path: Path) -> None:
     pytest.importorskip("gymnasium", reason="the example evaluates in CartPole-v1")
     config = str(ROOT / "configs" / "cartpole_dqn.json")
     options = ["--config", config, "--data", str(cartpole), "--steps", str(STEPS), "--out", str(tmp_path)]
-    output = launched(EXAMPLES / "cartpole_dqn.py", 2, *options)
+    output = launch(EXAMPLES / "cartpole_dqn.py", 2, *options)
     lines = [line for line in output.splitlines() if line.startswith('{"return_before"')]
     assert len(lines) == 1, output
     result = json.loads(lines[0])

@@ -170,7 +170,7 @@ def test_sigterm_ends_the_launcher_and_all_ranks(name: str, data: Path, tmp_path
         run.wait_for("step")
         status = Path(f"/proc/{run.pid(0)}/stat").read_text().rpartition(")")[2].split()
         os.kill(int(status[1]), signal.SIGTERM)  # the process that has started the ranks
-        assert run.end(10) != 0  # a promise of the README, several times what it takes
+        assert run.end(30) != 0  # the README says 10, on a machine that does nothing else
         assert shared_files(name) == []
 
 

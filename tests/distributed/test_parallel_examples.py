@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gear_support import ROOT, prefix, shared_files
-from process_support import environment
+from process_support import environment, launch
 
 STEPS = 12
 EXAMPLES = {  # ranks, replicas
@@ -42,20 +41,18 @@ def config_of(mode: str, folder: Path) -> Path:
     return path
 
 
-def result_of(
-    launched: Callable[..., str], mode: str, ranks: int, hopper: Path, folder: Path
-) -> dict[str, Any]:
+def result_of(mode: str, ranks: int, hopper: Path, folder: Path) -> dict[str, Any]:
     options = ["--config", str(config_of(mode, folder)), "--data", str(hopper), "--steps", str(STEPS)]
-    output = launched(ROOT / "examples" / f"{mode}_parallel.py", ranks, *options)
+    output = launch(ROOT / "examples" / f"{mode}_parallel.py", ranks, *options)
     lines = [line for line in output.splitlines() if line.startswith('{"loss_before"')]
     assert len(lines) == 1, output
     return dict(json.loads(lines[0]))
 
 
 @pytest.mark.parametrize("mode", EXAMPLES)
-def test_example_learns(mode: str, hopper: Path, tmp_path: Path, launched: Callable[..., str]) -> None:
+def test_example_learns(mode: str, hopper: Path, tmp_path: Path) -> None:
     ranks, replicas = EXAMPLES[mode]
-    result = result_of(launched, mode, ranks, hopper, tmp_path)
+    result = result_of(mode, ranks, hopper, tmp_path)
     assert set(result) >= EXPECTED
     assert (result["ranks"], result["replicas"], result["steps"]) == (ranks, replicas, STEPS)
     assert result["loss_after"] < 0.8 * result["loss_before"]

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from process_support import free_port
 
 from deepspeed_gear.cli import init
 from deepspeed_gear.cli.main import main
@@ -165,13 +165,6 @@ def test_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="must be a writable folder"):
         run_init(str(tmp_path / "good"), "--out", str(tmp_path / "file" / "inner"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("continuous", 2), ("mixed", 1)])

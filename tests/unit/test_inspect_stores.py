@@ -125,7 +125,7 @@ def test_a_living_store(other: Other, tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"table main of process {pid}:" in text
     assert f"  steps         {sum(LENGTHS)}\n" in text
     assert (tmp_path / "a.png").stat().st_size > 10_000
-    assert run("--living", "--json") == 0
+    assert run("--living", str(pid), "--json") == 0
     stores = [s for s in json.loads(capsys.readouterr().out)["stores"] if s["processes"] == [pid]]
     assert stores[0]["table"] == "main"
     assert stores[0]["distribution"] == again.summary()

@@ -174,18 +174,23 @@ def test_an_interrupt_while_waiting_leaves_the_lock_free(scene: Scene) -> None:
     def hold() -> None:
         with scene.make(SharedMemory.attach(scene.name, 1)):
             scene.words[0] = os.getpid()
-            time.sleep(0.6)
+            time.sleep(3.0)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     child = in_child(hold)
     wait_until(lambda: scene.words[0] == child, "locking")
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    try:
-        with pytest.raises(KeyboardInterrupt), scene.lock:
+
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with scene.lock:
             raise AssertionError("the wait was not interrupted")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait()
     finally:
         signal.signal(signal.SIGALRM, before)
     assert exit_status(child) == 0

@@ -1,4 +1,4 @@
-"""Room for new trajectories: who goes, and who is waited for. Deaths: tests/distributed/test_crash.py."""
+"""Room for new trajectories: who goes, and who is waited for. Deaths: tests/crash/test_crash.py."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ def replay_of(kind: str = "prioritized", **options: object) -> Replay:
 
 def maps() -> list[str]:
     """The memory of stores that this process maps, with or without a name."""
+    gc.collect()  # what former tests have left
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
 
 

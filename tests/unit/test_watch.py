@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,10 +20,16 @@ TIMEOUT_S = 3.0
 
 
 @pytest.fixture
-def watches() -> Iterator[list[Watch]]:
+def server() -> list[TCPStore]:
+    """The rendezvous store, which goes when it is taken from the list."""
+    return [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+
+
+@pytest.fixture
+def watches(server: list[TCPStore]) -> Iterator[list[Watch]]:
     """Two nodes of one rank each."""
-    first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [first, TCPStore("127.0.0.1", first.port, is_master=False, timeout=timedelta(seconds=5))]
+    at = server[0].port
+    stores = [TCPStore("127.0.0.1", at, is_master=False, timeout=timedelta(seconds=5)) for _ in range(2)]
     made = []
     for node, store in enumerate(stores):
         views = {region.name: np.zeros(region.shape, region.dtype) for region in Watch.regions(1)}
@@ -41,7 +48,7 @@ def watches() -> Iterator[list[Watch]]:
 
 
 def views_of(watch: Watch) -> dict[str, np.ndarray]:
-    return {"watch/words": watch._words, "watch/text": watch._text}
+    return {"watch/words": watch._words, "watch/texts": watch._texts}
 
 
 def lost(node: int) -> LostNodeError:
@@ -69,6 +76,40 @@ def test_all_hear_of_the_error_of_a_rank(watches: list[Watch]) -> None:
         wait_until(lambda: watches[0].check(), "the failure", 20.0)  # type: ignore[func-returns-value]
 
 
+def test_a_node_may_go_on_when_the_store_has_ended(watches: list[Watch], server: list[TCPStore]) -> None:
+    watches[0].end()
+    del server[:]
+    time.sleep(1.5 * TIMEOUT_S)
+    watches[1].check()
+
+
+def test_a_node_that_has_lost_the_store_knows_it(watches: list[Watch], server: list[TCPStore]) -> None:
+    del server[:]
+    with pytest.raises(LostNodeError, match="node 0, whose rendezvous store node 1 cannot reach"):
+        wait_until(lambda: watches[1].check(), "the failure")  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize(("turns", "is_early"), [(9, True), (10, False), (11, False)])
+def test_who_ends_early_is_missed(turns: int, is_early: bool, watches: list[Watch]) -> None:
+    watches[0].take(10)
+    watches[1].take(turns)
+    watches[1].end()
+    if is_early:
+        with pytest.raises(LostNodeError, match="node 1, of which a rank has ended after 9 turns of 10"):
+            wait_until(lambda: watches[0].check(), "the failure")  # type: ignore[func-returns-value]
+    else:
+        watches[0].check_ended()
+
+
+def test_who_fails_is_named_though_it_ends_early(watches: list[Watch]) -> None:
+    watches[0].take(10)
+    watches[1].take(9)
+    watches[1].explain(ValueError("of this test"))
+    watches[1].end()
+    with pytest.raises(LostNodeError, match="which has failed with ValueError: of this test"):
+        wait_until(lambda: watches[0].check(), "the failure")  # type: ignore[func-returns-value]
+
+
 def test_a_rank_of_the_same_node_knows_at_once(watches: list[Watch]) -> None:
     """So before it can see that the rank has ended."""
     here = Watch(watches[1]._memory, views_of(watches[1]), watches[1]._topology, None, "test", TIMEOUT_S)
@@ -82,7 +123,7 @@ def test_what_ended_a_node_is_heard_after_its_end(watches: list[Watch]) -> None:
     watches[1].explain(ValueError("of this test"))
     watches[1].end()
     with pytest.raises(LostNodeError, match=r"rank 1 .* has failed with ValueError: of this test"):
-        watches[0].check_ended()
+        wait_until(lambda: watches[0].check_ended(), "the error")  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize("error", [PeerError("rank 0", "must live"), KeyboardInterrupt()])

@@ -1,4 +1,4 @@
-"""Writes its arguments as JSON; with `fail` as the first one, the rank 1 fails and the others wait for it."""
+"""Writes its arguments as JSON; with `fail FILE` rank 1 fails once rank 0, which makes the file, is there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 sys.stdout.write("ARGUMENTS " + json.dumps(sys.argv[2:]) + "\n")
 if "fail" in sys.argv:
-    if os.environ["RANK"] == "1":
-        sys.exit(5)
-    time.sleep(600)
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[-1]).touch()
+        time.sleep(600)
+    while not Path(sys.argv[-1]).exists():
+        time.sleep(0.05)
+    sys.exit(5)

@@ -3,9 +3,10 @@
     faults_nodes.py FOLDER
 
 FOLDER/plan.json: `refused` (for each attempt, the gear section of each rank) and `section` (what to train on
-then; None: nothing), perhaps `steps`, and for how many seconds rank 0 goes on behind them (`linger`) while
-its thread prepares the next batch late; perhaps which rank fails (`fails`). Every rank writes
-FOLDER/step-RANK after its third step.
+then; None: nothing), perhaps `steps`, and for how many seconds the rank `lingers` goes on behind them
+(`linger`) while its thread prepares the next batch late; perhaps which rank fails at step 6 (`fails`;
+`closes`: it closes its replay in the course of that), or closes its replay then and lives on (`ends`). Every
+rank writes FOLDER/step-RANK after its third step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def last_one_late(batch: Batch, keys: torch.Tensor) -> Batch:
 
 if plan["section"] is not None:
     with Replay(plan["section"], info=info) as replay:
-        if rank == 0 and "linger" in plan:
+        if rank == plan.get("lingers"):
             replay.transform = last_one_late
         step = 0
         while plan.get("steps") is None or step < plan["steps"]:
@@ -55,13 +56,20 @@ if plan["section"] is not None:
             gradient = batch["observation"].sum()
             dist.all_reduce(gradient)
             assert torch.isfinite(gradient)
-            if "linger" in plan:
+            if "lingers" in plan:
                 time.sleep(0.1)  # so that batches wait
             step += 1
             if step == 3:
                 (folder / f"step-{rank}").touch()
             if step == 6 and rank == plan.get("fails"):
-                raise ValueError("of this test")
-        if rank == 0:
-            time.sleep(plan.get("linger", 0.0))  # one call, as a long evaluation may be
+                try:
+                    raise ValueError("of this test")
+                finally:
+                    if plan["closes"]:
+                        replay.close()
+            if step == 6 and rank == plan.get("ends"):
+                replay.close()
+                time.sleep(60)
+        if rank == plan.get("lingers"):
+            time.sleep(plan["linger"])  # one call, as a long evaluation may be
 dist.destroy_process_group()

@@ -42,6 +42,8 @@ def learn(section: dict[str, Any], batches: int, lose: int | None, actors: list[
     """Take so many global batches."""
     seen = []
     with Replay(section, schemas={"main": SCHEMA}) as replay:
+        dist.barrier()
+        time.sleep(1.0)  # actors come as far ahead as they may
         for number in range(batches):
             begin = time.monotonic()
             batch = replay.sample()

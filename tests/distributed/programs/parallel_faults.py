@@ -1,8 +1,9 @@
 """Meet what goes wrong in parallel training; the last argument is a task, `kind` one of those below.
 
 `refused`: what attach refuses. `steps`: a rank fails once and all try again; later it has other samples than
-its replica; then it ends a step early. `zeros`: nothing can be drawn for a while. `killed` and `stopped`: a
-rank is killed or stopped while the others wait for it. Each rank writes its errors to OUT/RANK.json.
+its replica; then it ends a step early, in the course of an error (`by_error`) or not. `zeros`: nothing can be
+drawn for a while. `killed` and `stopped`: a rank is killed or stopped while the others wait for it. Each rank
+writes its errors to OUT/RANK.json.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def attempt(engine: Any) -> list[str] | None:
     return None
 
 
-def stepping(engine: Any, last: bool) -> dict[str, Any]:
+def stepping(engine: Any, last: bool, by_error: bool) -> dict[str, Any]:
     calls = 0
 
     def transform(batch: Batch, keys: torch.Tensor) -> Batch:
@@ -111,9 +112,20 @@ def stepping(engine: Any, last: bool) -> dict[str, Any]:
     engine.gear.transform = transform
     errors = [attempt(engine) for _ in range(7)]
     if last:
-        engine.destroy()
+        end(engine, by_error)
         return {"errors": errors, "end": None}
     return {"errors": errors, "end": attempt(engine)}
+
+
+def end(engine: Any, by_error: bool) -> None:
+    """Close an engine's replay, in the course of an error or not."""
+    try:
+        if by_error:
+            raise KeyError("of this test")
+    except KeyError:
+        engine.destroy()
+    else:
+        engine.destroy()
 
 
 def without_masses(engine: Any) -> dict[str, Any]:
@@ -124,7 +136,7 @@ def without_masses(engine: Any) -> dict[str, Any]:
     errors = []
     for _ in range(2):
         errors.append(attempt(engine))
-        time.sleep(3)  # who still waits for this rank's reports must not wait for so long
+        time.sleep(6)  # who still waits for this rank's reports must not wait for so long
     engine.gear.set_priorities([3], [1.0], [0])
     return {"errors": errors, "end": attempt(engine)}
 
@@ -134,6 +146,7 @@ def dying(engine: Any, victim: bool, number: signal.Signals) -> dict[str, Any]:
     if victim:
         os.kill(os.getpid(), number)
         time.sleep(600)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others as soon as it sees a death
     return {"errors": errors, "end": attempt(engine)}
 
 
@@ -155,7 +168,7 @@ def main(wanted: dict[str, Any]) -> None:
     if kind == "zeros":
         found = without_masses(engine)
     elif kind == "steps":
-        found = stepping(engine, rank == dist.get_world_size() - 1)
+        found = stepping(engine, rank == dist.get_world_size() - 1, wanted["by_error"])
     else:
         number = signal.SIGKILL if kind == "killed" else signal.SIGSTOP
         found = dying(engine, rank == wanted["victim"], number)

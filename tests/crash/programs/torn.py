@@ -1,6 +1,6 @@
 """Writers and readers at full speed on a small store: no batch may ever hold a torn row.
 
-    [GEAR_TORN_REMOVE=uniform] python tests/distributed/programs/torn.py --seconds 60 [--kill]
+    [GEAR_TORN_REMOVE=uniform] python tests/crash/programs/torn.py --seconds 60 [--kill]
 
 Two ranks sample, four processes write, all extents are reused over and over; each row carries its step, the
 length and a checksum of its trajectory. With --kill the writers are killed with SIGKILL every 100 ms. At the
