@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from process_support import PROGRAMS, environment, free_port
+from process_support import environment, free_port
 
 pytest.importorskip("gymnasium", reason="the example plays CartPole")
-WORKERS = 4
+PROGRAM, WORKERS = Path(__file__).parent / "programs" / "ddp_example.py", 4
 
 
 def torchrun(*command: str) -> str:
@@ -41,4 +41,4 @@ def test_the_example(checkout: Path) -> None:
 
 
 def test_what_it_promises(checkout: Path) -> None:
-    torchrun(str(PROGRAMS / "ddp_example.py"), str(checkout / "examples" / "ddp_prioritized.py"), "24")
+    torchrun(str(PROGRAM), str(checkout / "examples" / "ddp_prioritized.py"), "24")
