@@ -1,7 +1,7 @@
 """A process may die at any instruction: the others go on with a whole store and the batches that come next.
 
 Deaths are placed twice: by tracing a child and killing it before its k-th line, for every n-th k (n is
-GEAR_TEST_STRIDE, 12 unless given); and at GEAR_TEST_DEATHS random times of processes that run freely.
+GEAR_TEST_STRIDE, 17 unless given); and at GEAR_TEST_DEATHS random times of processes that run freely.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.room import Room
 
 LENGTHS = [3, 1, 4, 2, 5]
-STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "12"))
+STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "17"))
 DEATHS = int(os.environ.get("GEAR_TEST_DEATHS", "14"))
 
 

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from deepspeed_gear.errors import LostNodeError, PeerError
 from deepspeed_gear.parallel.watch import Watch
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.0
 
 
 @pytest.fixture
