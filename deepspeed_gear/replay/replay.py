@@ -77,6 +77,7 @@ class Replay(Contents):
         self._parts, self._maker, self._train = parts, parts.maker, parts.train
         self.tables, self._streams = parts.tables, parts.streams
         self._place, self._closed = plan.topology.place, False
+        self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
         self._inserters = {}
         self._loaders: list[InferenceLoader] = []
         self.metrics, self._late = Metrics(), LateReports(plan.config.timeout_s)
@@ -377,13 +378,14 @@ class Replay(Contents):
     def close(self) -> None:
         """Stop the prefetch thread and detach; safe to call twice and at exit.
 
-        What the program still holds of a store (a column's tensor, say) stays valid, and keeps that store's
-        memory until it is dropped.
+        An exception that is being handled, as where `finally` closes, is told to the other ranks as what ends
+        this one. What the program still holds of a store (a column's tensor, say) stays valid, and keeps that
+        store's memory until it is dropped.
         """
         if not self._closed:
             self._closed = True
             error = sys.exc_info()[1]
-            if error is not None:
+            if error is not None and id(error) != self._around:
                 self._parts.explain(error)
             for loader in self._loaders:
                 loader.close()
@@ -402,7 +404,5 @@ class Replay(Contents):
     def __enter__(self) -> Replay:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not self._closed:
-            self._parts.explain(error)
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -326,11 +326,10 @@ class Status:
             if self._reached[peer] >= self._count:
                 continue
             name, had = f"rank {self._ranks[peer]}", f"{int(self._reached[peer])} of {self._count} turns"
-            if self._words[peer, ENDED]:
+            lives = self._table.memory.is_alive(peer)
+            if self._words[peer, ENDED] and self._reached[peer] < self._count:
                 self._raise_ended(peer)
-            if not self._table.memory.is_alive(peer) and self._reached[peer] < self._count:
-                if self._words[peer, ENDED]:  # meanwhile
-                    self._raise_ended(peer)
+            if not lives and self._reached[peer] < self._count:
                 raise PeerError(name, "must live as long as the others train", None, f"it died after {had}")
             if waited_s > self._timeout_s:
                 raise PeerError(

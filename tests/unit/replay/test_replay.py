@@ -18,6 +18,7 @@ from replay_support import FIELDS, LENGTHS, offline, online, same, split, take
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
+from deepspeed_gear.replay.parts import Parts
 
 # ---- configs -------------------------------------------------------------------------------------
 
@@ -204,6 +205,31 @@ def test_metrics(data: Path) -> None:
     assert 0 < found["padding"] < 0.5
     assert found["store_bytes"] >= 40 * 64
     assert set(found) >= {"huge_bytes", "payload_bytes", "bytes", "epoch"}
+
+
+def test_closing_tells_what_ends_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not an error that is handled around it."""
+    section, told = config_of(data, batch_size=16), list[BaseException]()
+    monkeypatch.setattr(Parts, "explain", lambda self, error: told.append(error))
+    inner = ValueError("inner")
+    try:
+        raise KeyError("outer")
+    except KeyError:
+        Replay(section).close()
+        replay = Replay(section)
+        with pytest.raises(ValueError, match="inner"):
+            close_behind(replay, inner)
+    assert told == [inner]
+    with pytest.raises(ValueError, match="inner"), Replay(section):
+        raise inner
+    assert set(told) == {inner}
+
+
+def close_behind(replay: Replay, error: Exception) -> None:
+    try:
+        raise error
+    finally:
+        replay.close()
 
 
 @pytest.mark.parametrize(
