@@ -30,7 +30,7 @@ class News:
         name: Of this run in the store.
         timeout_s: How long a node may be silent.
         beat_s: How often it tells and hears.
-        look: Returns how many turns that rank of this node has taken which has ended after the fewest, None
+        look: Returns that rank of this node which has ended after the fewest turns, and their number, None
             while none has; and what its ranks have found to be wrong, or nothing.
     """
 
@@ -41,23 +41,23 @@ class News:
         name: str,
         timeout_s: float,
         beat_s: float,
-        look: Callable[[], tuple[int | None, str]],
+        look: Callable[[], tuple[tuple[int, int] | None, str]],
     ) -> None:
         self._topology, self._store, self._name = topology, store, name
         self._timeout_s, self._beat_s, self._look = timeout_s, beat_s, look
         self._others = [node for node in range(topology.num_nodes) if node != topology.node]
         self._heard = time.monotonic()  # when the store last answered
         self._nodes: dict[int, tuple[int, float]] = {}  # latest beat of each other node, and when it was new
-        self._turns: dict[int, int] = {}  # of the rank of each other node which has ended after the fewest
+        self._left_first: dict[int, tuple[int, int]] = {}  # what `look` gives on the other nodes
         self._is_cut_off = False  # it hears nothing more
         self._beat = 0
         self.problem = ""  # what is wrong: told to all nodes, and heard of them
 
     def tell(self, ended: bool = False) -> None:
         """Say how this node does."""
-        turns, found = self._look()
+        left_first, found = self._look()
         self.problem = self.problem or found
-        words = {"beat": self._beat, "ended": ended, "problem": self.problem, "turns": turns}
+        words = {"beat": self._beat, "ended": ended, "problem": self.problem, "left_first": left_first}
         self._store.set(self._key(self._topology.node), json.dumps(words))
         self._beat += 1
 
@@ -110,10 +110,10 @@ class News:
         if self.problem:
             return self.problem
         now = time.monotonic()
-        for node, fewest in list(self._turns.items()):
-            if fewest < turns:
-                had = f"a rank has ended after {fewest} turns of {turns}"
-                return f"{self._topology.describe(node)}, of which {had},"
+        for node, (rank, taken) in list(self._left_first.items()):
+            if taken < turns:
+                had = f"{taken} turns of {turns}"
+                return f"rank {rank} ({self._topology.describe(node)}), which has ended after {had},"
         if self._is_cut_off and self._first_has_ended:
             return ""
         silent = now - self._heard
@@ -141,8 +141,9 @@ class News:
     def _note(self, node: int, said: dict[str, Any]) -> None:
         now = time.monotonic()
         beat, _ = self._nodes.get(node, (-1, now))
-        if said["turns"] is not None:
-            self._turns[node] = int(said["turns"])
+        if said["left_first"] is not None:
+            rank, taken = said["left_first"]
+            self._left_first[node] = int(rank), int(taken)
         if said["problem"] and not self.problem:
             self.problem = str(said["problem"])
         if said["ended"]:  # last: whoever sees it sees why

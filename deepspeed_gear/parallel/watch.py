@@ -265,14 +265,16 @@ class Watch:
     def _node(self) -> str:
         return self._topology.describe(self._topology.node)
 
-    def _look(self) -> tuple[int | None, str]:
+    def _look(self) -> tuple[tuple[int, int] | None, str]:
         """Return what other nodes must know: see `News`."""
-        turns: list[int] = [
-            taken - 1
-            for ended, taken in self._words[:, [ENDED, TURNS]].tolist()
-            if ended and taken  # one that takes none is missed by nobody
+        words = self._words[:, [ENDED, TURNS]].tolist()
+        ended = [
+            (taken - 1, rank)
+            for rank, (has_ended, taken) in zip(self._ranks, words, strict=True)
+            if has_ended and taken  # one that takes none is missed by nobody
         ]
-        return min(turns, default=None), self._told()  # behind the turns: who fails says so before it ends
+        first = min(ended)[::-1] if ended else None
+        return first, self._told()  # behind the turns: who fails says so before it ends
 
     def _lost_nodes(self) -> str:
         """Return what is wrong with another node, or nothing."""

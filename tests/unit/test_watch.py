@@ -95,7 +95,7 @@ def test_who_ends_early_is_missed(turns: int, is_early: bool, watches: list[Watc
     watches[1].take(turns)
     watches[1].end()
     if is_early:
-        with pytest.raises(LostNodeError, match="node 1, of which a rank has ended after 9 turns of 10"):
+        with pytest.raises(LostNodeError, match=r"rank 1 \(node 1\), which has ended after 9 turns of 10"):
             wait_until(lambda: watches[0].check(), "the failure")  # type: ignore[func-returns-value]
     else:
         watches[0].check_ended()
