@@ -13,6 +13,8 @@ from cluster_support import PROGRAMS, Cluster
 from gear_support import lengths_of, write_dataset
 from process_support import environment
 
+pytestmark = pytest.mark.timeout(900)  # of several launches, each with a limit of its own
+
 PROGRAM = "checkpoint_nodes.py"
 Found = dict[tuple[str, str], dict[str, Any]]  # by folder and case
 

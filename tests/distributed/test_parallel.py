@@ -20,6 +20,8 @@ from parallel_checks import (
 )
 from parallel_support import MODES, TOGETHER
 
+pytestmark = pytest.mark.timeout(600)  # of several launches, each with a limit of its own
+
 
 @pytest.fixture(scope="module")
 def alone(dataset: Path) -> dict[str, Arrays]:
