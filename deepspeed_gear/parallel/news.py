@@ -64,20 +64,19 @@ class News:
     def run(self, stop: threading.Event) -> None:
         """Tell and hear until this node ends, and say then that it does.
 
-        Once the node of rank 0 has ended there are no more turns, and the store may go at any time.
+        Once the node of rank 0 has ended there are no more turns: this one ends for the others as well, who
+        need not wait for it, and talks no more, since the store may go at any time.
         """
         try:
-            while not stop.wait(self._beat_s):
+            while not self._first_has_ended and not stop.wait(self._beat_s):
                 self.tell()
                 self._hear()
                 self._heard = time.monotonic()
-                if self._first_has_ended:
-                    self._is_cut_off = True
-                    return
+            self._is_cut_off = self._first_has_ended
             self.tell(ended=True)
         except Exception as error:
             self._is_cut_off = True
-            if not stop.is_set():
+            if not stop.is_set() and not self._first_has_ended:
                 LOG.warning("gear: the rendezvous store does not answer: %s", str(error).splitlines()[0])
 
     def linger(self) -> None:
