@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError, GearError, PeerError
+from ..timeouts import check_timeout
 from . import remote, verdict
 from .machine import examine, parts_of
 from .network import Pair, measure_all
@@ -128,6 +129,7 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if not value > 0:
             raise ConfigError(f"--{name}", "must be positive", value, "leave it out for the default")
+    check_timeout("--timeout", options.timeout)
 
 
 def _print(reports: Mapping[str, Any], pairs: Sequence[Pair], problems: Sequence[GearError]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge, Le
 from pydantic import Field
 
-from deepspeed_gear.config.types import Count, Float, GearModel, Int, Name, Positive
+from deepspeed_gear.config.types import Count, Float, GearModel, Int, Name, Positive, Timeout
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ class RateConfig(GearModel):
             'sampler "fifo"; without the other options of a rate.'
         ),
     )
-    timeout_s: Positive = Field(
-        default=600.0, description="Seconds after which a wait of who samples or adds is an error."
+    timeout_s: Timeout = Field(
+        default=600.0,
+        description="Seconds after which a wait of who samples or adds is an error; at most 7 days.",
     )
 
 

@@ -27,9 +27,9 @@ from deepspeed_gear.config.types import (
     Name,
     Offset,
     Pad,
-    Positive,
     Steps,
     Text,
+    Timeout,
     Words,
     as_data,
     refuse,
@@ -249,8 +249,8 @@ class GearConfig(GearModel):
     collect: CollectConfig = Field(
         default=CollectConfig(), description="How batches get from shared memory to a GPU."
     )
-    timeout_s: Positive = Field(
-        default=60.0, description="Seconds after which a wait for another rank is an error."
+    timeout_s: Timeout = Field(
+        default=60.0, description="Seconds after which a wait for another rank is an error; at most 7 days."
     )
     threads: Annotated[Int, Ge(1), Le(1024)] = Field(
         default=1, description="Threads that copy one batch. Ranks on busy cores are fastest with one."

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, Co
 from pydantic_core import PydanticCustomError
 
 from deepspeed_gear.schema import DTYPES
+from deepspeed_gear.timeouts import MOST_TIMEOUT_S
 
 
 class Words:
@@ -73,6 +74,7 @@ Text = Annotated[
 Fraction = Annotated[float, Strict(), AllowInfNan(False), Gt(0), Lt(1)]
 Gamma = Annotated[float, Strict(), AllowInfNan(False), Ge(0), Le(1)]
 Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0)]
+Timeout = Annotated[float, Strict(), AllowInfNan(False), Gt(0), Le(MOST_TIMEOUT_S)]
 # int and float stay apart, so that a large int64 bound or padding value is not rounded.
 _IntOrFloat = Int | Float
 Number = Annotated[_IntOrFloat, Words("a finite number")]

@@ -19,6 +19,7 @@ from deepspeed_gear.store.layout import read_header
 from deepspeed_gear.store.request_slots import Places, RequestSlots
 from deepspeed_gear.store.staging import StagedRows
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.inserter import refuse_read_only
 
 _LENGTH = 256
@@ -190,6 +191,8 @@ def open_loader(
         StoreFullError: There is no room in shared memory.
     """
     refuse_read_only(table)
+    if timeout_s is not None:
+        check_timeout("inference_loader: timeout", timeout_s)
     name, schema = table.spec.name, table.spec.schema
     limit = config.resolved_tables[name].max_length
     if not table.spec.num_writers:

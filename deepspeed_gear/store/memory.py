@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.errors import StoreError, StoreFullError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.store.layout import MAGIC
 
 SHM = Path("/dev/shm")
@@ -44,6 +44,20 @@ def _try_lock(fd: int, kind: int, start: int, length: int) -> bool:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
         raise
+
+
+def file_path(name: str) -> Path:
+    """Return the path of a shared-memory file.
+
+    Args:
+        name: Of the file, or the prefix of its name.
+    Raises:
+        ConfigError: It could lead out of /dev/shm.
+    """
+    if not isinstance(name, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
+        rule = "must be the name of a file without its folder"
+        raise ConfigError(f"name of a file in {SHM}", rule, name, "leave out slashes")
+    return SHM / name
 
 
 class PeerTakenError(StoreError):
@@ -122,7 +136,7 @@ class SharedMemory:
 
     def link(self, name: str) -> None:
         """Give the memory its name, after it was initialised."""
-        self.path = SHM / name
+        self.path = file_path(name)
         # A directory's descriptor makes Python call linkat, which follows the symbolic link; link does not.
         directory = os.open(SHM, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -136,9 +150,10 @@ class SharedMemory:
         """Map the memory of a name.
 
         Raises:
+            ConfigError: The name could lead out of /dev/shm.
             StoreError: It is not there, not this user's, not private, or its run has ended.
         """
-        path = SHM / name
+        path = file_path(name)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
@@ -238,8 +253,13 @@ def _unlink_if_garbage(fd: int, path: Path) -> bool:
 
 
 def stores(prefix: str) -> list[Path]:
-    """Return this user's store files of a prefix, living or not; files of other programs are none."""
-    return [path for path in sorted(SHM.glob(f"{glob.escape(prefix)}-*")) if _is_store(path)]
+    """Return this user's store files of a prefix, living or not; files of other programs are none.
+
+    Raises:
+        ConfigError: The prefix could lead out of /dev/shm.
+    """
+    found = SHM.glob(f"{glob.escape(file_path(prefix).name)}-*")
+    return [path for path in sorted(found) if _is_store(path)]
 
 
 def _is_store(path: Path) -> bool:

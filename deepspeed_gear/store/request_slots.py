@@ -23,9 +23,10 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.bells import BELL_WORDS, Bells
 from deepspeed_gear.store.layout import Layout, Region, description_of, read_header, write_header
 from deepspeed_gear.store.lock import StoreLock
-from deepspeed_gear.store.memory import SHM, PeerTakenError, SharedMemory, living
+from deepspeed_gear.store.memory import SHM, PeerTakenError, SharedMemory, file_path, living
 from deepspeed_gear.store.sets import is_among
 from deepspeed_gear.store.staging import Staging
+from deepspeed_gear.timeouts import check_timeout
 
 FREE, IDLE, RESTING, POSTED, TAKEN, ANSWERED = range(6)
 LOADER = 0  # index of the process that answers
@@ -171,7 +172,7 @@ class RequestSlots:
         Raises:
             StoreError: It is not there, foreign, or as many processes as it has places are attached.
         """
-        for peer in range(1, _num_places(SHM / name) + 1):
+        for peer in range(1, _num_places(file_path(name)) + 1):
             try:
                 memory = SharedMemory.attach(name, peer)
             except PeerTakenError:
@@ -241,10 +242,11 @@ class RequestSlots:
         """Wait until at least so many of some places are ready; return which are. [n], bool.
 
         Raises:
+            ConfigError: `timeout_s` is out of its bounds.
             PeerError: The loader was closed or has died.
             NotReadyError: It has not answered in time.
         """
-        until, peer = time.monotonic() + timeout_s, self.memory.peer
+        until, peer = time.monotonic() + check_timeout("timeout_s", timeout_s), self.memory.peer
         while True:
             seen = self.bells.count(peer)
             ready = self.are_ready(places)

@@ -12,10 +12,11 @@ from typing import Any
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.store.layout import read_header
-from deepspeed_gear.store.memory import SHM, SharedMemory, living
+from deepspeed_gear.store.memory import SHM, SharedMemory, file_path, living
 from deepspeed_gear.store.request_slots import is_request_file
 from deepspeed_gear.store.spec import TableSpec, writer_places
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import check_timeout
 
 _POLL_S = 0.1
 DEFAULT_PREFIX = "gear"
@@ -52,11 +53,12 @@ def attach(
         name: Of the store's file in /dev/shm, in place of both.
         wait_s: How long to wait for the ranks to make it.
     Raises:
-        ConfigError: The config says of no such table that takes writers.
+        ConfigError: The config says of no such table that takes writers, or an argument is wrong.
         StoreError: There is no such store in time, there are several, or all places of writers are taken.
     """
+    check_timeout("wait_s", wait_s)
     found = name or _find(_prefix_of(config), _table_of(config, table), wait_s)
-    memory = SharedMemory.attach_one_of(found, writer_places(SHM / found))
+    memory = SharedMemory.attach_one_of(found, writer_places(file_path(found)))
     try:
         layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
         meaning = layout.meaning

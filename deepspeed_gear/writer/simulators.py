@@ -14,6 +14,7 @@ import numpy as np
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.request_slots import FREE, IDLE, RESTING, RequestSlots, request_files
+from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.publishing import Publisher
 from deepspeed_gear.writer.vector import VectorWriter
 
@@ -255,9 +256,10 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[RequestSlot
         num_envs: Places.
         wait_s: How long to wait.
     Raises:
+        ConfigError: `wait_s` is out of its bounds.
         StoreError: There is no loader in time, or none has so many free places.
     """
-    until, most = time.monotonic() + wait_s, -1
+    until, most = time.monotonic() + check_timeout("wait_s", wait_s), -1
     while True:
         found = _by_room(store)
         if found:

@@ -91,7 +91,7 @@ WRONG: list[tuple[Any, str]] = [
         "gear.seed must be an integer in [0, 2^63), got null; leave it out for its default",
     ),
     (_with("metrics", 1), "gear.metrics must be true or false, got 1"),
-    (_with("timeout_s", True), "gear.timeout_s must be a finite number > 0, got True"),
+    (_with("timeout_s", True), "gear.timeout_s must be a finite number in (0, 604800], got True"),
     (
         _with("fields", "action", "length", 20.0),
         "gear.fields.action.length must be an integer in [1, 2^31) or null, got 20.0",
@@ -123,7 +123,9 @@ WRONG: list[tuple[Any, str]] = [
         'gear.prefetch must be 0 where gear.exchange is "device", got 2; '
         "collectives of a device belong to the main thread, at one place among those of training",
     ),
-    (_with("timeout_s", math.inf), "gear.timeout_s must be a finite number > 0, got inf"),
+    (_with("timeout_s", 604_801), "gear.timeout_s must be a finite number in (0, 604800], got 604801"),
+    (_with("timeout_s", 1e300), "gear.timeout_s must be a finite number in (0, 604800], got 1e+300"),
+    (_with("timeout_s", math.inf), "gear.timeout_s must be a finite number in (0, 604800], got inf"),
     (
         _with("fields", "action", "scale", math.nan),
         "gear.fields.action.scale must be a finite number, got nan",

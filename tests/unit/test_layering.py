@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = "deepspeed_gear"
-LAYERS = "errors schema config ops store selection collection parallel replay engine cli".split()
+LAYERS = "errors timeouts schema config ops store selection collection parallel replay engine cli".split()
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 RANK["writer"] = RANK["replay"]  # the two sides of the same layer
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gear_support import prefix, shared_files, wait_until
 from process_support import exit_status, in_child, kill
 
-from deepspeed_gear.errors import StoreError, StoreFullError
+from deepspeed_gear import PolicyBoard, TrajectoryWriter
+from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.store.layout import MAGIC
 from deepspeed_gear.store.memory import SHM, SharedMemory, remove_garbage, stores
 
@@ -72,6 +75,31 @@ def test_unlinked_memory_cannot_be_attached_and_works_on(name: str) -> None:
     assert other.buffer[200] == 7
     memory.close()
     other.close()
+
+
+@pytest.mark.parametrize("wrong", ["", ".", "..", "../tmp/x", "/etc/passwd", "a/b", "a\0b"])
+def test_names_stay_in_dev_shm(wrong: str) -> None:
+    memory, tables = SharedMemory.create(SIZE), {"tables": {"main": {"writers": 1}}}
+    calls: list[Callable[[], Any]] = [
+        lambda: SharedMemory.attach(wrong, 1),
+        lambda: memory.link(wrong),
+        lambda: stores(wrong),
+        lambda: remove_garbage(wrong),
+        lambda: PolicyBoard.attach(wrong),
+        lambda: TrajectoryWriter.attach({**tables, "shared_memory": {"prefix": wrong}}, wait_s=0),
+    ]
+    if wrong:
+        calls.append(lambda: TrajectoryWriter.attach(name=wrong, wait_s=0))
+    for call in calls:
+        with pytest.raises(ConfigError, match="must be the name of a file without its folder"):
+            call()
+    memory.close()
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.inf, math.nan, 1e10, 604_801, "60", True, None])
+def test_timeouts_as_arguments_are_bounded(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"must be a number of seconds in \[0, 604800\]"):
+        TrajectoryWriter.attach({}, wait_s=wrong)
 
 
 def refused_mode(path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.trajectory import check_trajectory
+from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.remote.line import Line, Lost, raise_error
 from deepspeed_gear.writer.remote.outbox import Outbox
@@ -81,6 +82,8 @@ class RemoteWriter:
             SchemaError: The table has another schema; the error names the differences.
             LostNodeError: Nothing answers.
         """
+        check_timeout("timeout_s", timeout_s)
+        check_timeout("linger_s", linger_s)
         if not 0 < batch_bytes <= MOST_BYTES:
             raise ConfigError("batch_bytes", f"must be in [1, {MOST_BYTES}]", batch_bytes)
         line, client = Line(url, token, ca, insecure), uuid.uuid4().hex

@@ -1,0 +1,28 @@
+"""Bounds of timeouts: every wait of the package ends, and no clock arithmetic overflows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from deepspeed_gear.errors import ConfigError
+
+#: Longest timeout in seconds, 7 days: far below what `timespec`, gloo's milliseconds, Python's locks and
+#: nanoseconds in 64 bits can hold.
+MOST_TIMEOUT_S = 604_800
+
+
+def check_timeout(name: str, value: Any) -> float:
+    """Return a timeout that was given as an argument.
+
+    Args:
+        name: Of the argument, for the error.
+        value: Seconds; 0 does not wait.
+    Raises:
+        ConfigError: It is not a number in [0, `MOST_TIMEOUT_S`].
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 <= value <= MOST_TIMEOUT_S:
+        rule = f"must be a number of seconds in [0, {MOST_TIMEOUT_S}]"
+        raise ConfigError(name, rule, value, "604800 s are 7 days")
+    return float(value)
