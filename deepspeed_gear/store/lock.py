@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -30,6 +31,9 @@ class StoreLock:
 
     A word in the store holds the owner's process id until its work is whole. An owner that died, or left by
     anything but a refusal (Ctrl-C, a bug), does not clear it; whoever locks next finds it and recovers.
+
+    An owner that is stopped (SIGSTOP) is alive, and its work is half done. A wait of at most `timeout_s` goes
+    on when it is continued; a longer one is an error with its process id.
 
     Args:
         memory: The store's memory.
@@ -121,10 +125,21 @@ class StoreLock:
 
     def _raise(self, result: int) -> Any:
         if result == _TIMED_OUT:
+            holder = int(self._holder[0])
+            stopped = _is_stopped(holder)
             raise StoreError(
                 f"the lock of {self._memory.path}",
                 f"must be free within {self.timeout_s} s (gear.timeout_s)",
-                f"held by process {self._holder[0]}",
-                "look whether that process is stopped",
+                f"held by process {holder}" + (", which is stopped" if stopped else ""),
+                f"continue it (kill -CONT {holder}) or end it" if stopped else "look what that process does",
             )
         raise StoreError(f"the lock of {self._memory.path}", "must be usable", None, "start the run again")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped: by a signal, a terminal or a debugger."""
+    try:
+        status = Path("/proc", str(pid), "stat").read_text()
+    except OSError:
+        return False  # it has ended, or is in another pid namespace
+    return status.rpartition(")")[2].split()[0] in ("T", "t")

@@ -135,6 +135,32 @@ def test_timeout_names_the_holder(scene: Scene) -> None:
         pass
 
 
+def test_a_stopped_holder_is_waited_for_and_then_named(scene: Scene) -> None:
+    def hold() -> None:
+        memory = SharedMemory.attach(scene.name, 1)
+        for _ in range(2):
+            with scene.make(memory):
+                scene.words[0] += 1
+                os.kill(os.getpid(), signal.SIGSTOP)
+            wait_until(lambda: scene.words[1] == 1, "the parent's turn")
+
+    child = in_child(hold)
+    os.waitpid(child, os.WUNTRACED)
+    threading.Timer(0.3, lambda: os.kill(child, signal.SIGCONT)).start()
+    with scene.make(scene.memory, 20.0):
+        assert scene.words[0] == 1
+    scene.words[1] = 1
+    os.waitpid(child, os.WUNTRACED)
+    text = rf"held by process {child}, which is stopped'; continue it \(kill -CONT {child}\) or end it"
+    with pytest.raises(StoreError, match=text), scene.make(scene.memory, 0.2):
+        pass
+    os.kill(child, signal.SIGCONT)
+    with scene.lock:
+        assert scene.words[0] == 2
+        assert scene.recoveries == 0, "its work was whole"
+    assert exit_status(child) == 0
+
+
 def test_threads_exclude_each_other(scene: Scene) -> None:
     inside, most = [], []
 
