@@ -22,6 +22,7 @@ from typing import Any
 
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.store.layout import MAGIC
+from deepspeed_gear.store.memory_limits import check_available
 
 SHM = Path("/dev/shm")
 MADV_POPULATE_WRITE = 23  # Linux 5.14: allocate now, as a write would; an error instead of a SIGBUS
@@ -89,7 +90,7 @@ class SharedMemory:
             peer: Index of this process, which others can ask `is_alive` about.
             huge_pages: Ask for transparent huge pages; whether they came is `huge_bytes`.
         Raises:
-            StoreFullError: The node's shared memory has no room.
+            StoreFullError: The node's shared memory has no room, or this process may not have so much.
             StoreError: There is no usable /dev/shm.
         """
         try:
@@ -100,6 +101,7 @@ class SharedMemory:
             free = os.fstatvfs(fd)
             if num_bytes > free.f_bavail * free.f_frsize:  # trying would take what others still need
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            check_available(num_bytes)
             os.ftruncate(fd, num_bytes)
             memory = cls(SHM, fd, num_bytes, peer)
             memory._allocate(huge_pages)

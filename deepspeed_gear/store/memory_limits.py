@@ -1,0 +1,176 @@
+"""Memory limits of this process: its cgroups (v1 and v2) and the machine's available memory.
+
+Pages of /dev/shm are charged to the cgroup of the process that first touches them. Beyond its limit the
+kernel ends that process with SIGKILL, without an error; so what a store needs is compared with the limits
+before. Page cache (active_file, inactive_file) counts as available, since the kernel reclaims it first; swap
+does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from deepspeed_gear.errors import StoreFullError
+
+Read = Callable[[str], str | None]
+_REMEDY = (
+    "lower the table's capacity, use load: map for a data set, or raise the limit (docker run --memory, "
+    "systemd MemoryMax, Slurm --mem)"
+)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Names of a cgroup version's files, and of the page cache's entries in memory.stat."""
+
+    limit: str
+    usage: str
+    cache: tuple[str, ...]
+
+
+_FILES = {
+    # usage_in_bytes of version 1 includes the children's; so do the entries that begin with total_.
+    1: _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    2: _Files("memory.max", "memory.current", ("active_file", "inactive_file")),
+}
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A bound on what this process may still allocate.
+
+    Args:
+        name: The file that sets it.
+        available: Bytes that are left.
+        description: The numbers that this comes from.
+    """
+
+    name: str
+    available: int
+    description: str
+
+
+def check_available(num_bytes: int) -> None:
+    """Check that memory of some size can be allocated, without allocating it.
+
+    Other processes may take the memory in the meantime: this finds stores that never fit.
+
+    Raises:
+        StoreFullError: A limit of this process leaves less.
+    Cost: reads three files of /proc and three of each cgroup, about 1 ms.
+    """
+    limit = tightest(read_file)
+    if limit is not None and num_bytes > limit.available:
+        rule = f"must leave {num_bytes} bytes for a store"
+        raise StoreFullError(limit.name, rule, f"{limit.available} bytes ({limit.description})", _REMEDY)
+
+
+def read_file(path: str) -> str | None:
+    """Return a file's text; None where it is missing or cannot be read."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
+
+
+def tightest(read: Read) -> MemoryLimit | None:
+    """Return the limit that leaves the least memory, None where no limit is known.
+
+    Args:
+        read: Returns the text of a file, None for one that is missing.
+    """
+    return min(_limits(read), key=lambda limit: limit.available, default=None)
+
+
+def _limits(read: Read) -> Iterator[MemoryLimit]:
+    found = _entries(read("/proc/meminfo")).get("MemAvailable:")
+    if found is not None:
+        available = found * 1024
+        yield MemoryLimit("/proc/meminfo: MemAvailable", available, "of the whole machine")
+    for version, folder in cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo")):
+        limit = _cgroup_limit(read, _FILES[version], folder)
+        if limit is not None:
+            yield limit
+
+
+def _cgroup_limit(read: Read, files: _Files, folder: str) -> MemoryLimit | None:
+    """Return the limit of one cgroup; None where it has none."""
+    path = f"{folder}/{files.limit}"
+    limit, used = _number(read(path)), _number(read(f"{folder}/{files.usage}"))
+    if limit is None or used is None:
+        return None
+    entries = _entries(read(f"{folder}/memory.stat"))
+    cache = sum(entries.get(key, 0) for key in files.cache)
+    description = f"limit {limit}, used {used}, of this {cache} page cache"
+    return MemoryLimit(path, max(0, limit - max(0, used - cache)), description)
+
+
+def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, str]]:
+    """Return the folders of this process's memory cgroups and of all their parents.
+
+    Args:
+        cgroups: Text of /proc/self/cgroup; None if there is none.
+        mounts: Text of /proc/self/mountinfo; None if there is none.
+    Returns:
+        Version (1 or 2) and folder, the innermost first. A cgroup outside of what is mounted, as in a
+        container without a cgroup namespace of its own, is taken for the mounted root.
+    """
+    own = dict(_own_cgroups(cgroups or ""))
+    folders: list[tuple[int, str]] = []
+    for version, root, point in _cgroup_mounts(mounts or ""):
+        if version not in own:
+            continue
+        top, inner = PurePosixPath(point), PurePosixPath(own[version])
+        below = inner.relative_to(root) if inner.is_relative_to(root) else PurePosixPath()
+        folder = top / below if ".." not in below.parts else top
+        chain = [folder, *folder.parents]
+        folders += [(version, str(entry)) for entry in chain[: chain.index(top) + 1]]
+    return folders
+
+
+def _own_cgroups(text: str) -> Iterator[tuple[int, str]]:
+    """Yield version and path of this process's memory cgroups."""
+    for line in text.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield 2, path
+        elif "memory" in controllers.split(","):
+            yield 1, path
+
+
+def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield version, root and mount point of the mounted hierarchies that may hold memory limits.
+
+    Source: proc_pid_mountinfo(5); a separate "-" precedes type, source and super options.
+    """
+    for line in text.splitlines():
+        head, _, tail = line.partition(" - ")
+        before, after = head.split(), tail.split()
+        if len(before) < 5 or not after:
+            continue
+        root, point = (_unescaped(field) for field in before[3:5])
+        if after[0] == "cgroup2":
+            yield 2, root, point
+        elif after[0] == "cgroup" and "memory" in after[-1].split(","):
+            yield 1, root, point
+
+
+def _unescaped(field: str) -> str:
+    """Undo mountinfo's octal escapes of blanks and backslashes."""
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        field = field.replace(code, character)
+    return field
+
+
+def _number(text: str | None) -> int | None:
+    """Read a file of one number; None for "max" and for a missing file."""
+    text = (text or "").strip()
+    return int(text) if text.isdigit() else None
+
+
+def _entries(text: str | None) -> dict[str, int]:
+    """Read lines of a key and a number, as in memory.stat and /proc/meminfo."""
+    fields = (line.split() for line in (text or "").splitlines())
+    return {f[0]: int(f[1]) for f in fields if len(f) >= 2 and f[1].isdigit()}
