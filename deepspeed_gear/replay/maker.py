@@ -67,6 +67,8 @@ class BatchMaker:
             keep = max(2, info.accumulation)
             self._placing = Placing(config, needs, train, device, info.micro, keep, self._placed)
         self._collectors = {stream: self._collector(stream) for stream in train}
+        specs = [stream.table.spec for stream in train]
+        self._mapped = [s.dataset.files for s in specs if s.dataset is not None and not s.in_memory]
 
     @property
     def relabelling(self) -> Relabelling:
@@ -77,6 +79,11 @@ class BatchMaker:
     def counters(self) -> torch.Tensor:
         """Real rows, all rows and bytes that the training stream has collected. [3], int64."""
         return torch.stack([self._collectors[stream].totals() for stream in self._train]).sum(0)
+
+    def _check_files(self) -> None:
+        """Look once a second whether a mapped data set has changed."""
+        for files in self._mapped:
+            files.check_at_times()
 
     def mix(
         self,
@@ -92,7 +99,10 @@ class BatchMaker:
             chosen: Which samples of each cut.
             shares: Part of each table in the global batch.
             last: Whether this rank needs nothing more of the cuts.
+        Raises:
+            DataError: A mapped file has changed.
         """
+        self._check_files()
         self.settle()
         parts, weights, probabilities, keys, origins = [], [], [], [], []
         for (stream, cut), which, share in zip(cuts, chosen, shares, strict=True):
@@ -131,7 +141,10 @@ class BatchMaker:
             num_parts: Micro batches that share it.
             pass_size: Items of an evaluation pass; samples beyond it are fillers.
             last: Whether this rank needs nothing more of the cut.
+        Raises:
+            DataError: A mapped file has changed.
         """
+        self._check_files()
         self.settle()
         micro = self._info.micro
         if stream not in self._collectors:

@@ -26,6 +26,7 @@ from deepspeed_gear.store.dataset_files import (
     read_npy_header,
 )
 from deepspeed_gear.store.dataset_writer import DatasetWriter
+from deepspeed_gear.store.mapped_files import MappedFiles
 from deepspeed_gear.store.part import Part
 from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
 
@@ -51,11 +52,12 @@ class Dataset:
         num_rows: Rows of every step column.
         columns: The stored columns by name; bfloat16 as uint16. [num_rows or n, *shape].
         statistics: By column, over the training split only, of the whole.
+        files: The mapped files, to see whether they change.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any], records: Mapping[str, FileRecord]) -> None:
         """Map a folder whose manifest has been read; use `open`."""
-        self.path = path
+        self.path, self.files = path, MappedFiles()
         self._records = dict(records)
         self.fingerprint: str = manifest["fingerprint"]
         self.split: dict[str, float] = dict(manifest["split"])
@@ -107,8 +109,12 @@ class Dataset:
     def _map(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         if name not in self._records:
             raise DataError(str(self.path / SCHEMA_FILE), f"must describe the file {name}", None, _REMAKE)
-        offset = check_array_file(self.path / name, dtype, shape, self._records[name])
-        return np.memmap(self.path / name, dtype=dtype, mode="r", offset=offset, shape=shape)
+        path = self.path / name
+        self.files.record(path)
+        offset = check_array_file(path, dtype, shape, self._records[name])
+        array = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
+        self.files.add(path, array)
+        return array
 
     def _check_extents(self, num_steps: int) -> None:
         ends = self.first_rows + self.lengths + int(self.schema.has_final_row)

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def fill(table: Table, dataset: Dataset) -> None:
-    """Fill a table's slots from its part of a data set and, in memory, its columns, in one pass."""
+    """Fill a table's slots from its part of a data set and, in memory, its columns, in one pass.
+
+    Raises:
+        DataError: A file has changed since the data set was opened.
+    """
     spec, slots, held = table.spec, table.slots, table.spec.held
     first_rows, lengths = dataset.first_rows[held] - dataset.row_of(held.start), dataset.lengths[held]
     slots[:, SLOT_GENERATION] = 1
@@ -36,6 +40,7 @@ def fill(table: Table, dataset: Dataset) -> None:
     if spec.in_memory:
         for column in dataset.schema:
             np.copyto(table.columns[column.name], part_of(spec, column))
+        dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
     slots[:, SLOT_STATE] = COMMITTED
     table.control[NEXT_ID] = dataset.num_trajectories_of_whole
     table.count()

@@ -176,7 +176,11 @@ class RingTable:
             ops: Likewise.
             device: Likewise.
             alpha: Exponent of the priorities, Q62.
+        Raises:
+            DataError: A file has changed since the data set was opened.
         """
+        if ops.native is not None:
+            dataset.files.guard(ops.native)
         schema, lengths = dataset.schema, dataset.lengths
         final = int(schema.has_final_row)
         num_rows, count, known = dataset.num_rows, len(lengths), initial is not None
@@ -189,6 +193,7 @@ class RingTable:
         table.slots.copy_(torch.from_numpy(records))
         for column in schema:
             table.columns[column.name].copy_(as_tensor(dataset.columns[column.name], column.dtype))
+        dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
         if return_to_go:
             reward = schema.role("reward")
             assert reward is not None

@@ -90,6 +90,8 @@ class Table:
         self.control: np.ndarray = views["control"]
         self.peers: np.ndarray = views["peers"]
         self.slots: np.ndarray = views["slots"]
+        if spec.dataset is not None and ops.native is not None:
+            spec.dataset.files.guard(ops.native)
         self._columns = Columns(spec, views)
         self.columns: dict[str, np.ndarray] = self._columns.by_name
         self._recoveries: list[Callable[[], None]] = []

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gear_support import prefix
 
+from deepspeed_gear import Replay
 from deepspeed_gear.errors import DataError
+from deepspeed_gear.ops import load_backend
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store import mapped_files
 from deepspeed_gear.store.dataset import Dataset, DatasetWriter
 from deepspeed_gear.store.dataset_files import FileRecord, fingerprint_of, npy_header, probe_digest
 
@@ -213,3 +221,97 @@ def test_open_does_not_read_all_bytes(tmp_path: Path) -> None:
         if resident.returncode == 0:
             assert int(resident.stdout) < 2**24, "pages of the column were brought in"
         assert file.read(6) == b"\x93NUMPY"
+
+
+# ---- files that change while they are mapped -------------------------------------------------------
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda p: os.truncate(p, 200), r"size \d+ -> 200"),
+    "written again": (lambda p: poke(p, -1), r"modification time \(ns\) \d+ -> \d+"),
+    "replaced": (lambda p: shutil.copy2(p, f"{p}.new") and os.replace(f"{p}.new", p), r"inode \d+ -> \d+"),
+}
+
+
+@pytest.mark.parametrize("name", [ACTION, "columns/observation.npy", EXTENTS])
+@pytest.mark.parametrize(("change", "value"), CHANGES.values(), ids=CHANGES)
+def test_a_change_while_mapped_is_found(
+    tmp_path: Path, change: Callable[[Path], object], value: str, name: str
+) -> None:
+    data = write(tmp_path / "data")
+    data.files.check()
+    change(tmp_path / "data" / name)
+    with pytest.raises(DataError, match=rf"/data/{name} must not change while it is mapped, got '.*{value}"):
+        data.files.check()
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    data = write(tmp_path / "data")
+    (tmp_path / "data" / ACTION).unlink()
+    with pytest.raises(DataError, match=f"/data/{ACTION} must exist while it is used, got 'No such file"):
+        data.files.check()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_replay_finds_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    write(tmp_path / "data")
+    monkeypatch.setattr(mapped_files, "CHECK_EVERY_S", 0.0)
+    section = {"batch_size": 4, "backend": backend, "shared_memory": {"prefix": prefix()}}
+    data = {"path": str(tmp_path / "data"), "load": "map"}
+    with (
+        Replay({**section, "data": data}) as replay,
+        Replay({**section, "data": {**data, "load": "memory"}}) as copied,
+    ):
+        replay.sample()
+        copied.sample()
+        poke(tmp_path / "data" / ACTION, -1)
+        with pytest.raises(DataError, match=f"/data/{ACTION} must not change while it is mapped"):
+            replay.sample()
+        copied.sample()  # has its own rows
+
+
+def test_a_change_during_the_copy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "data")
+    copy = np.copyto
+
+    def copy_and_change(target: Any, source: Any) -> None:
+        copy(target, source)
+        poke(tmp_path / "data" / ACTION, -1)
+
+    monkeypatch.setattr(np, "copyto", copy_and_change)
+    section = {"batch_size": 4, "data": {"path": str(tmp_path / "data"), "load": "memory"}}
+    with pytest.raises(DataError, match=f"/data/{ACTION} must not change while it is mapped"):
+        Replay({**section, "shared_memory": {"prefix": prefix()}})
+
+
+@pytest.mark.parametrize("has_faulthandler", [False, True])
+def test_an_access_behind_the_end_names_the_file(tmp_path: Path, has_faulthandler: bool) -> None:
+    write(tmp_path / "data")
+    program = """
+import os, sys
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.store.dataset import Dataset
+data = Dataset.open(sys.argv[1])
+data.files.guard(load_backend("cpu").native)
+os.truncate(sys.argv[1] + "/columns/action.npy", 0)
+data.columns["action"].sum()
+"""
+    options = ["-X", "faulthandler"] if has_faulthandler else []
+    command = [sys.executable, *options, "-c", program, str(tmp_path / "data")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == -signal.SIGBUS
+    assert f"gear: fatal: the file {tmp_path}/data/{ACTION} was truncated, or its disk failed" in found.stderr
+    assert ("Fatal Python error: Bus error" in found.stderr) == has_faulthandler
+
+
+def test_a_map_that_ended_is_not_named(tmp_path: Path) -> None:
+    native = load_backend("cpu").native
+    assert native is not None
+    data = write(tmp_path / "data")
+    data.files.guard(native)
+    entry = native.map_guard_add(1 << 40, 4096, b"next free")
+    native.map_guard_remove(entry)
+    del data
+    gc.collect()
+    again = native.map_guard_add(1 << 40, 4096, b"first free")
+    native.map_guard_remove(again)
+    assert again < entry

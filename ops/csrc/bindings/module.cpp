@@ -3,6 +3,7 @@
 
 #include "bindings/bell.h"
 #include "bindings/direct.h"
+#include "bindings/map_guard.h"
 #include "bindings/ops.h"
 #include "bindings/store.h"
 #include "cpu/mutex.h"
@@ -140,6 +141,9 @@ PyMethodDef kMethods[] = {
     Function<gear::direct::RingBell>("bell_ring", "bell_ring(bell) -> None"),
     Function<gear::direct::WaitForBell>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
     Function<gear::direct::FenceMemory>("fence", "fence() -> None"),
+    Function<gear::direct::AddMapGuard>("map_guard_add",
+                                        "map_guard_add(address, num_bytes, path) -> entry"),
+    Function<gear::direct::RemoveMapGuard>("map_guard_remove", "map_guard_remove(entry) -> None"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -1,0 +1,108 @@
+"""Files of a data set that are mapped: their identity, and the handler that names one after SIGBUS."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from deepspeed_gear.errors import DataError
+
+CHECK_EVERY_S = 1.0
+_Identity = tuple[int, int, int, int]
+_ATTRIBUTES = ("device", "inode", "size", "modification time (ns)")
+_REMEDY = (
+    "leave a data set unchanged while a run uses it; end the run, and copy the data set again or make it "
+    "with gear ingest"
+)
+
+
+class MappedFiles:
+    """Identities of files as they were before they were mapped, and their maps.
+
+    A change of a file shows in its map or not, and a truncated file ends the process with SIGBUS, so a file
+    whose device, inode, size or modification time has changed is an error.
+
+    Thread safety: `check` and `check_at_times` may run in any thread.
+    """
+
+    def __init__(self) -> None:
+        self._identities: dict[Path, _Identity] = {}
+        self._maps: dict[Path, np.memmap] = {}
+        self._checked_at = time.monotonic()
+
+    def record(self, path: Path) -> None:
+        """Record a file's identity; call it before the file is checked and mapped.
+
+        Raises:
+            DataError: It is missing.
+        """
+        if not path.is_file():
+            raise DataError(str(path), "must exist", None, "a file of the data set is missing")
+        self._identities[path] = _identity(path)
+
+    def add(self, path: Path, array: np.memmap) -> None:
+        """Add the map of a recorded file.
+
+        Raises:
+            DataError: The file has changed since it was recorded.
+        """
+        self._compare(path, self._identities[path])
+        self._maps[path] = array
+
+    def check(self) -> None:
+        """Compare all files with their recorded identities.
+
+        Raises:
+            DataError: One is missing or has changed; names it and what has changed.
+        Cost: one `stat` a file.
+        """
+        for path, known in self._identities.items():
+            self._compare(path, known)
+
+    def check_at_times(self) -> None:
+        """Call `check`, unless that was done within the last `CHECK_EVERY_S` seconds.
+
+        Raises:
+            DataError: As `check`.
+        Cost: 0.1 us between two checks.
+        """
+        now = time.monotonic()
+        if now - self._checked_at >= CHECK_EVERY_S:
+            self._checked_at = now
+            self.check()
+
+    def guard(self, native: ModuleType) -> None:
+        """Have the process name the file if an access to one of the maps ends it with SIGBUS.
+
+        The handler writes one line to standard error and hands the signal on to the one that was installed
+        before (faulthandler's, or the default action). A map that ends is taken out by itself.
+
+        Args:
+            native: The native module.
+        """
+        for path, array in self._maps.items():
+            memory = array._mmap  # type: ignore[attr-defined]
+            address = np.frombuffer(memory, np.uint8, 1).ctypes.data
+            entry = native.map_guard_add(address, len(memory), os.fsencode(path.absolute()))
+            weakref.finalize(memory, native.map_guard_remove, entry).atexit = False
+
+    @staticmethod
+    def _compare(path: Path, known: _Identity) -> None:
+        found = _identity(path)
+        changed = [(what, a, b) for what, a, b in zip(_ATTRIBUTES, known, found, strict=True) if a != b]
+        if changed:
+            value = ", ".join(f"{what} {before} -> {after}" for what, before, after in changed)
+            raise DataError(str(path), "must not change while it is mapped", value, _REMEDY)
+
+
+def _identity(path: Path) -> _Identity:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(str(path), "must exist while it is used", error.strerror, _REMEDY) from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

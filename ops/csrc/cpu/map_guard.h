@@ -1,0 +1,16 @@
+// Names the file of a memory map when an access beyond the file's end, or an error of its disk,
+// ends the process with SIGBUS.
+#pragma once
+#include <cstddef>
+
+namespace gear::cpu {
+
+// Adds the map of a file, and installs the handler of SIGBUS if it is not the current one. Returns
+// the entry for MapGuardRemove, -1 where all entries are taken: then the map is not named.
+// Calls are serialised by the caller.
+int MapGuardAdd(const void* begin, size_t num_bytes, const char* path);
+
+// Removes an entry, before its memory is unmapped.
+void MapGuardRemove(int entry);
+
+}  // namespace gear::cpu
