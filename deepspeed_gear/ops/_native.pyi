@@ -260,3 +260,15 @@ def bell_wait(bell: int, seen: int, timeout_s: float, /) -> int:
 
 def fence() -> None:
     """Order this thread's accesses to memory before against those behind."""
+
+def map_guard_add(address: int, num_bytes: int, path: bytes, /) -> int:
+    """Have a handler of SIGBUS write the path to standard error when an access to this memory raises it.
+
+    The handler then hands the signal on to the one that was installed before.
+
+    Returns:
+        The entry for `map_guard_remove`; -1 where all 1,024 are taken, and nothing is written then.
+    """
+
+def map_guard_remove(entry: int, /) -> None:
+    """Remove an entry, before its memory is unmapped."""

@@ -24,6 +24,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from ..errors import BuildError
+from . import trust
 from .toolchain import REFERENCE_REMEDY
 
 BUILD_TIMEOUT_S = 600.0
@@ -65,7 +66,7 @@ class BuildLock:
 
     def __enter__(self) -> BuildLock:
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._wait()
         except OSError as error:
             self._close()
@@ -167,8 +168,10 @@ def build_or_import(
         timeout_s: How long to wait for another process that builds it.
         parts: Of its key, for `built_like`.
     Raises:
-        BuildError: The build failed, here or in the process that was waited for; or the wait was too long.
+        BuildError: The build failed, here or in the process that was waited for; the wait was too long; or
+            another user can write where the library lies.
     """
+    trust.check_folders(build_folder(name))
     if is_built(name):
         return _import(name)
     folder, failure = build_folder(name), build_folder(name).with_suffix(".failed")
@@ -189,7 +192,9 @@ def build_or_import(
             failure.write_text(f"failed to build in another process: {error}")
             raise
         failure.unlink(missing_ok=True)
-        size = (folder / f"{name}.so").stat().st_size
+        library = folder / f"{name}.so"
+        library.chmod(library.stat().st_mode & 0o755)  # whatever the umask: see `trust`
+        size = library.stat().st_size
         (folder / _FINISHED).write_text(json.dumps({"bytes": size, "parts": parts or {}}))
         _say(f"built {name} in {time.monotonic() - started:.0f} s")
         return module
@@ -204,7 +209,7 @@ def _discard(folder: Path) -> None:
     with suppress(FileNotFoundError):
         folder.rename(dead)
         shutil.rmtree(dead, ignore_errors=True)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o755, exist_ok=True)
 
 
 def _import(name: str) -> ModuleType:
@@ -216,8 +221,9 @@ def import_file(name: str, path: Path) -> ModuleType:
     """Import an extension module from its file.
 
     Raises:
-        BuildError: It cannot be loaded into this process.
+        BuildError: It cannot be loaded into this process, or another user may have written it.
     """
+    trust.check_library(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

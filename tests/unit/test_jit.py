@@ -360,3 +360,19 @@ def test_the_lock_serves_one_process_after_the_other(tmp_path: Path) -> None:
         assert f"pid {os.getpid()}" in path.read_text()
     with jit.BuildLock(path, 0.0):
         assert path.exists()
+
+
+def test_a_build_that_others_can_write_is_not_loaded(workshop: Workshop) -> None:
+    before = os.umask(0o000)
+    try:
+        workshop.extensions.mkdir(mode=0o755)
+        assert workshop.load() == "answer 1"
+    finally:
+        os.umask(before)
+    (library,) = workshop.built().glob("*.so")
+    assert [oct(path.stat().st_mode & 0o777) for path in (library, library.parent)] == ["0o755", "0o755"]
+    for path in (library, library.parent, workshop.extensions):
+        path.chmod(0o777)
+        assert f"error {path} must not be writable by group or others" in workshop.load()
+        path.chmod(0o755)
+    assert workshop.load() == "answer 1"
