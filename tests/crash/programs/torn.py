@@ -1,10 +1,12 @@
 """Writers and readers at full speed on a small store: no batch may ever hold a torn row.
 
-    [GEAR_TORN_REMOVE=uniform] python tests/crash/programs/torn.py --seconds 60 [--kill]
+    [GEAR_TORN_REMOVE=uniform] python tests/crash/programs/torn.py --seconds 60 [--kill | --stop 100]
 
 Two ranks sample, four processes write, all extents are reused over and over; each row carries its step, the
-length and a checksum of its trajectory. With --kill the writers are killed with SIGKILL every 100 ms. At the
-end everything must be free, and nobody may hold the lock. Prints a line of JSON.
+length and a checksum of its trajectory. With --kill the writers are killed with SIGKILL every 100 ms. With
+--stop so many times a writer is stopped with SIGSTOP for up to half of `timeout_s` and continued; all writers
+then still run at the end. At the end everything must be free, and no process may hold the lock. Prints a line
+of JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear import Column, Schema, TrajectoryWriter
+from deepspeed_gear.store.layout import HOLDER_OFFSET
 
 SCHEMA = Schema(
     [
@@ -52,7 +55,7 @@ SECTION: dict[str, Any] = {
     },
     "batch_size": BATCH,
     "shared_memory": {"prefix": PREFIX},
-    "timeout_s": 30.0,
+    "timeout_s": float(os.environ.get("GEAR_TORN_TIMEOUT", "30")),
 }
 
 
@@ -134,13 +137,31 @@ def write(seed: int) -> None:
             writer.add(rows(int(random.integers(1 << 40)), int(random.integers(1, MOST_STEPS + 1))))
 
 
-def host(kill: bool) -> None:
+def stop_and_continue(children: list[int], count: int, is_over: list[int]) -> dict[str, int]:
+    """Stop one busy writer after the other, and continue it in time; count those that held the lock."""
+    stops, held, random = 0, 0, np.random.default_rng(count)
+    writer = TrajectoryWriter.attach(SECTION, wait_s=60)
+    holder = np.ndarray((1,), np.int64, buffer=writer._table.memory.buffer, offset=HOLDER_OFFSET)
+    while stops < count and not is_over:
+        stops += 1
+        child = children[int(random.integers(len(children)))]
+        time.sleep(random.uniform(0.05, 0.15))
+        os.kill(child, signal.SIGSTOP)
+        time.sleep(0.02)
+        held += int(holder[0]) == child
+        time.sleep(random.uniform(0, SECTION["timeout_s"] / 2))
+        os.kill(child, signal.SIGCONT)
+    writer.close()
+    return {"stops": stops, "held": held}
+
+
+def host(kill: bool, stops: int) -> None:
     """Keep writers going as forked children; with `kill` each lives for a tenth of a second."""
     children: dict[int, float] = {}
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     TrajectoryWriter.attach(SECTION, wait_s=60).close()  # so that children have everything loaded
-    count = 0
+    count, found = 0, {}
     while not stop:
         while len(children) < WRITERS:
             count += 1
@@ -153,6 +174,8 @@ def host(kill: bool) -> None:
                     print(f"a writer has ended: {error}", file=sys.stderr)
                 os._exit(1)
             children[child] = time.monotonic() + 0.1 * (1 + count % WRITERS / WRITERS)
+        if stops:
+            found, stops = stop_and_continue(list(children), stops, stop), 0
         time.sleep(0.02)
         for child, until in list(children.items()):
             ended, _ = os.waitpid(child, os.WNOHANG)
@@ -165,7 +188,7 @@ def host(kill: bool) -> None:
     for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    print(json.dumps({"writers": count}))
+    print(json.dumps({"writers": count, **found}))
 
 
 def run(options: argparse.Namespace) -> dict[str, int]:
@@ -182,7 +205,9 @@ def run(options: argparse.Namespace) -> dict[str, int]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         ranks.append(subprocess.Popen([*command, "--role", "read"], env=environment, **pipes))
     writers = subprocess.Popen(
-        [*command, "--role", "host", *(["--kill"] if options.kill else [])], stdout=subprocess.PIPE, text=True
+        [*command, "--role", "host", *(["--kill"] if options.kill else []), "--stop", str(options.stop)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert ranks[0].stdout is not None
@@ -211,10 +236,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--least-added", type=int, default=0, help="go on until so many were added")
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument(
+        "--stop", type=int, default=0, help="how many times a writer is stopped and continued"
+    )
     parser.add_argument("--role", choices=["run", "read", "host"], default="run")
     options = parser.parse_args()
     if options.role == "host":
-        host(options.kill)
+        host(options.kill, options.stop)
         return
     found = read(options.seconds, options.least_added) if options.role == "read" else run(options)
     print(json.dumps(found))

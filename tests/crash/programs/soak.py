@@ -1,0 +1,209 @@
+"""A long run of one rank and two writers: memory, file descriptors and /dev/shm must not grow.
+
+    nice -n 10 python tests/crash/programs/soak.py --seconds 1800
+
+One replay has a table with `remove: fifo` and one with `remove: uniform`. Each writer adds trajectories of 1
+to 5,000 steps to both and attaches anew from time to time; the rank samples both with priorities and checks
+every row. The parent reads /proc of the three processes twice a second. The first quarter is left out as the
+warm-up; of the others the median of the last third is compared with that of the first. Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torn import BATCH, SCHEMA, WINDOW, rows, wrong
+
+from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.store.extents import INSERTED
+
+MOST_STEPS, WRITERS, ATTACH_EVERY = 5000, 2, 500
+PREFIX = f"gearsoak{os.environ.get('GEAR_SOAK', '')}"
+REMOVE = {"oldest": "fifo", "any": "uniform"}  # by table
+COLUMNS = {c.name: {"dtype": c.dtype, "shape": list(c.shape), "role": c.role, "rows": c.rows} for c in SCHEMA}
+SECTION: dict[str, Any] = {
+    "tables": {
+        name: {
+            "capacity_steps": 60_000,
+            "capacity_trajectories": 400,
+            "max_length": MOST_STEPS,
+            "writers": WRITERS + 1,
+            "remove": remove,
+            "schema": {"columns": COLUMNS},
+        }
+        for name, remove in REMOVE.items()
+    },
+    "sampler": {
+        "kind": "mixture",
+        "shares": {"oldest": 0.5, "any": 0.5},
+        "of": {"kind": "prioritized", "unit": "step"},
+    },
+    "fields": {
+        "mark": {"offset": 1 - WINDOW, "length": WINDOW},
+        "after": {"column": "mark", "offset": 1},
+        "again": {"offset": 1 - WINDOW, "length": WINDOW},
+        "key": {},
+    },
+    "batch_size": BATCH,
+    "shared_memory": {"prefix": PREFIX},
+    "timeout_s": 60.0,
+}
+
+
+def read() -> dict[str, int]:
+    """Sample, check and report priorities until standard input closes."""
+    random = np.random.default_rng(7)
+    found = {"batches": 0, "wrong": 0}
+    with Replay(SECTION) as replay:
+        print("made", flush=True)
+        while any(table.num_steps < 2 * MOST_STEPS for table in replay.tables.values()):
+            time.sleep(0.01)
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            batch = replay.sample()
+            found["wrong"] += wrong(batch)
+            found["batches"] += 1
+            replay.update_priorities(batch, torch.from_numpy(random.random(BATCH, np.float32) + 0.01))
+        found["added"] = sum(int(table.control[INSERTED]) for table in replay.tables.values())
+    return found
+
+
+def write(seed: int) -> None:
+    """Add to both tables at full speed until the end of the run."""
+    random = np.random.default_rng(seed)
+    pool = [rows(int(random.integers(1 << 40)), int(random.integers(1, MOST_STEPS + 1))) for _ in range(200)]
+    TrajectoryWriter.attach(SECTION, table="any", wait_s=60).close()  # everything is imported now
+    print("attached", flush=True)
+    while True:
+        gc.collect()  # closed writers are in reference cycles: their maps stay until these are collected
+        with (
+            TrajectoryWriter.attach(SECTION, table="oldest", wait_s=60) as first,
+            TrajectoryWriter.attach(SECTION, table="any", wait_s=60) as second,
+        ):
+            for _ in range(ATTACH_EVERY):
+                for writer in (first, second):
+                    writer.add(pool[int(random.integers(len(pool)))])
+
+
+def measure(pid: int) -> dict[str, float]:
+    """Return anonymous and shared resident memory in MiB, file descriptors, maps and threads of a process."""
+    of = Path("/proc", str(pid))
+    status = dict(line.split(":", 1) for line in (of / "status").read_text().splitlines())
+    return {
+        "anonymous_mib": int(status["RssAnon"].split()[0]) / 1024,
+        "shared_mib": int(status["RssShmem"].split()[0]) / 1024,
+        "descriptors": len(os.listdir(of / "fd")),
+        "maps": (of / "maps").read_bytes().count(b"\n"),
+        "threads": int(status["Threads"]),
+    }
+
+
+def shared_memory() -> dict[str, float]:
+    """Return number and MiB of the run's files in /dev/shm."""
+    sizes = [path.stat().st_blocks / 2048 for path in Path("/dev/shm").glob(f"{PREFIX}-*")]
+    return {"files": len(sizes), "file_mib": sum(sizes)}
+
+
+# ---- what may grow, and how far ------------------------------------------------------------------
+
+# Descriptors and maps vary by what a writer that attaches anew holds at that instant: medians do not.
+MOST_GROWTH = {"anonymous_mib": 4.0, "shared_mib": 0.0, "descriptors": 0, "maps": 4, "threads": 0}
+MOST_GROWTH |= {"files": 0, "file_mib": 0.0}
+
+
+def growth(series: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Return by quantity the medians of the first and of the last third behind the warm-up."""
+    kept = series[len(series) // 4 :]
+    third = max(1, len(kept) // 3)
+    parts = kept[:third], kept[-third:]
+    return {key: [statistics.median(entry[key] for entry in part) for part in parts] for key in series[0]}
+
+
+def grown(found: dict[str, dict[str, list[float]]]) -> list[str]:
+    """Name what grew by more than it may."""
+    return [
+        f"{who}: {key} {first:g} -> {last:g}"
+        for who, quantities in found.items()
+        for key, (first, last) in quantities.items()
+        if key != "shared_mib" and last - first > MOST_GROWTH[key]
+    ]
+
+
+def run(seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Run rank and writers; return what was found, and what grew."""
+    command = [sys.executable, __file__, "--role"]
+    rank = subprocess.Popen(
+        [*command, "read"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    processes = {"rank": rank}
+    try:
+        assert rank.stdout is not None
+        assert rank.stdin is not None
+        assert rank.stdout.readline() == "made\n", "the rank has failed"
+        for number in range(WRITERS):
+            writer = subprocess.Popen(
+                [*command, "write", "--seed", str(number)], stdout=subprocess.PIPE, text=True
+            )
+            processes[f"writer {number}"] = writer
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "attached\n", "a writer has failed"
+        series: dict[str, list[dict[str, float]]] = {"/dev/shm": [], **{who: [] for who in processes}}
+        begin, told = time.monotonic(), 0.0
+        while time.monotonic() - begin < seconds:
+            time.sleep(0.5)
+            for who, process in processes.items():
+                assert process.poll() is None, f"{who} has ended"
+                series[who].append(measure(process.pid))
+            series["/dev/shm"].append(shared_memory())
+            if time.monotonic() - begin > told:
+                told += 60.0
+                tell(json.dumps({who: entries[-1] for who, entries in series.items()}))
+        for who, process in processes.items():
+            if who != "rank":
+                process.terminate()
+                process.wait()
+        output, _ = rank.communicate(timeout=60)
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    found = {who: growth(entries) for who, entries in series.items()}
+    left = [path.name for path in Path("/dev/shm").glob(f"{PREFIX}-*")]
+    return {**json.loads(output.splitlines()[-1]), "medians": found, "grown": grown(found), "left": left}
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=1800.0)
+    parser.add_argument("--role", choices=["run", "read", "write"], default="run")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.role == "write":
+        write(options.seed)
+        return
+    if options.role == "read":
+        print(json.dumps(read()))
+        return
+    found = run(options.seconds, lambda text: print(text, file=sys.stderr, flush=True))
+    print(json.dumps(found))
+    sys.exit(1 if found["wrong"] or found["grown"] or found["left"] else 0)
+
+
+if __name__ == "__main__":
+    main()

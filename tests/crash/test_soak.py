@@ -1,0 +1,24 @@
+"""Memory, file descriptors and /dev/shm of a run that goes on; the long form is a command of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).parent / "programs" / "soak.py"
+SECONDS = 120.0 if os.environ.get("GEAR_LONG_TESTS") else 8.0
+
+
+def test_a_run_that_goes_on_does_not_grow() -> None:
+    mark = str(os.getpid())
+    command = [sys.executable, str(PROGRAM), "--seconds", str(SECONDS)]
+    environment = {**os.environ, "GEAR_SOAK": mark}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert found.returncode == 0, found.stdout + found.stderr[-3000:]
+    result = json.loads(found.stdout.splitlines()[-1])
+    assert result["wrong"] == 0
+    assert result["grown"] == result["left"] == []
+    assert result["added"] > 1_000, "every extent is used again and again"
