@@ -5,23 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.replay import resharding
-from deepspeed_gear.replay.snapshot import MANIFEST, read_table
+from deepspeed_gear.replay import resharding, saves
+from deepspeed_gear.replay.saves import MANIFEST
+from deepspeed_gear.replay.snapshot import read_table
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table import FIRST_ROW, NUM_ROWS
 
 
-def into_shards(folder: Path, count: int, by_rows: bool) -> None:
-    """Replace a saved table with a capacity by shards of it.
+def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
+    """Replace a saved table with a capacity by shards of it; return the state that names them.
 
     Args:
-        folder: Of the table.
+        folder: Of the table; beside it lies the position, where the table was not copied from there.
         count: How many.
         by_rows: Whether its items are steps with priorities.
     """
+    digests = {}
     found = read_table(folder)
     whole, manifest = found.whole, found.manifests[0]
     assert whole.slots is not None
@@ -47,7 +50,15 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> None:
         next_id = resharding.next_id_of(whole.next_id, index, count)
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in part.glob("*.npy")}
         own = {"next_id": next_id, "shard": {"index": index, "count": count}, "files": files}
-        (part / MANIFEST).write_text(json.dumps({**manifest, **own}))
+        content = json.dumps({**manifest, **own}).encode()
+        (part / MANIFEST).write_bytes(content)
+        digests[f"{part.name}/{MANIFEST}"] = hashlib.sha256(content).hexdigest()
     for path in folder.glob("*.npy"):
         path.unlink()
     (folder / MANIFEST).unlink()
+    if not (folder.parent / saves.POSITION).exists():
+        return {}
+    state = saves.read_position(folder.parent)
+    state["save"]["tables"][folder.name] = digests
+    saves.write_position(folder.parent, state)
+    return state

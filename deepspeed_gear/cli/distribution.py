@@ -10,13 +10,15 @@ import numpy as np
 
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, MOST_MASS_BITS, ONE_Q62
-from deepspeed_gear.replay.snapshot import MANIFEST, check_rows, read_table
+from deepspeed_gear.replay import saves
+from deepspeed_gear.replay.snapshot import check_rows, read_table
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.by_row import rows_of
 from deepspeed_gear.store.living import LivingStore
 from deepspeed_gear.store.table import COMMITTED, NUM_STEPS, STATE
 
 TRAIN = "stream/train/"
+_GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
 _SHARES = (0.01, 0.1)
 
 
@@ -131,14 +133,14 @@ def _admitted_rows(records: np.ndarray, anchors: list[int]) -> np.ndarray:
 
 
 def saved_tables(folder: Path) -> list[Path]:
-    """Return the folders of saved tables in a checkpoint's tag, its gear folder, or a table's own."""
-    if _is_table(folder):
+    """Return the folders of saved tables in a checkpoint's tag, its gear folder, or a table's own.
+
+    Raises:
+        CheckpointError: A table of the newest save is missing or changed.
+    """
+    if saves.is_table(folder):
         return [folder]
-    return sorted(path for pattern in ("*", "gear/*") for path in folder.glob(pattern) if _is_table(path))
-
-
-def _is_table(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file() or any(folder.glob(f"shard-*/{MANIFEST}"))
+    return [table for one in (folder, folder / _GEAR) for table in saves.newest_tables(one)]
 
 
 def of_saved(folder: Path) -> Distribution:
@@ -171,7 +173,7 @@ def of_saved(folder: Path) -> Distribution:
         raise CheckpointError(str(folder), "must be of a table that is sampled", None)
     committed = None if slots is None else slots[:, STATE] == COMMITTED
     return Distribution(
-        folder.name,
+        saves.table_in(folder),
         known.get("kind", ""),
         known.get("unit", ""),
         num_trajectories if committed is None else int(committed.sum()),

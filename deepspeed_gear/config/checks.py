@@ -28,6 +28,8 @@ BATCH_NAMES = (
     "goal_step",
 )
 SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
+# What a checkpoint adds to the name of a table's folder, and the other file beside it.
+_NOT_OF_TABLES = (".partial", ".old", ".older", "position.json")
 N_STEP_NAMES = ("return_n", "discount", "steps_n")
 
 
@@ -80,7 +82,15 @@ def _check_tables(config: GearConfig) -> None:
     if config.data is not None:
         _check_split(config.data, "gear.data")
     for name, table in config.tables.items():
+        _check_table_name(name)
         _check_table(table, dotted("gear", "tables", name))
+
+
+def _check_table_name(name: str) -> None:
+    """Refuse a table whose name cannot be that of its folder in a checkpoint."""
+    if not name or "/" in name or "\0" in name or name[0] == "." or name.endswith(_NOT_OF_TABLES):
+        rule = f"must be the name of a folder, with no dot first and none of {', '.join(_NOT_OF_TABLES)} last"
+        raise ConfigError("gear.tables", rule, name, "give the table another name")
 
 
 def _check_table(table: TableConfig, at: str) -> None:

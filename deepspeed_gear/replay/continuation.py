@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from deepspeed_gear.replay import position, snapshot
+from deepspeed_gear.replay import position, saves, snapshot
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.loading import Loading
 from deepspeed_gear.replay.over_nodes import share_out
 from deepspeed_gear.replay.parts import Parts
+from deepspeed_gear.replay.saves import State
 from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.selection.cut import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 
+T = TypeVar("T")
 Passes = dict[str, int]  # passes over each split that have begun
 
 
@@ -23,57 +25,77 @@ def fingerprint(parts: Parts) -> dict[str, str]:
     return {name: dataset.whole_fingerprint for name, dataset in parts.plan.datasets.items()}
 
 
-def state_of(parts: Parts, feed: Feed, passes: Passes) -> dict[str, Any]:
-    """Return the position, equal on all ranks; see `Replay.state_dict`. Collective."""
+def state_of(parts: Parts, feed: Feed, passes: Passes, save: State | None = None) -> dict[str, Any]:
+    """Return the position, equal on all ranks; see `Replay.state_dict`. Collective.
+
+    Args:
+        parts: Of the Replay.
+        feed: Of the Replay.
+        passes: Passes over splits that have begun.
+        save: Id and manifests of the save that this is the position of; None: of no save.
+    """
     plan, where = parts.plan, feed.where
     if plan.topology.place.pipe_world > 2:  # inner stages do not know
         known = (where, passes) if plan.topology.place.reads else None
         where, passes = next(one for one in plan.exchange.gather(known) if one is not None)
-    return position.state_of(plan.config, fingerprint(parts), passes, where)
+    return position.state_of(plan.config, fingerprint(parts), passes, where, save)
 
 
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def save(parts: Parts, feed: Feed, folder: Path) -> None:
-    """Write the tables that a data set alone does not tell. Collective.
+def save(parts: Parts, feed: Feed, passes: Passes, folder: Path, kept: State | None) -> dict[str, Any]:
+    """Write the tables that a data set alone does not tell, then the position. Collective.
 
     One node writes what all have, and each node its shard of the rest. The files of a table get their name
-    when all are complete.
+    when all are complete on the disk, the position when all tables have theirs.
+
+    Args:
+        parts: Of the Replay.
+        feed: Of the Replay.
+        passes: Passes over splits that have begun.
+        folder: Of the checkpoint.
+        kept: State of the save that this Replay has loaded or made last in this folder; None: there is none.
+    Returns:
+        The position, which names the save.
+    Raises:
+        CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
     """
     plan, exchange = parts.plan, parts.plan.exchange
     spread, topology = plan.placement.spread, plan.topology
-    exchange.barrier()  # what all ranks have added and reported before is in it
+    save_id = exchange.broadcast(saves.new_id())  # all ranks have added and reported before what is in it
     known = feed.where if topology.place.reads else None
     used = position.batches(next(one for one in exchange.gather(known) if one is not None))
     if spread:
         _pause(parts, feed)
     tables, leads, first = _changing(parts), parts.leads_shard, parts.leads_first_shard
-    shards = [name for name in tables if name in spread]
 
-    def begin() -> None:
-        for name in shards if first else []:
-            snapshot.begin(folder / name)
-
-    def write() -> None:
+    def write() -> dict[str, dict[str, str]]:
+        written = {}
         for name, table in tables.items():
             streams = list(parts.streams.get(name, {}).values())
-            if leads and name in spread:
+            if first or (leads and name in spread):
                 with table.lock:
-                    snapshot.save_shard(table, streams, folder / name, used)
-            elif first and name not in spread:
-                with table.lock:
-                    snapshot.save_table(table, streams, folder / name, used)
+                    part = saves.partial_of(folder, name)
+                    written[name] = snapshot.save_table(table, streams, part, used, save_id)
+        return written
 
-    def publish() -> None:
-        for name in shards if first else []:
-            snapshot.publish(folder / name)
+    def agree(action: Callable[[], T]) -> T:
+        def checked() -> T:
+            with saves.writing(folder):
+                return action()
 
-    if shards:
-        exchange.agree("saving the tables", begin)
-    exchange.agree("saving the tables", write)
-    if shards:
-        exchange.agree("saving the tables", publish)
+        return exchange.agree("saving the tables", checked)
+
+    agree(lambda: saves.begin(folder, list(tables), kept) if first else None)
+    manifests: dict[str, dict[str, str]] = {name: {} for name in tables}
+    for written in exchange.gather(agree(write)):
+        for name, files in written.items():
+            manifests[name].update(files)
+    agree(lambda: saves.publish(folder, list(tables)) if first else None)
+    state = state_of(parts, feed, passes, {"id": save_id, "tables": manifests})
+    agree(lambda: saves.write_position(folder, state) if first else None)
+    return state
 
 
 def _changing(parts: Parts) -> dict[str, Table]:
@@ -98,11 +120,42 @@ def _pause(parts: Parts, feed: Feed) -> None:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def load(parts: Parts, folder: Path) -> None:
-    """Replace the content of these tables by what was saved, behind `go_on`. Collective."""
+def newest_state(parts: Parts, folder: Path) -> dict[str, Any]:
+    """Return the state of the newest save of a folder. Collective.
+
+    Raises:
+        CheckpointError: There is none, or it was changed.
+    """
+    return parts.plan.exchange.agree("loading the state", lambda: saves.read_position(folder))
+
+
+def check(parts: Parts, state: State) -> None:
+    """Check a state on all ranks, and that it is the same on all. Collective.
+
+    Raises:
+        CheckpointError: It is of another format, of other data or of options that select other samples; or
+            ranks have states of different saves.
+    """
     exchange = parts.plan.exchange
+    exchange.agree("loading the state", lambda: position.check(state, parts.plan.config, fingerprint(parts)))
+    saves.compare(exchange.gather(state))
+
+
+def read(parts: Parts, folder: Path, state: State) -> Loading:
+    """Read the tables of the save that a state names; nothing changes. Collective.
+
+    Raises:
+        CheckpointError: A file is missing, changed or of another save.
+        StoreFullError: A table is too small.
+    """
     loading = Loading(parts, _changing(parts))
-    exchange.agree("loading the tables", lambda: loading.read(folder))
+    parts.plan.exchange.agree("loading the tables", lambda: loading.read(folder, state))
+    return loading
+
+
+def replace(parts: Parts, loading: Loading) -> None:
+    """Replace the content of these tables by what was read, after `go_on`. Collective."""
+    exchange = parts.plan.exchange
     exchange.agree("loading the tables", loading.replace)
     if parts.plan.placement.spread:
         exchange.agree("loading the batches that were not used", loading.deliver)
@@ -111,14 +164,9 @@ def load(parts: Parts, folder: Path) -> None:
     parts.leave_inner_stage()
 
 
-def go_on(parts: Parts, feed: Feed, state: Mapping[str, Any]) -> Passes:
-    """Continue at a state; return the passes over splits that have begun. Collective.
-
-    Raises:
-        CheckpointError: It is of another format, of other data or of options that select other samples.
-    """
+def go_on(parts: Parts, feed: Feed, state: State) -> Passes:
+    """Continue at a checked state; return the passes over splits that have begun. Collective."""
     plan, exchange = parts.plan, parts.plan.exchange
-    exchange.agree("loading the state", lambda: position.check(state, plan.config, fingerprint(parts)))
     if parts.status is not None:
         parts.status.drain()
     _pause(parts, feed)

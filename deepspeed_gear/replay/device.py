@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class DeviceReplay:
         more = self._collector, self._burn_in, plan.info, plan.topology.data_rank
         self._feed = DeviceFeed(*how, *more, self)
         self._closed = False
+        self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
         #: As `Replay.transform`; `sample` calls it, `sample_` does not.
         self.transform: Transform | None = None
 
@@ -334,21 +336,33 @@ class DeviceReplay:
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Write the tables of all replicas; return what `load` needs, JSON-able. Collective.
 
+        As `Replay.save`: the save that the folder holds stays until the next one begins.
+
+        Args:
+            folder: On a file system that all replicas share.
         Raises:
-            CheckpointError: A file cannot be written, on every rank.
+            CheckpointError: A file cannot be written; the save before this one stays.
             StoreError: Some micro batches of a global batch were used, and not all.
         """
         self._settle()
-        return device_state.save(self._plan, self.table, Path(folder))
+        at = os.path.realpath(folder)
+        state = device_state.save(self._plan, self.table, Path(at), self._last_saves.get(at))
+        self._last_saves[at] = state
+        return state
 
-    def load(self, folder: str | Path, state: Mapping[str, Any]) -> None:
+    def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
         """Continue where `save` was called, on as many replicas. Collective.
 
+        Args:
+            folder: That of `save`.
+            state: What that save has returned; None: that of the newest save of the folder.
         Raises:
-            CheckpointError: A file is missing or changed, or the state does not fit; on every rank.
+            CheckpointError: A file is missing, changed or of another save, or the state does not fit; on
+                every rank.
         """
         self._check_open()
-        device_state.load(self._plan, self.table, Path(folder), state)
+        at = os.path.realpath(folder)
+        self._last_saves[at] = device_state.load(self._plan, self.table, Path(at), state)
         self._go_on()
 
     def _go_on(self) -> None:

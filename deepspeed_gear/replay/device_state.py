@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,11 +22,13 @@ from deepspeed_gear.ops.constants import (
     RING_TAIL,
     STALE,
 )
+from deepspeed_gear.replay import saves
 from deepspeed_gear.replay.parts import Plan
 from deepspeed_gear.store.ring_table import RingTable
 
-FORMAT = 1
-_CHUNK = 1 << 24
+FORMAT = 2
+CONTENT = "content.pt"
+T = TypeVar("T")
 
 
 def statistics_of(table: RingTable, has_priorities: bool) -> dict[str, int]:
@@ -79,69 +79,99 @@ def restore(plan: Plan, table: RingTable, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: It is of another format, config, size or data set; nothing has changed.
     """
-    for name, here in _facts(plan).items():
-        if state.get(name) != here:
-            raise CheckpointError(f"the state's {name}", "must be that of this config", state.get(name))
-    wanted = set(_content(plan, table))
-    if set(state["content"]) != wanted:
-        differ = sorted(wanted ^ set(state["content"]))
+    _check_facts(plan, state)
+    wanted, content = set(_content(plan, table)), saves.entry(state, "content", dict, "the state")
+    if set(content) != wanted:
+        differ = sorted(wanted ^ set(content))
         raise CheckpointError("the state's content", "must be that of a table of this config", differ[0])
-    for name, values in state["content"].items():
+    for name, values in content.items():
         if name not in table.content or table.content[name].shape != values.shape:
             size = list(values.shape)
             raise CheckpointError(f"the state's {name}", "must be of a table of this size", size)
-    for name, values in state["content"].items():
+    for name, values in content.items():
         table.content[name].copy_(values)
 
 
-def save(plan: Plan, table: RingTable, folder: Path) -> dict[str, Any]:
+def save(plan: Plan, table: RingTable, folder: Path, kept: saves.State | None) -> dict[str, Any]:
     """Write each replica's table into a folder; return what `load` needs, equal on all ranks. Collective.
 
+    Args:
+        plan: Of the replay.
+        table: This rank's.
+        folder: Of the checkpoint.
+        kept: State of the save that this replay has loaded or made last in this folder; None: there is none.
     Raises:
-        CheckpointError: A file cannot be written, on every rank.
+        CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
     """
+    exchange, name, first = plan.exchange, plan.config.sampled_tables[0], plan.topology.rank == 0
+    save_id = exchange.broadcast(saves.new_id())
 
     def write() -> dict[str, str]:
         if not _leads(plan):
             return {}
-        path, partial = _file(plan, folder), _file(plan, folder).with_suffix(".partial")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(state_of(plan, table), partial)
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())
-            digest = _digest(partial)
-            partial.replace(path)
-        except OSError as error:
-            raise CheckpointError(str(path), "must be writable", None, str(error.strerror)) from error
-        return {path.name: digest}
+        part = saves.partial_of(folder, name) / _shard(plan)
+        part.mkdir()
+        torch.save(state_of(plan, table), part / CONTENT)
+        manifest = {"format": FORMAT, "save": save_id, "replicas": plan.info.data_world}
+        return {f"{part.name}/{saves.MANIFEST}": saves.complete(part, manifest)}
 
-    mine = plan.exchange.agree("saving the table on the device", write)
-    files = {name: digest for part in plan.exchange.gather(mine) for name, digest in part.items()}
-    return {**_facts(plan), "files": files}
+    def agree(action: Callable[[], T]) -> T:
+        def checked() -> T:
+            with saves.writing(folder):
+                return action()
+
+        return exchange.agree("saving the table on the device", checked)
+
+    agree(lambda: saves.begin(folder, [name], kept) if first else None)
+    manifests = {path: digest for part in exchange.gather(agree(write)) for path, digest in part.items()}
+    agree(lambda: saves.publish(folder, [name]) if first else None)
+    state = {**_facts(plan), "save": {"id": save_id, "tables": {name: manifests}}}
+    agree(lambda: saves.write_position(folder, state) if first else None)
+    return state
 
 
-def load(plan: Plan, table: RingTable, folder: Path, state: Mapping[str, Any]) -> None:
-    """Continue where `save` was called, on as many replicas. Collective.
+def load(plan: Plan, table: RingTable, folder: Path, state: saves.State | None) -> dict[str, Any]:
+    """Continue where `save` was called, on as many replicas; return the state of that save. Collective.
 
+    Args:
+        plan: Of the replay.
+        table: This rank's.
+        folder: Of the checkpoint.
+        state: What the save has returned; None: that of the newest save of the folder.
     Raises:
-        CheckpointError: A file is missing or changed, or does not fit; on every rank.
+        CheckpointError: A file is missing, changed or of another save, or does not fit; on every rank.
     """
+    name = plan.config.sampled_tables[0]
 
-    def read() -> Mapping[str, Any]:
-        path, files = _file(plan, folder), state.get("files", {})
-        if len(files) != plan.info.data_world:
-            rule = f"must be of {plan.info.data_world} replicas, as this run"
-            raise CheckpointError(str(folder), rule, len(files), "start as many replicas as before")
-        if not path.is_file():
-            raise CheckpointError(str(path), "must be there", None, "copy the whole folder of the checkpoint")
-        if _digest(path) != files.get(path.name):
-            raise CheckpointError(str(path), "must be as it was written", "another checksum")
-        known: Mapping[str, Any] = torch.load(path, weights_only=True)
+    def known_state() -> dict[str, Any]:
+        known = saves.read_position(folder) if state is None else dict(state)
+        _check_facts(plan, known)
         return known
 
-    known = plan.exchange.agree("loading the table on the device", read)
-    plan.exchange.agree("loading the table on the device", lambda: restore(plan, table, known))
+    def content() -> Mapping[str, Any]:
+        save = saves.save_of(known)
+        count = len(save["tables"].get(name, {}))
+        if count != plan.info.data_world:
+            rule = f"must be of {plan.info.data_world} replicas, as this run"
+            raise CheckpointError(str(folder), rule, count, "start as many replicas as before")
+        part = saves.find(folder, name, save) / _shard(plan)
+        manifest = saves.read_json(part / saves.MANIFEST)
+        files = saves.entry(manifest, "files", dict, str(part / saves.MANIFEST))
+        saves.check_file(part / CONTENT, files.get(CONTENT))
+        found: Mapping[str, Any] = torch.load(part / CONTENT, weights_only=True)
+        return found
+
+    known = plan.exchange.agree("loading the table on the device", known_state)
+    saves.compare(plan.exchange.gather(known))
+    found = plan.exchange.agree("loading the table on the device", content)
+    plan.exchange.agree("loading the table on the device", lambda: restore(plan, table, found))
+    return known
+
+
+def _check_facts(plan: Plan, state: Mapping[str, Any]) -> None:
+    for name, here in _facts(plan).items():
+        if state.get(name) != here:
+            raise CheckpointError(f"the state's {name}", "must be that of this config", state.get(name))
 
 
 def _content(plan: Plan, table: RingTable) -> dict[str, torch.Tensor]:
@@ -160,13 +190,6 @@ def _leads(plan: Plan) -> bool:
     return place.tensor_rank == place.sequence_rank == place.pipe_rank == 0
 
 
-def _file(plan: Plan, folder: Path) -> Path:
-    return folder / f"device-{plan.topology.place.data_rank}.pt"
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+def _shard(plan: Plan) -> str:
+    """Return the name of the folder of this rank's replica in that of the table."""
+    return f"shard-{plan.topology.place.data_rank}"

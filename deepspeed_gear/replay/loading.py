@@ -11,7 +11,7 @@ import torch
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_ID, R_SLOT, UNKNOWN
 from deepspeed_gear.parallel.nodes import NodeSelector
-from deepspeed_gear.replay import resharding, snapshot
+from deepspeed_gear.replay import resharding, saves, snapshot
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.replay.resharding import Content, Division
 from deepspeed_gear.replay.sizes import TRAIN
@@ -49,17 +49,22 @@ class Loading:
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: Path, state: saves.State) -> None:
         """Read and check everything but the rows themselves; nothing changes.
 
+        Args:
+            folder: Of the checkpoint.
+            state: Names the save.
         Raises:
-            CheckpointError: A file is missing or changed, or the schema differs.
+            CheckpointError: A file is missing or changed, of another save than the state, or of another
+                schema.
             StoreFullError: A table is too small.
         """
-        for name in self._names:  # so that every rank says what is missing
-            snapshot.find_shards(folder / name)
+        folders = {name: saves.find(folder, name, saves.save_of(state)) for name in self._names}
+        for one in folders.values():  # so that every rank names what is missing
+            snapshot.find_shards(one)
         for name, table in self._tables.items():
-            found = self._found[name] = snapshot.read_table(folder / name, table.spec.schema)
+            found = self._found[name] = snapshot.read_table(folders[name], table.spec.schema)
             if name in self._spread:
                 self._divisions[name] = self._divide(name, table, found)
             self._check(name, table, found)

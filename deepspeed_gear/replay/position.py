@@ -11,9 +11,10 @@ from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import FOR_TRANSFORM
+from deepspeed_gear.replay.saves import ANOTHER, entry
 from deepspeed_gear.selection.cut import EPOCH, EPOCH_FIRST, EPOCH_SIZE, KEY, SAMPLES
 
-FORMAT = 1
+FORMAT = 2
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")
 
 
@@ -46,40 +47,63 @@ def batches(position: Position) -> int:
 
 
 def state_of(
-    config: GearConfig, fingerprint: dict[str, str], passes: Mapping[str, int], train: Position
+    config: GearConfig,
+    fingerprint: dict[str, str],
+    passes: Mapping[str, int],
+    train: Position,
+    save: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return a position as a checkpoint holds it: JSON-able, equal on all ranks."""
+    """Return a position as a checkpoint holds it: JSON-able, equal on all ranks.
+
+    Args:
+        config: Of the run.
+        fingerprint: Of each table's data set.
+        passes: Passes over each split that have begun.
+        train: Where the training streams are.
+        save: Id and manifests of the save that this is the position of; None: of no save.
+    """
     return {
         "format": FORMAT,
         "options": config.resume_digest,
         "data": fingerprint,
         "passes": dict(passes),
         "train": {table: dict(words) for table, words in train.items()},
+        "save": None if save is None else dict(save),
     }
 
 
 def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, str]) -> None:
-    """Check that a state belongs to this data and selects the same samples.
+    """Check that a state is whole, belongs to this data and selects the same samples.
 
     Raises:
         CheckpointError: It does not.
     """
+    at = "the gear state"
+    if not isinstance(state, Mapping):
+        raise CheckpointError(at, "must be a mapping", type(state).__name__, "give what `save` has returned")
     if state.get("format") != FORMAT:
-        raise CheckpointError("the gear state", f"must have format {FORMAT}", state.get("format"))
-    if state["data"] != fingerprint:
+        raise CheckpointError(at, f"must have format {FORMAT}", state.get("format"), ANOTHER)
+    if entry(state, "data", dict, at) != fingerprint:
         raise CheckpointError(
-            "the gear state",
+            at,
             f"must be of the data that this run reads ({fingerprint})",
             state["data"],
             "use the data set that the checkpoint was trained on, or load without gear's state",
         )
-    if state["options"] != config.resume_digest:
+    if entry(state, "options", str, at) != config.resume_digest:
         raise CheckpointError(
-            "the gear state",
+            at,
             "must be of the same seed, tables, sampler, fields and n_step",
             None,
             "use the gear section that is stored in the checkpoint's config",
         )
+    passes, train = entry(state, "passes", dict, at), entry(state, "train", dict, at)
+    for name in passes:
+        entry(passes, name, int, f"{at}: passes")
+    for table in config.sampled_tables:
+        words = entry(train, table, dict, f"{at}: train")
+        for word in WORDS:
+            entry(words, word, int, f"{at}: train.{table}")
 
 
 def transform_keys(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:

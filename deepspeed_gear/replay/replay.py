@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,6 +81,7 @@ class Replay(Contents):
         self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
         self._inserters = {}
         self._loaders: list[InferenceLoader] = []
+        self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
         self.metrics, self._late = Metrics(), LateReports(plan.config.timeout_s)
         self._passes = Passes(parts)
         self._feed = Feed(
@@ -303,29 +305,50 @@ class Replay(Contents):
         return continuation.state_of(self._parts, self._feed, self._passes.begun)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
-        """Write what was added to tables, and priorities; return the position. Collective.
+        """Write what was added to tables, priorities and the position; return the position. Collective.
+
+        The save is written beside the one that the folder holds, brought to the disk and exchanged with it;
+        that one stays until the next save into the folder begins. Ended at any time, it leaves one of both to
+        be loaded: by the state that was returned and kept elsewhere, or without one by the folder's own.
 
         Args:
-            folder: Gets a folder for each table with a capacity or with priorities; none if there is no such.
+            folder: Gets `position.json` and a folder for each table with a capacity or with priorities;
+                other files in it stay as they are.
         Returns:
-            `state_dict()`.
+            `state_dict()`, with the id and the checksums of this save.
+        Raises:
+            CheckpointError: A file cannot be written; the save before this one stays.
         """
         self._check_open()
         self._parts.plan.exchange.agree("what was reported", self._late.drain)
-        continuation.save(self._parts, self._feed, Path(folder))
-        return self.state_dict()
+        at = os.path.realpath(folder)
+        kept = self._last_saves.get(at)
+        state = continuation.save(self._parts, self._feed, self._passes.begun, Path(at), kept)
+        self._last_saves[at] = state
+        return state
 
-    def load(self, folder: str | Path, state: Mapping[str, Any]) -> None:
+    def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
         """Continue where `save` was called: replace what it has written. Collective.
 
         A batch from before must not report priorities afterwards: its trajectories may lie elsewhere.
 
+        Args:
+            folder: That of `save`.
+            state: What that save has returned; None: that of the newest save of the folder.
         Raises:
-            CheckpointError: A file is missing or changed, or the state does not fit.
-            StoreFullError: A table is too small.
+            CheckpointError: A file is missing, changed or of another save than the state, or the state does
+                not fit; nothing has changed.
+            StoreFullError: A table is too small; nothing has changed.
         """
-        self.load_state_dict(state)
-        continuation.load(self._parts, Path(folder))
+        self._check_open()
+        at = Path(os.path.realpath(folder))
+        known = continuation.newest_state(self._parts, at) if state is None else state
+        self._drain_and_check(known)
+        loading = continuation.read(self._parts, at, known)
+        self._passes.begun = continuation.go_on(self._parts, self._feed, known)
+        continuation.replace(self._parts, loading)
+        if known["save"] is not None:
+            self._last_saves[str(at)] = dict(known)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken, on any number of ranks; tables keep their content. Collective.
@@ -334,8 +357,12 @@ class Replay(Contents):
             CheckpointError: It is of another format, of other data or of options that select other samples.
         """
         self._check_open()
-        self._parts.plan.exchange.agree("what was reported", self._late.drain)
+        self._drain_and_check(state)
         self._passes.begun = continuation.go_on(self._parts, self._feed, state)
+
+    def _drain_and_check(self, state: Mapping[str, Any]) -> None:
+        self._parts.plan.exchange.agree("what was reported", self._late.drain)
+        continuation.check(self._parts, state)
 
     def take_metrics(self) -> dict[str, float]:
         """Return what goes to DeepSpeed's monitor.

@@ -114,8 +114,10 @@ def merge(shards: Sequence[Saved]) -> Saved:
     lives = [shard.life for shard in shards if shard.life is not None]
     life = np.concatenate(lives) if len(lives) == len(shards) else None
     inserted = sum(shard.inserted[0] for shard in shards), sum(shard.inserted[1] for shard in shards)
-    next_id = _next_id([shard.next_id for shard in shards])
-    return Saved(_merge_slots(shards), None, next_id, streams, life, inserted)
+    slots, next_id = _merge_slots(shards), _next_id([shard.next_id for shard in shards])
+    if slots is not None and len(slots):  # an id is never given again, whatever the counter is
+        next_id = max(next_id, int(slots[:, ID].max()) + 1)
+    return Saved(slots, None, next_id, streams, life, inserted)
 
 
 def packed(records: np.ndarray) -> np.ndarray:

@@ -11,10 +11,6 @@ table in one store. Any of them are loaded into any number of nodes (`resharding
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.errors import CheckpointError, StoreFullError
+from deepspeed_gear.replay import saves
 from deepspeed_gear.replay.resharding import Division, Saved, in_rows, merge, packed
 from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.schema import Column, Schema
@@ -31,47 +28,31 @@ from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.extents import INSERTED, REACH, STEPS_INSERTED
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NEXT_ID, NUM_ROWS, RETIRED, STATE, Table
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-_BLOCK = 1 << 22
+FORMAT = 2
 
 
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def save_table(table: Table, streams: list[Stream], folder: Path, batches: int) -> None:
-    """Write the content of a table that lies in one store. Wants the lock.
+def save_table(table: Table, streams: list[Stream], part: Path, batches: int, save_id: str) -> dict[str, str]:
+    """Write the content of a store: a table, or its shard of one. Wants the lock.
 
     Args:
         table: The table.
         streams: Those that draw from it.
-        folder: Where to; replaced as a whole.
+        part: Where the table goes, between `saves.begin` and `saves.publish`.
         batches: Global batches of the training stream that were used.
+        save_id: Of the save that this is a part of.
+    Returns:
+        The SHA-256 of the manifest, by its path in `part`.
     """
-    begin(folder)
-    _write(table, streams, _partial(folder), batches, {})
-    publish(folder)
-
-
-def save_shard(table: Table, streams: list[Stream], folder: Path, batches: int) -> None:
-    """Write this store's shard of a table between `begin` and `publish`; as `save_table`. Wants the lock."""
-    shard = table.spec.shard
-    assert shard is not None
-    part = shard_folder(_partial(folder), shard.index)
-    part.mkdir(parents=True)
-    _write(table, streams, part, batches, {"shard": asdict(shard)})
-
-
-def begin(folder: Path) -> None:
-    """Make room for a table's files beside where they go in the end."""
-    shutil.rmtree(_partial(folder), ignore_errors=True)
-    _partial(folder).mkdir(parents=True)
-
-
-def publish(folder: Path) -> None:
-    """Give complete files their name."""
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(_partial(folder), folder)
+    more: dict[str, Any] = {}
+    shard, to, name = table.spec.shard, part, saves.MANIFEST
+    if shard is not None:
+        to, more = shard_folder(part, shard.index), {"shard": asdict(shard)}
+        name = f"{to.name}/{name}"
+        to.mkdir()
+    return {name: _write(table, streams, to, batches, {"save": save_id, **more})}
 
 
 def shard_folder(folder: Path, index: int) -> Path:
@@ -79,15 +60,11 @@ def shard_folder(folder: Path, index: int) -> Path:
     return folder / f"shard-{index}"
 
 
-def _partial(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".partial")
-
-
-def _write(table: Table, streams: list[Stream], to: Path, batches: int, more: dict[str, Any]) -> None:
+def _write(table: Table, streams: list[Stream], to: Path, batches: int, more: dict[str, Any]) -> str:
     slots = np.nonzero(np.isin(table.slots[:, STATE], (COMMITTED, RETIRED)))[0]
     if table.spec.dataset is None:
         _save_rows(table, slots, to)
-        if more:  # reports and cuts name slots of the store
+        if table.spec.shard is not None:  # reports and cuts name slots of the store
             np.save(to / "numbers.npy", slots)
     for stream in streams:
         for name, array in saved.export(stream, slots, batches).items():
@@ -99,9 +76,8 @@ def _write(table: Table, streams: list[Stream], to: Path, batches: int, more: di
         "inserted": table.control[[INSERTED, STEPS_INSERTED]].tolist(),
         **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
         **more,
-        "files": {path.name: _sha256(path) for path in sorted(to.glob("*.npy"))},
     }
-    (to / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    return saves.complete(to, manifest)
 
 
 def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
@@ -173,19 +149,26 @@ def find_shards(folder: Path) -> tuple[list[Path], list[dict[str, Any]]]:
     Raises:
         CheckpointError: One is missing, of another format, or not of the same table as the others.
     """
-    shards = sorted(folder.glob(f"shard-*/{MANIFEST}"))
-    if (folder / MANIFEST).exists() or not shards:
+    shards = sorted(folder.glob(f"shard-*/{saves.MANIFEST}"))
+    if (folder / saves.MANIFEST).exists() or not shards:
         return [folder], [_manifest_of(folder)]
-    count = int(_manifest_of(shards[0].parent)["shard"]["count"])
+    count = _shard_of(shards[0].parent, _manifest_of(shards[0].parent))[1]
     folders = [shard_folder(folder, index) for index in range(count)]
     manifests = [_manifest_of(one) for one in folders]
     for index, (one, manifest) in enumerate(zip(folders, manifests, strict=True)):
-        shard = manifest["shard"]["index"], manifest["shard"]["count"]
+        shard = _shard_of(one, manifest)
         if shard != (index, count):
             raise CheckpointError(
                 str(one), f"must hold shard {index} of {count}", f"{shard[0]} of {shard[1]}"
             )
     return folders, manifests
+
+
+def _shard_of(folder: Path, manifest: dict[str, Any]) -> tuple[int, int]:
+    """Return the index of a shard, and of how many it is."""
+    at = str(folder / saves.MANIFEST)
+    shard = saves.entry(manifest, "shard", dict, at)
+    return saves.entry(shard, "index", int, at), saves.entry(shard, "count", int, at)
 
 
 def _read_shard(folder: Path, manifest: dict[str, Any]) -> Saved:
@@ -197,9 +180,9 @@ def _read_shard(folder: Path, manifest: dict[str, Any]) -> Saved:
             streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = np.load(folder / name)
         elif kind != "column":
             others[kind] = np.load(folder / name)
-    trajectories, steps = manifest.get("inserted", (0, 0))
+    trajectories, steps = manifest["inserted"]
     slots, numbers = others.get("slots"), others.get("numbers")
-    life, next_id = others.get("life"), int(manifest["next_id"])
+    life, next_id = others.get("life"), manifest["next_id"]
     return Saved(slots, numbers, next_id, streams, life, (int(trajectories), int(steps)))
 
 
@@ -297,29 +280,23 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
 
 
 def _manifest_of(folder: Path) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(str(folder / MANIFEST), "must be readable", None, str(error)) from error
+    path = folder / saves.MANIFEST
+    manifest = saves.read_json(path)
     if manifest.get("format") != FORMAT:
-        raise CheckpointError(str(folder), f"must have format {FORMAT}", manifest.get("format"))
+        raise CheckpointError(
+            str(folder), f"must have format {FORMAT}", manifest.get("format"), saves.ANOTHER
+        )
+    kinds = {"save": str, "schema": dict, "next_id": int, "inserted": list, "files": dict}
+    for name, kind in kinds.items():
+        saves.entry(manifest, name, kind, str(path))
     return manifest
 
 
 def _check_files(folder: Path, manifest: dict[str, Any], rows: bool) -> None:
     for name, digest in manifest["files"].items():
-        path = folder / name
-        if name.startswith("column.") == rows and (not path.is_file() or _sha256(path) != digest):
-            raise CheckpointError(str(path), "must be as it was saved", None, "take another checkpoint")
+        if name.startswith("column.") == rows:
+            saves.check_file(folder / name, digest)
 
 
 def _file_of(column: Column) -> str:
     return f"column.{column.name}.npy"
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_support import PROGRAMS, Cluster
+from cluster_support import PROGRAMS, Cluster, rank_environment
 from gear_support import lengths_of, write_dataset
 from process_support import environment
 
-pytestmark = pytest.mark.timeout(900)  # of several launches, each with a limit of its own
+LONG = os.environ.get("GEAR_LONG_TESTS") == "1"
+pytestmark = pytest.mark.timeout(3600 if LONG else 900)  # of several launches, each with a limit of its own
 
 PROGRAM = "checkpoint_nodes.py"
+KILLS = PROGRAMS.parents[1] / "crash" / "programs" / "save_kills.py"
 Found = dict[tuple[str, str], dict[str, Any]]  # by folder and case
 
 
@@ -78,3 +81,25 @@ def test_a_shard_that_is_lost_is_named_on_all_ranks(outputs: dict[str, str]) -> 
         assert all("shard-1/stream.train.queued.npy must be as it was saved" in text for text in changed)
         assert all("CheckpointError" in text and "shard-1/manifest.json" in text for text in removed)
         assert found["goes_on"] == 2
+
+
+def test_no_kill_of_two_nodes_loses_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    """The ranks save over one tag; the next ones load it, wherever DeepSpeed's own file of it is whole."""
+    kills, env = 200 if LONG else 3, {**rank_environment(), "GLOO_SOCKET_IFNAME": "eth0"}
+    common = ["engine", "--folder", str(tmp_path), "--kills", str(kills), "--master", "10.77.0.1"]
+    command = [sys.executable, str(KILLS), *common, "--port", "21000"]
+    nodes = [
+        subprocess.Popen(
+            cluster.command(node, *command, "--ranks", str(node)),
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    outputs = [node.communicate(timeout=3500)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
+    found = json.loads(outputs[0].splitlines()[-1])
+    assert (found["kills"], found["lost"]) == (kills, 0)
+    assert found["loaded"] > 0

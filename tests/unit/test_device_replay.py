@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +57,27 @@ def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
         pytest.raises(CheckpointError, match="must be of a table of this size"),
     ):
         larger.load_state_dict(state)
+
+
+def test_a_save_does_not_destroy_the_one_before(tmp_path: Path) -> None:
+    with DeviceReplay(online(), "cpu") as replay:
+        replay.add_(trajectories(2, 3))
+        before = replay.save(tmp_path)
+        replay.add_(trajectories(2, 3))
+        newest = replay.save(tmp_path)
+        assert json.loads(json.dumps(newest)) == newest
+        for state, count in ((before, 2), (newest, 4), (None, 4)):
+            replay.load(tmp_path, state)
+            assert len(replay) == count
+        replay.load(tmp_path, before)
+        replay.save(tmp_path)
+        with pytest.raises(CheckpointError, match=r"main must hold the save .* of the state"):
+            replay.load(tmp_path, newest)
+        file = tmp_path / "main" / "shard-0" / "content.pt"
+        file.write_bytes(file.read_bytes() + b"x")
+        with pytest.raises(CheckpointError, match=r"shard-0/content\.pt must be as it was saved"):
+            replay.load(tmp_path)
+        assert len(replay) == 2
 
 
 @pytest.mark.parametrize(

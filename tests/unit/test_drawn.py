@@ -183,7 +183,7 @@ def test_counts_are_saved_and_loaded(tmp_path: Path) -> None:
     with replay_of(count=0, sampler=STEPS, count_draws=False) as replay:
         replay.load(tmp_path, state)
         replay.sample()
-        replay.save(tmp_path / "again")
+        state = replay.save(tmp_path / "again")
     with replay_of(count=0, sampler=STEPS) as replay:
         replay.load(tmp_path / "again", state)
         assert replay.statistics()["drawn"]["main"]["draws"]["max"] == 0

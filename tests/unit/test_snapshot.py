@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from snapshot_support import into_shards
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.errors import CheckpointError, StoreFullError
+from deepspeed_gear.replay.snapshot import read_table
 
 SCHEMA = Schema(
     [
@@ -115,7 +118,7 @@ def test_shards_are_loaded_into_one_store(kind: str, prefetch: int, count: int, 
         take_and_report(replay, 2)
         state = replay.save(tmp_path)
         expected = take_and_report(replay, 6)
-        into_shards(tmp_path / "main", count, kind == "prioritized")
+        state = into_shards(tmp_path / "main", count, kind == "prioritized")
         replay.load(tmp_path, state)
         assert_equal(expected, take_and_report(replay, 6))
         filler.add(replay, 1)
@@ -123,15 +126,15 @@ def test_shards_are_loaded_into_one_store(kind: str, prefetch: int, count: int, 
 
 
 def test_a_shard_that_is_missing_or_of_another_table_is_named(saved: tuple[Path, dict]) -> None:
-    folder, state = saved
-    into_shards(folder / "main", 3, False)
+    folder, _ = saved
+    state = into_shards(folder / "main", 3, False)
     with make("uniform", "step", 0) as replay:
         (folder / "main" / "shard-1").rename(folder / "aside")
         with pytest.raises(CheckpointError, match=r"main/shard-1/manifest\.json must be readable"):
             replay.load(folder, state)
         (folder / "main" / "shard-2").rename(folder / "main" / "shard-1")
         (folder / "aside").rename(folder / "main" / "shard-2")
-        with pytest.raises(CheckpointError, match=r"shard-1 must hold shard 1 of 3, got '2 of 3'"):
+        with pytest.raises(CheckpointError, match=r"shard-1/manifest\.json must be as it was saved"):
             replay.load(folder, state)
         assert len(replay) == 0
 
@@ -165,6 +168,100 @@ def test_a_changed_file_is_refused_by_name_and_nothing_changes(saved: tuple[Path
         with pytest.raises(CheckpointError, match=r"column\.reward\.npy must be as it was saved"):
             replay.load(folder, state)
         assert len(replay) == 0
+
+
+def test_a_state_loads_the_tables_of_its_own_save(tmp_path: Path) -> None:
+    """The save before the newest lies in `.old`; without a state the newest is loaded."""
+    filler = Filler()
+    with make("uniform", "step", 0) as replay:
+        filler.add(replay, 10)
+        take(replay, 3)
+        before = replay.save(tmp_path)
+        expected = take(replay, 2)
+        filler.add(replay, 5)
+        newest = replay.save(tmp_path)
+        then = take(replay, 2)
+        replay.load(tmp_path, before)
+        assert len(replay) == 10
+        assert_equal(expected, take(replay, 2))
+        replay.load(tmp_path)
+        assert len(replay) == 15
+        assert_equal(then, take(replay, 2))
+        replay.load(tmp_path, before)
+        replay.save(tmp_path)
+        assert_equal(expected, take(replay, 2))
+        with pytest.raises(
+            CheckpointError, match=rf"main must hold the save {newest['save']['id']} of the state"
+        ):
+            replay.load(tmp_path, newest)
+        at = replay.state_dict()
+        with pytest.raises(CheckpointError, match="the gear state must name a save; load what `save` has"):
+            replay.load(tmp_path, at)
+        assert replay.state_dict() == at, "what is refused changes nothing"
+
+
+def edited(manifest: dict) -> dict:
+    """The manifest with the counter of ids that a flipped digit would give."""
+    return {**manifest, "next_id": 0}
+
+
+def test_an_edited_manifest_is_refused(saved: tuple[Path, dict]) -> None:
+    folder, state = saved
+    path = folder / "main" / "manifest.json"
+    path.write_text(json.dumps(edited(json.loads(path.read_text())), indent=1))
+    with make("uniform", "step", 0) as replay:
+        for given in (state, None):
+            with pytest.raises(CheckpointError, match=r"main/manifest\.json must be as it was saved"):
+                replay.load(folder, given)
+        assert len(replay) == 0
+
+
+def test_an_id_that_is_stored_is_never_given_again(saved: tuple[Path, dict]) -> None:
+    """Also where a manifest with a wrong counter has the checksum that the state names."""
+    folder, state = saved
+    path = folder / "main" / "manifest.json"
+    path.write_text(json.dumps(edited(json.loads(path.read_text()))))
+    state["save"]["tables"]["main"]["manifest.json"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    with make("uniform", "step", 0) as replay:
+        replay.load(folder, state)
+        filler = Filler()
+        filler.count = 20
+        filler.add(replay, 1)
+        assert int(replay.read([20])[0]["task"]) == 20
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("train", r"the gear state must have the entry 'train' \(dict\)"),
+        ("train.main", "the gear state: train must have the entry 'main'"),
+        ("train.main.samples", "the gear state: train.main must have the entry 'samples'"),
+        ("passes", "the gear state must have the entry 'passes'"),
+        ("options", "the gear state must have the entry 'options'"),
+        ("save", "the gear state must name a save"),
+        ("save.id", "the save of the gear state must have the entry 'id'"),
+        ("save.tables.main", "the gear state must name a save of table main"),
+    ],
+)
+def test_what_a_state_lacks_is_named(key: str, text: str, saved: tuple[Path, dict]) -> None:
+    folder, state = saved
+    *way, last = key.split(".")
+    inner = state
+    for name in way:
+        inner = inner[name]
+    del inner[last]
+    with make("uniform", "step", 0) as replay, pytest.raises(CheckpointError, match=text):
+        replay.load(folder, state)
+
+
+@pytest.mark.parametrize("key", ["save", "schema", "next_id", "inserted", "files"])
+def test_what_a_manifest_lacks_is_named(key: str, saved: tuple[Path, dict]) -> None:
+    path = saved[0] / "main" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest[key]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=rf"main/manifest\.json must have the entry '{key}'"):
+        read_table(path.parent)
 
 
 def test_a_missing_folder_and_a_small_table_are_refused(saved: tuple[Path, dict], tmp_path: Path) -> None:

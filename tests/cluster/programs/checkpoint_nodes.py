@@ -215,7 +215,8 @@ def save(section: dict[str, Any], folder: Path) -> dict[str, Any]:
     run.replay.load_state_dict(run.state(run.replay.state_dict()))
     more = run.take(2)  # where priorities change, how far the tables are depends on how far a thread was
     run.replay.close()
-    found = {"before": before, "state": state, "behind": behind, "passed": passed, "again": again}
+    position = {name: value for name, value in state.items() if name != "save"}  # each save has its own id
+    found = {"before": before, "state": position, "behind": behind, "passed": passed, "again": again}
     return found if run.replay.config.item_sampler.kind == "prioritized" else {**found, "more": more}
 
 

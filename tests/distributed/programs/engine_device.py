@@ -69,7 +69,7 @@ other.load_checkpoint(given["out"])
 assert np.array_equal(train(other, 3), expected)
 torch.distributed.barrier()
 if rank() == 0:
-    file = next(Path(given["out"]).glob("*/gear/device-1.pt"))
+    file = next(Path(given["out"]).glob("*/gear/main/shard-1/content.pt"))
     with file.open("rb+") as handle:
         handle.seek(os.path.getsize(file) // 2)
         handle.write(b"\xff\x00\xff\x00")
@@ -79,6 +79,6 @@ try:
     other.load_checkpoint(given["out"])
 except GearError as error:
     refused = str(error)
-assert "device-1.pt must be as it was written" in refused, refused
+assert "shard-1/content.pt must be as it was saved" in refused, refused
 other.destroy()
 print(f"rank {rank()}: done", flush=True)

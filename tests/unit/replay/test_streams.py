@@ -144,7 +144,7 @@ def test_passes_after_loading(data: Path) -> None:
         ({"seed": 1}, "the gear state must be of the same seed, tables, sampler, fields and n_step"),
         ({"sampler": {"kind": "length"}}, "must be of the same seed, tables, sampler"),
         ({"fields": {"code": {}}}, "must be of the same seed, tables, sampler"),
-        ({"format": 99}, "the gear state must have format 1, got 99"),
+        ({"format": 99}, "the gear state must have format 2, got 99"),
         ({"data": {"main": "0123"}}, "the gear state must be of the data that this run reads"),
     ],
 )

@@ -1,0 +1,407 @@
+"""Saves in a folder: written beside the earlier one, exchanged atomically, and found by their save id.
+
+A save has a random id, which is in the manifests of its tables and in its state (the position). The state
+also has the SHA-256 of each manifest, and a manifest that of each of its files. Per table a folder holds
+
+    <table>/            the newest save
+    <table>.partial/    a save that is being written; between two system calls also the one before the newest
+    <table>.old/        the save before the newest, until the next one begins
+    <table>.older/      only where a process saves over what it has not loaded
+
+and `position.json`, the state of the newest save. Whoever persists states elsewhere does that after the save
+has returned, so the state on disk may name the save before the newest: `find` takes the folder that holds
+the save which the state names. docs/design/0019-checkpoints.md has the kill points.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deepspeed_gear.errors import CheckpointError
+
+MANIFEST, POSITION = "manifest.json", "position.json"
+ANOTHER = "take another checkpoint"
+_POSITION_FORMAT = 1
+_NAMES = ("", ".old", ".partial", ".older")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_BLOCK = 1 << 22
+T = TypeVar("T")
+State = Mapping[str, Any]
+
+
+def new_id() -> str:
+    """Return a random save id."""
+    return secrets.token_hex(16)
+
+
+def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str) -> T:
+    """Return an entry of a state or a manifest.
+
+    Args:
+        mapping: The state or the manifest.
+        name: The key.
+        kind: The type of its value.
+        of: Names the mapping in the error.
+    Raises:
+        CheckpointError: It is missing or of another type.
+    """
+    value = mapping.get(name) if isinstance(mapping, Mapping) else None
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        rule = f"must have the entry {name!r} ({kind.__name__})"
+        found = None if value is None else type(value).__name__
+        raise CheckpointError(of, rule, found, "it is damaged or was edited: " + ANOTHER)
+    return value
+
+
+def save_of(state: State) -> Mapping[str, Any]:
+    """Return the entry of a state that names a save.
+
+    Raises:
+        CheckpointError: It names none, as what `state_dict` returns.
+    """
+    save = state.get("save")
+    if save is None:
+        remedy = "load what `save` has returned; what `state_dict` returns belongs to no save"
+        raise CheckpointError("the gear state", "must name a save", None, remedy)
+    entry(save, "id", str, "the save of the gear state")
+    for files in entry(save, "tables", dict, "the save of the gear state").values():
+        if not isinstance(files, Mapping) or not files:
+            rule = "must name the manifests of each table"
+            raise CheckpointError("the save of the gear state", rule, files, ANOTHER)
+    return dict(save)
+
+
+def compare(states: Sequence[State]) -> None:
+    """Raise unless all ranks have the same state.
+
+    Args:
+        states: Of all ranks, in their order.
+    Raises:
+        CheckpointError: They differ, as where ranks read it from files of their own that a save has not
+            reached when it was ended.
+    """
+    for rank, state in enumerate(states):
+        if state != states[0]:
+            rule = "must be the same on all ranks"
+            found = [None if one.get("save") is None else one["save"]["id"] for one in (states[0], state)]
+            remedy = f"a save was ended between the files of ranks 0 and {rank}: {ANOTHER}"
+            raise CheckpointError("the gear state", rule, f"saves {found}", remedy)
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raise what the file system refuses as an error that names the folder.
+
+    Raises:
+        CheckpointError: An OSError came from the body.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = "free space or correct the permissions; the save before this one stays loadable"
+        at = error.filename or folder
+        raise CheckpointError(str(at), "must be writable", error.strerror or str(error), remedy) from error
+
+
+def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
+    """Make empty `.partial` folders, and remove saves that no state can name any more.
+
+    One process calls this for all. The save that this run has loaded from the folder, or made in it, last
+    is never removed here. Where the run has done neither, the newest two are kept.
+
+    Args:
+        folder: Of the checkpoint.
+        tables: Those that will be written.
+        kept: The state of the save that this run has loaded or made last in this folder; None: there is none.
+    Raises:
+        OSError: The file system refuses it.
+    """
+    _make(folder)
+    keep = {table: _kept(folder, table, kept) for table in tables}
+    if kept is not None and None not in keep.values() and _named(folder) != kept["save"]["id"]:
+        write_position(folder, kept)  # before the save that it names is removed
+    for table, path in keep.items():
+        _make_room(folder, table, path)
+    _sync(folder)
+
+
+def _kept(folder: Path, table: str, kept: State | None) -> Path | None:
+    try:
+        return None if kept is None else find(folder, table, kept["save"])
+    except CheckpointError:
+        return None
+
+
+def _make_room(folder: Path, table: str, keep: Path | None) -> None:
+    _, old, partial, older = versions = _versions(folder, table)
+    if keep is not None:
+        for path in versions:
+            if path != keep:
+                _remove(path)
+        if keep in (partial, older):
+            os.rename(keep, old)
+    elif not old.exists() and _manifests(partial):  # the exchange was done, the rename behind it not
+        os.rename(partial, old)
+    else:
+        _remove(partial)
+    partial.mkdir()
+
+
+def partial_of(folder: Path, table: str) -> Path:
+    """Return the folder that a table is written into between `begin` and `publish`."""
+    return folder / f"{table}.partial"
+
+
+def complete(part: Path, manifest: Mapping[str, Any]) -> str:
+    """Write the manifest of files that are complete, and bring all to the disk; return its SHA-256.
+
+    Args:
+        part: Their folder, of a table or of a shard of it.
+        manifest: What is written, without the checksums of the files.
+    """
+    files = {path.name: sha256(path) for path in sorted(part.iterdir())}
+    content = json.dumps({**manifest, "files": files}, indent=1).encode()
+    (part / MANIFEST).write_bytes(content)
+    for path in part.iterdir():
+        _sync(path)
+    _sync(part)
+    return hashlib.sha256(content).hexdigest()
+
+
+def publish(folder: Path, tables: Sequence[str]) -> None:
+    """Give complete saves their name; the ones before them become `.old`. One process calls this for all."""
+    for table in tables:
+        final, old, partial, older = _versions(folder, table)
+        _sync(partial)
+        if final.exists():
+            if old.exists():
+                _remove(older)
+                os.rename(old, older)
+            if _exchange(partial, final):
+                os.rename(partial, old)
+            else:
+                os.rename(final, old)
+                os.rename(partial, final)
+        else:
+            os.rename(partial, final)
+    _sync(folder)
+
+
+def write_position(folder: Path, state: State) -> None:
+    """Write the state of a save that is published; atomic."""
+    content = {"format": _POSITION_FORMAT, "sha256": _digest_of(state), "state": state}
+    path = folder / POSITION
+    partial = path.with_name(POSITION + ".partial")
+    partial.write_text(json.dumps(content, indent=1))
+    _sync(partial)
+    os.replace(partial, path)
+    _sync(folder)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names atomically; return False, and change nothing, where the system has no such call."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    if renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _make(folder: Path) -> None:
+    """Make a folder and those above it that are missing; their names are on the disk then."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+# ---- finding -------------------------------------------------------------------------------------
+
+
+def read_position(folder: Path) -> dict[str, Any]:
+    """Return the state of the newest save of a folder.
+
+    Raises:
+        CheckpointError: There is none, or it was changed.
+    """
+    path = folder / POSITION
+    content = read_json(path)
+    if content.get("format") != _POSITION_FORMAT:
+        raise CheckpointError(
+            str(path), f"must have format {_POSITION_FORMAT}", content.get("format"), ANOTHER
+        )
+    state: dict[str, Any] = entry(content, "state", dict, str(path))
+    if content.get("sha256") != _digest_of(state):
+        raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
+    return state
+
+
+def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
+    """Return the folder of a table's save.
+
+    Args:
+        folder: Of the checkpoint.
+        table: Its name.
+        save: The save that a state names (`save_of`).
+    Returns:
+        `<table>/`, or the one beside it that holds this save. Its manifests are as they were saved.
+    Raises:
+        CheckpointError: No folder holds it, or one of its manifests is missing or changed.
+    """
+    files = save["tables"].get(table)
+    if files is None:
+        remedy = "use the tables of the run that saved it"
+        raise CheckpointError(
+            "the gear state", f"must name a save of table {table}", list(save["tables"]), remedy
+        )
+    problems, found = [], {}
+    for path in _versions(folder, table):
+        ids = {_id_in(manifest) for manifest in _manifests(path)} - {None}
+        if ids:
+            found[path.name] = sorted(map(str, ids))[0]
+        if save["id"] in ids:
+            problem = _problem(path, files)
+            if problem is None:
+                return path
+            problems.append(problem)
+    if problems:
+        raise problems[0]
+    if not found:
+        first = folder / table / next(iter(files))
+        if "save" not in read_json(first):
+            raise CheckpointError(str(first), "must hold the id of a save", None, ANOTHER)
+    remedy = "load the state that was returned by the save of these tables, or another checkpoint"
+    raise CheckpointError(str(folder / table), f"must hold the save {save['id']} of the state", found, remedy)
+
+
+def _problem(path: Path, files: Mapping[str, str]) -> CheckpointError | None:
+    for name, digest in files.items():
+        try:
+            found = sha256(path / name)
+        except OSError as error:
+            return _unreadable(path / name, error)
+        if found != digest:
+            return CheckpointError(str(path / name), "must be as it was saved", None, ANOTHER)
+    return None
+
+
+def newest_tables(folder: Path) -> list[Path]:
+    """Return the folders of the tables of a folder's newest save; [] where no table was saved into it.
+
+    Raises:
+        CheckpointError: One of them is missing or changed.
+    """
+    if not (folder / POSITION).is_file():
+        return sorted(path for path in folder.glob("*") if _manifests(path) and path.suffix not in _NAMES[1:])
+    save = read_position(folder).get("save")
+    return [] if save is None else [find(folder, table, save) for table in sorted(save["tables"])]
+
+
+def table_in(folder: Path) -> str:
+    """Return the name of the table that a folder holds."""
+    return folder.stem if folder.suffix in _NAMES[1:] else folder.name
+
+
+def is_table(folder: Path) -> bool:
+    """Return whether a folder is that of a saved table."""
+    return bool(_manifests(folder))
+
+
+def check_file(path: Path, digest: str | None) -> None:
+    """Raise unless a file has the SHA-256 of its manifest.
+
+    Raises:
+        CheckpointError: It is missing or changed.
+    """
+    if not path.is_file() or sha256(path) != digest:
+        raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a file.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds none.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(str(path), "must hold a mapping", type(content).__name__, ANOTHER)
+    return content
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    text = getattr(error, "strerror", None) or str(error)
+    return CheckpointError(str(path), "must be readable", None, f"{text}; {ANOTHER}")
+
+
+def _named(folder: Path) -> str | None:
+    """Return the id of the save that `position.json` names, if it names one."""
+    try:
+        return str(save_of(read_position(folder))["id"])
+    except CheckpointError:
+        return None
+
+
+def _versions(folder: Path, table: str) -> tuple[Path, ...]:
+    return tuple(folder / (table + name) for name in _NAMES)
+
+
+def _manifests(path: Path) -> list[Path]:
+    own = path / MANIFEST
+    return [own] if own.is_file() else sorted(path.glob(f"shard-*/{MANIFEST}"))
+
+
+def _id_in(manifest: Path) -> str | None:
+    try:
+        found = read_json(manifest).get("save")
+    except CheckpointError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _digest_of(state: State) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,276 @@
+"""Kills processes that save over one checkpoint, load it, and go on: what a state names must always load.
+
+    python tests/crash/programs/save_kills.py replay --folder DIR --kills 400
+    python tests/crash/programs/save_kills.py engine --folder DIR --kills 200 [--world 2 --ranks 0,1]
+
+`replay`: one process, `Replay.save`. The state that each save returns is kept in a file of its own; both that
+and the folder's own position must load after each kill. `engine`: ranks that train and call
+`engine.save_checkpoint` over one tag; the next ranks load it. Where DeepSpeed's own file of the tag is torn
+nothing can be loaded, and they begin anew. Over nodes this runs once on each of them, with its ranks; the one
+with rank 0 decides when to kill. All forks share the imports of this process. Prints a line of JSON; exits
+with 1 if a checkpoint was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed import comm as dist
+from gear_support import SCHEMA, SHM, prefix, trajectory, wait_until
+from process_support import exit_status, free_port, in_child, kill
+
+import deepspeed_gear
+from deepspeed_gear import Replay
+from deepspeed_gear.store.table import COMMITTED, ID, STATE
+
+TAG, MODEL = "tag", "mp_rank_00_model_states.pt"
+SECTION: dict[str, Any] = {
+    "tables": {
+        "main": {
+            "capacity_steps": 600,
+            "capacity_trajectories": 40,
+            "max_length": 30,
+            "remove": "fifo",
+        }
+    },
+    "sampler": {"kind": "prioritized", "unit": "step"},
+    "fields": {"observation": {"offset": -3, "length": 4}, "code": {}},
+    "prefetch": 1,
+    "timeout_s": 60.0,
+}
+
+
+def digest_of(replay: Replay) -> str:
+    """Return a digest of the ids that all stores of the run hold. Collective."""
+    slots = replay.tables["main"].slots
+    ids = slots[slots[:, STATE] == COMMITTED, ID].tolist() if replay.topology.leads_node else []
+    gathered = [ids]
+    if dist.is_initialized():
+        gathered = [None] * dist.get_world_size()
+        torch.distributed.all_gather_object(gathered, ids)
+    return hashlib.sha256(repr(sorted(i for of_rank in gathered for i in of_rank)).encode()).hexdigest()
+
+
+def write(path: Path, content: Any) -> None:
+    """Write JSON; atomic."""
+    partial = path.with_name(path.name + ".new")
+    partial.write_text(json.dumps(content))
+    os.replace(partial, path)
+
+
+def add(replay: Replay, random_: np.random.Generator) -> None:
+    """Add a trajectory of any length."""
+    replay.add(trajectory(int(random_.integers(1000)), int(random_.integers(1, 25)), terminated=True))
+
+
+# ---- one process ---------------------------------------------------------------------------------
+
+
+def made() -> Replay:
+    """Return a Replay of one process."""
+    config = {**SECTION, "batch_size": 16, "shared_memory": {"prefix": prefix()}}
+    return Replay(config, schemas={"main": SCHEMA})
+
+
+def save_for_ever(folder: Path, ready: Path) -> None:
+    """Continue from the state that was kept, then save again and again."""
+    random_ = np.random.default_rng(os.getpid())
+    with made() as replay:
+        ready.touch()
+        kept = folder.with_name("kept.json")
+        if kept.exists():
+            replay.load(folder, json.loads(kept.read_text())["state"])
+        while True:
+            for _ in range(3):
+                add(replay, random_)
+            replay.update_priorities(batch := replay.sample(), torch.rand(len(batch.id)) + 0.1)
+            write(folder.with_name("next.json"), digest_of(replay))
+            state = replay.save(folder)
+            write(kept, {"state": state, "digest": digest_of(replay)})
+
+
+def check_both(folder: Path) -> None:
+    """Load by the kept state, and without one."""
+    kept, following = folder.with_name("kept.json"), folder.with_name("next.json")
+    if not kept.exists():
+        return
+    known = json.loads(kept.read_text())
+    with made() as replay:
+        replay.load(folder, known["state"])
+        assert digest_of(replay) == known["digest"], "another content than that of the state"
+        replay.sample()
+        replay.load(folder)
+        assert digest_of(replay) in (known["digest"], json.loads(following.read_text()))
+        replay.sample()
+
+
+def kill_replays(options: argparse.Namespace) -> dict[str, int]:
+    """Kill processes that save; count what cannot be loaded."""
+    folder, chance, lost = options.folder / "saved", random.Random(options.seed), 0
+    for number in range(options.kills):
+        ready = options.folder / f"ready-{number}"
+        child = in_child(lambda ready=ready: save_for_ever(folder, ready))
+        wait_until(ready.exists, "a process that saves")
+        time.sleep(chance.random() * options.spread)
+        kill(child)
+        lost += exit_status(in_child(lambda: check_both(folder))) != 0
+    names = sorted(path.name for path in folder.iterdir())
+    return {"kills": options.kills, "lost": lost, "names": len(names)}
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """Any model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(12, 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.layer(batch["observation"].flatten(1).float() / 1e4).square().mean()
+
+
+def train_for_ever(folder: Path, number: int, is_last: bool) -> None:
+    """Load what is there, then train and save over one tag until this rank is killed."""
+    deepspeed.init_distributed("gloo", verbose=False)
+    rank, model = dist.get_rank(), Model()
+    gear = {**SECTION, "shared_memory": {"prefix": prefix()}}
+    engine, *_ = deepspeed_gear.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), 1e-3),
+        config={"train_batch_size": 16, "gear": gear},
+        schemas={"main": SCHEMA},
+    )
+    if rank == 0:
+        (folder / f"ready-{number}").touch()
+    random_, outcome = np.random.default_rng(1000 * number + rank), load(engine, folder)
+    if rank == 0:
+        (folder / f"{outcome}-{number}").touch()
+    dist.barrier()
+    for _ in range(0 if outcome == "loaded" else 6):
+        add(engine.gear, random_)
+    while not is_last:
+        add(engine.gear, random_)
+        dist.barrier()
+        batch = engine.gear_sample()
+        engine.backward(engine(batch))
+        engine.step()
+        engine.gear_update_priorities(batch, torch.rand(len(batch.id)) + 0.1)
+        mine = {"digest": digest_of(engine.gear), "batches": engine.global_steps}
+        engine.save_checkpoint(str(folder), tag=TAG, client_state=mine, save_latest=False)
+    engine.destroy()
+
+
+def load(engine: Any, folder: Path) -> str:
+    """Load the tag where DeepSpeed can; say what came of that. All ranks see the same files."""
+    try:
+        torch.load(folder / TAG / MODEL, weights_only=False)
+        outcome = "loaded"
+    except FileNotFoundError:
+        return "nothing"
+    except Exception:  # whatever a torn file makes of it
+        outcome = "torn"
+    dist.barrier()
+    if outcome == "torn":
+        (folder / TAG / MODEL).unlink(missing_ok=True)
+        return outcome
+    _, client = engine.load_checkpoint(str(folder), tag=TAG)
+    assert client["digest"] == digest_of(engine.gear), "another content than that of the client state"
+    position = engine.gear.state_dict()["train"]["main"]["batches"]
+    assert client["batches"] == engine.global_steps == position, "another position than that of the engine"
+    return outcome
+
+
+def run_rank(
+    rank: int, options: argparse.Namespace, port: int, told: Path, action: Callable[[], None]
+) -> None:
+    """Be a rank; what ends it goes into a file, unless the kill of the others does."""
+    place = {"RANK": rank, "LOCAL_RANK": options.ranks.index(rank), "WORLD_SIZE": options.world}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(MASTER_ADDR=options.master, MASTER_PORT=str(port))
+    log = os.open(options.folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        action()
+    except BaseException:
+        if told.exists():
+            time.sleep(600)  # this one is killed next
+        (options.folder / f"failed-{rank}").write_text(traceback.format_exc())
+        raise
+
+
+def kill_ranks(options: argparse.Namespace) -> dict[str, int]:
+    """Kill the ranks of this node together with those of the others; count what came of each launch."""
+    folder, chance = options.folder, random.Random(options.seed)
+    leads = 0 in options.ranks
+    for number in range(options.kills + 1):
+        is_last, port = number == options.kills, options.port + number if options.port else free_port()
+        ready, told = folder / f"ready-{number}", folder / f"kill-{number}"
+        train = functools.partial(train_for_ever, folder, number, is_last)
+        launched = [functools.partial(run_rank, rank, options, port, told, train) for rank in options.ranks]
+        children = [in_child(action) for action in launched]
+        if is_last:
+            lost = [child for child in children if exit_status(child) != 0]
+        else:
+            expected = ready if leads else told
+            wait_until(lambda at=expected: at.exists() or failures(folder), "a launch", 300.0)
+            if leads:
+                time.sleep(chance.random() * options.spread)
+                told.touch()
+            for child in children:
+                os.kill(child, 9)
+            lost = [child for child in children if exit_status(child) != -9]
+        for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            left.unlink(missing_ok=True)
+        if lost or failures(folder):
+            sys.stderr.write("".join(failures(folder)))
+            return {"kills": number, "lost": 1}
+    outcomes = {name: len(list(folder.glob(f"{name}-*"))) for name in ("loaded", "torn", "nothing")}
+    return {"kills": options.kills, "lost": 0, **outcomes}
+
+
+def failures(folder: Path) -> list[str]:
+    """Return what has ended ranks."""
+    return [path.read_text() for path in folder.glob("failed-*")]
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["replay", "engine"])
+    parser.add_argument("--folder", type=Path, required=True, help="empty; common to all nodes")
+    parser.add_argument("--kills", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--spread", type=float, default=0.3, help="longest time before a kill, in seconds")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--ranks", type=lambda text: [int(rank) for rank in text.split(",")], default=[0, 1])
+    parser.add_argument("--master", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="the first of one for each launch; 0: free ones")
+    options = parser.parse_args()
+    os.environ.setdefault("GEAR_TEST_PREFIX", prefix())  # the same in all forks
+    found = kill_replays(options) if options.what == "replay" else kill_ranks(options)
+    print(json.dumps(found))
+    sys.exit(1 if found["lost"] else 0)
+
+
+if __name__ == "__main__":
+    main()
