@@ -35,6 +35,7 @@ from process_support import exit_status, free_port, in_child, kill
 
 import deepspeed_gear
 from deepspeed_gear import Replay
+from deepspeed_gear.ops import load_backend
 from deepspeed_gear.store.table import COMMITTED, ID, STATE
 
 TAG, MODEL = "tag", "mp_rank_00_model_states.pt"
@@ -72,6 +73,37 @@ def write(path: Path, content: Any) -> None:
     os.replace(partial, path)
 
 
+class Moments:
+    """Moments for kills: inside of the load, or of one of the saves behind it, however fast the machine is.
+
+    Args:
+        seed: Of the random choice.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._chance, self._pace_s = random.Random(seed), 0.1
+
+    def wait(self, ready: Path, ended: Callable[[], Any]) -> None:
+        """Wait for the next moment.
+
+        Args:
+            ready: Comes into being before the load, and grows by a byte with each save.
+            ended: Whether there is nothing more to wait for.
+        """
+        wait_until(lambda: ready.exists() or ended(), "a launch", 300.0)
+        start, saves = time.monotonic(), self._chance.choice((0, 1, 2))
+        wait_until(lambda: ended() or ready.stat().st_size >= saves, "saves", 300.0)
+        if saves:
+            self._pace_s = (time.monotonic() - start) / saves
+        time.sleep(self._chance.random() * self._pace_s)
+
+
+def grow(path: Path) -> None:
+    """Append a byte to a file."""
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
 def add(replay: Replay, random_: np.random.Generator) -> None:
     """Add a trajectory of any length."""
     replay.add(trajectory(int(random_.integers(1000)), int(random_.integers(1, 25)), terminated=True))
@@ -101,6 +133,7 @@ def save_for_ever(folder: Path, ready: Path) -> None:
             write(folder.with_name("next.json"), digest_of(replay))
             state = replay.save(folder)
             write(kept, {"state": state, "digest": digest_of(replay)})
+            grow(ready)
 
 
 def check_both(folder: Path) -> None:
@@ -120,12 +153,11 @@ def check_both(folder: Path) -> None:
 
 def kill_replays(options: argparse.Namespace) -> dict[str, int]:
     """Kill processes that save; count what cannot be loaded."""
-    folder, chance, lost = options.folder / "saved", random.Random(options.seed), 0
+    folder, moments, lost = options.folder / "saved", Moments(options.seed), 0
     for number in range(options.kills):
         ready = options.folder / f"ready-{number}"
         child = in_child(lambda ready=ready: save_for_ever(folder, ready))
-        wait_until(ready.exists, "a process that saves")
-        time.sleep(chance.random() * options.spread)
+        moments.wait(ready, lambda: False)
         kill(child)
         lost += exit_status(in_child(lambda: check_both(folder))) != 0
     names = sorted(path.name for path in folder.iterdir())
@@ -174,6 +206,8 @@ def train_for_ever(folder: Path, number: int, is_last: bool) -> None:
         engine.gear_update_priorities(batch, torch.rand(len(batch.id)) + 0.1)
         mine = {"digest": digest_of(engine.gear), "batches": engine.global_steps}
         engine.save_checkpoint(str(folder), tag=TAG, client_state=mine, save_latest=False)
+        if rank == 0:
+            grow(folder / f"ready-{number}")
     engine.destroy()
 
 
@@ -216,10 +250,18 @@ def run_rank(
         raise
 
 
+def import_all() -> None:
+    """Import what a rank imports late, so that its forks need not."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    load_backend("auto")
+    getattr(deepspeed.ops, "__compatible_ops__", None)
+
+
 def kill_ranks(options: argparse.Namespace) -> dict[str, int]:
     """Kill the ranks of this node together with those of the others; count what came of each launch."""
-    folder, chance = options.folder, random.Random(options.seed)
+    folder, moments = options.folder, Moments(options.seed)
     leads = 0 in options.ranks
+    import_all()
     for number in range(options.kills + 1):
         is_last, port = number == options.kills, options.port + number if options.port else free_port()
         ready, told = folder / f"ready-{number}", folder / f"kill-{number}"
@@ -229,11 +271,10 @@ def kill_ranks(options: argparse.Namespace) -> dict[str, int]:
         if is_last:
             lost = [child for child in children if exit_status(child) != 0]
         else:
-            expected = ready if leads else told
-            wait_until(lambda at=expected: at.exists() or failures(folder), "a launch", 300.0)
             if leads:
-                time.sleep(chance.random() * options.spread)
+                moments.wait(ready, lambda: failures(folder))
                 told.touch()
+            wait_until(lambda told=told: told.exists() or failures(folder), "a kill", 600.0)
             for child in children:
                 os.kill(child, 9)
             lost = [child for child in children if exit_status(child) != -9]
@@ -260,7 +301,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="empty; common to all nodes")
     parser.add_argument("--kills", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--spread", type=float, default=0.3, help="longest time before a kill, in seconds")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--ranks", type=lambda text: [int(rank) for rank in text.split(",")], default=[0, 1])
     parser.add_argument("--master", default="127.0.0.1")
