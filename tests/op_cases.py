@@ -116,13 +116,13 @@ def arguments(name: str) -> tuple[Any, ...]:
         "slot_masses_": (built, table, items[:50], 130, 180, ALL_ANCHORS, 1),
         "resolve_": (resolutions * 0, built, slots, coordinates, ALL_ANCHORS, 0, 5, 1, 100),
         "resolve_rows_": (resolutions * 0, built, table, row_slots, coordinates, 100),
-        "mass_": (out, torch.rand(COUNT), alpha),
+        "mass_": (out, torch.rand(COUNT) * 99, alpha, 27),
         "importance_": (torch.zeros(COUNT), weighed, 1 << 40, 7, alpha),
         "minima_build_": (minima, built, NUM_SLOTS),
         "minima_update_": (minima, built, NUM_SLOTS, items),
         "top_k_": (torch.zeros(700, dtype=torch.int64), priorities, built),
         "report_": (torch.zeros(50, 6, dtype=torch.int64), weighed, torch.rand(COUNT), 40, 7),
-        "prioritize_": (built, mended, priorities, counts, table, reports, alpha, 0),
+        "prioritize_": (built, mended, priorities, counts, table, reports, alpha, 0, 27),
         "suffix_sum_": (reward * 0, reward, extents),
         "n_step_": (returns[0], returns[1], out, reward, ends, ends, powers_of(0.9, 5), resolutions, 5),
         "gather_": (
@@ -175,7 +175,7 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
     sums, minima = torch.zeros(tree_size(rows)).long(), torch.zeros(minima_size(rows)).long()
     priorities, row_slots = torch.zeros(rows), torch.zeros(rows, dtype=torch.int32)
     adding = [state, slots, begins, sums, minima, priorities, row_slots, placed]
-    rest = (ALL_ANCHORS, RING_SHAPE, UNIT_STEP, ALPHA, -1)
+    rest = (ALL_ANCHORS, RING_SHAPE, UNIT_STEP, ALPHA, -1, 24)
     for _ in range(7):
         reference.ring_add_(*adding, torch.randint(-1, most + 2, (len(placed),)), *rest)
     resolutions, weights = torch.zeros(300, 8, dtype=torch.int64), torch.zeros(300)
@@ -210,6 +210,7 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
             RING_SHAPE,
             UNIT_STEP,
             ALPHA,
+            24,
         ),
         "scatter_": (columns, values, placed, sources),
     }[name]

@@ -194,7 +194,9 @@ def check_priorities_whole(masses: Any) -> None:
     from deepspeed_gear.selection.priorities import ALPHA
 
     leaves = torch.empty(masses.num_items, dtype=torch.int64)
-    reference.mass_(leaves, torch.from_numpy(masses.values.copy()), int(masses.words[ALPHA]))
+    reference.mass_(
+        leaves, torch.from_numpy(masses.values.copy()), int(masses.words[ALPHA]), masses.rule.most_bits
+    )
     assert (leaves.numpy() == masses.leaves).all(), "a leaf is not the mass of its priority"
     if len(masses._minima):
         minima = torch.empty_like(masses._minima)

@@ -10,6 +10,7 @@ import torch
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import (
     COMMITTED,
+    MOST_MASS_BITS,
     NUM_UPDATE_COUNTS,
     ONE_Q62,
     R_ANCHOR,
@@ -59,7 +60,7 @@ class Items:
         self.row_slots = torch.arange(num_slots, dtype=torch.int32).repeat_interleave(_STEPS)
         self.priorities = 1 - torch.rand(n, generator=torch.Generator().manual_seed(_SEED))
         self.sums = torch.zeros(tree_size(n), dtype=torch.int64)
-        self.ops.mass_(self.sums[:n], self.priorities, ALPHA)
+        self.ops.mass_(self.sums[:n], self.priorities, ALPHA, MOST_MASS_BITS)
         self.ops.tree_build_(self.sums, n)
         self.counts = torch.zeros(NUM_UPDATE_COUNTS, dtype=torch.int64)
         self._top = self.sums[tree_levels(n)[-1][0] :]
@@ -90,7 +91,15 @@ class Items:
         del turn
         none = torch.empty(0, dtype=torch.int64)
         self.ops.prioritize_(
-            self.sums, none, self.priorities, self.counts, self.slots, self._updates, ALPHA, UNIT_STEP
+            self.sums,
+            none,
+            self.priorities,
+            self.counts,
+            self.slots,
+            self._updates,
+            ALPHA,
+            UNIT_STEP,
+            MOST_MASS_BITS,
         )
 
 

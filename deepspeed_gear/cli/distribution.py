@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.errors import CheckpointError
-from deepspeed_gear.ops.constants import MASS_BITS, MOST_MASS_BITS, ONE_Q62
+from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
 from deepspeed_gear.replay import saves
 from deepspeed_gear.replay.snapshot import check_rows, read_table
 from deepspeed_gear.selection.anchors import AnchorRule
@@ -159,7 +159,7 @@ def of_saved(folder: Path) -> Distribution:
         assert bases is not None
         assert alpha is not None
         drawable, num_trajectories = priorities > 0, len(bases)
-        masses = _masses(priorities[drawable], float(alpha[0]) / ONE_Q62)
+        masses = _masses(priorities[drawable], float(alpha[0]) / ONE_Q62, known["most_bits"])
         counted = None if draws is None else draws[drawable]
     elif leaves is not None:
         drawable, num_trajectories = leaves > 0, len(leaves)
@@ -193,7 +193,7 @@ def _counts_of_steps(
     return np.asarray(draws[admitted & drawable[owner]])
 
 
-def _masses(priorities: np.ndarray, alpha: float) -> np.ndarray:
+def _masses(priorities: np.ndarray, alpha: float, most_bits: int) -> np.ndarray:
     """Return priority ** alpha in units of 2^-24, to the precision of float64."""
     masses = np.rint(priorities.astype(np.float64) ** alpha * 2.0**MASS_BITS)
-    return np.clip(masses, 1, 2.0**MOST_MASS_BITS)
+    return np.clip(masses, 1, 2.0**most_bits)

@@ -29,6 +29,19 @@ NUM_UPDATE_COUNTS = 5
 # common/power.h: masses are Q24, exponents Q62.
 MASS_BITS, MOST_MASS_BITS = 24, 40
 ONE_Q62 = 1 << 62
+MOST_TOTAL_BITS = 62  # the sum of all masses is below 2 to this
+
+
+def most_mass_bits(num_items: int) -> int:
+    """Return log2 of the largest mass of an item, so that any masses of a table sum to less than 2^62.
+
+    With N below 2^b, 2N items (N is rounded up on each node) of mass 2^(61 - b) sum to less than 2^62.
+
+    Args:
+        num_items: Most items that the table ever holds, all nodes together.
+    """
+    return max(1, min(MOST_MASS_BITS, MOST_TOTAL_BITS - 1 - num_items.bit_length()))
+
 
 # common/philox.h: what a random word is for.
 FOR_COORDINATE, FOR_ANCHOR, FOR_PERMUTATION, FOR_SPLIT, FOR_TRANSFORM, FOR_RELABELLING, FOR_GOAL = range(7)

@@ -10,6 +10,7 @@ from . import reference
 from .backends import Ops, load_backend
 from .checks import check_range, check_tensor
 from .constants import (
+    MOST_MASS_BITS,
     NUM_UPDATE_COUNTS,
     ONE_Q62,
     R_MASS,
@@ -37,25 +38,30 @@ def q62(name: str, exponent: float) -> int:
     return round(exponent * ONE_Q62)
 
 
-def mass(priorities: Tensor, alpha: float, *, ops: Ops | None = None) -> Tensor:
+def mass(
+    priorities: Tensor, alpha: float, *, most_bits: int = MOST_MASS_BITS, ops: Ops | None = None
+) -> Tensor:
     """Compute the masses of priorities: priority^alpha in units of 2^-24.
 
     Args:
         priorities: Finite and at least 0. [n], float32.
         alpha: In [0, 1]; 0 makes all that are not 0 equal.
+        most_bits: log2 of the largest mass, in [1, 40]; `most_mass_bits` keeps sums below 2^62.
         ops: The backend; None for "auto".
     Returns:
-        Rounded (halves up) and clamped to [1, 2^40]; 0 for priority 0. The same bits on every machine and
-        backend, at most 1 from the exact power. [n], int64.
+        Rounded (halves up) and clamped to [1, 2^most_bits]; 0 for priority 0. The same bits on every machine
+        and backend, at most 1 from the exact power. [n], int64.
     Raises:
-        ShapeError: Wrong shape or dtype, a priority is negative, infinite or NaN, or alpha is out of range.
+        ShapeError: Wrong shape or dtype, a priority is negative, infinite or NaN, or alpha or most_bits is
+            out of range.
     Cost: about 11 ns a priority on a CPU.
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016, equation 1.
     """
     check_tensor("priorities", priorities, torch.float32, (None,))
     _check_priorities(priorities)
+    check_range("most_bits", most_bits, 1, MOST_MASS_BITS + 1)
     masses = torch.empty(len(priorities), dtype=torch.int64)
-    (ops or load_backend()).mass_(masses, priorities, q62("alpha", alpha))
+    (ops or load_backend()).mass_(masses, priorities, q62("alpha", alpha), most_bits)
     return masses
 
 
@@ -232,6 +238,7 @@ def prioritize(
     alpha: float,
     *,
     unit: int = UNIT_TRAJECTORY,
+    most_bits: int = MOST_MASS_BITS,
     ops: Ops | None = None,
 ) -> None:
     """Set priorities in place, in order, and mend the trees above them.
@@ -247,6 +254,7 @@ def prioritize(
             reports, as `report` writes them: they count by batch and sample number. [n, 6], int64.
         alpha: In [0, 1].
         unit: `UNIT_TRAJECTORY` (an item is a slot) or `UNIT_STEP` (a row of the store).
+        most_bits: As in `mass`.
         ops: The backend, not "cuda"; None for "auto".
     Raises:
         ShapeError: Wrong shape, dtype or range, or a priority is negative, infinite or NaN.
@@ -264,8 +272,9 @@ def prioritize(
     if unit not in (UNIT_TRAJECTORY, UNIT_STEP):
         raise ShapeError("unit", "must be 0 or 1", unit)
     reference.order_of(updates[:, U_PRIORITY] & 0xFFFFFFFF)
+    check_range("most_bits", most_bits, 1, MOST_MASS_BITS + 1)
     run = (ops or load_backend()).prioritize_
-    run(sums, minima, priorities, counts, slots, updates, q62("alpha", alpha), unit)
+    run(sums, minima, priorities, counts, slots, updates, q62("alpha", alpha), unit, most_bits)
 
 
 def _check_tree(sums: Tensor, num_items: int) -> None:

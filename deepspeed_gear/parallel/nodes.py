@@ -190,7 +190,6 @@ class NodeSelector(Meeting):
             masses.apply_reports(key, [masses.known_reports(reports)] if len(reports) else [])
             if self._due:
                 masses.reports.take(self._due)
-            masses.check_clamped()
 
         self._apply_together(change)
 

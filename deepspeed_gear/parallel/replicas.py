@@ -50,7 +50,6 @@ class ReplicaSelector(Meeting):
             self._priorities.apply_reports(key, [rows for rows in self._heard if len(rows)])
             if self._due:
                 self._priorities.reports.take(self._due)
-            self._priorities.check_clamped()
 
         self._apply_together(change)
         return self.total

@@ -30,6 +30,7 @@ from deepspeed_gear.ops.constants import (
 from deepspeed_gear.parallel.device_peers import shares_gpus
 from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import device_state, position
+from deepspeed_gear.replay.clamping import ClampWarning
 from deepspeed_gear.replay.device_feed import DeviceFeed
 from deepspeed_gear.replay.device_parts import arrivals_of, betas_of, device_of, ops_of, specs_of, table_of
 from deepspeed_gear.replay.device_passes import DevicePasses
@@ -96,8 +97,8 @@ class DeviceReplay:
         how = self._selection, draws, reports, self._sharing
         more = self._collector, self._burn_in, plan.info, plan.topology.data_rank
         self._feed = DeviceFeed(*how, *more, self)
-        self._closed = False
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
+        self._closed, self._clamp_warning = False, self._new_clamp_warning()
         #: As `Replay.transform`; `sample` calls it, `sample_` does not.
         self.transform: Transform | None = None
 
@@ -305,6 +306,8 @@ class DeviceReplay:
     def check(self) -> None:
         """Raise if the device has refused a length or a priority, or had nothing to draw. Waits for it.
 
+        The first rank of a node logs a warning if many priorities were clamped since the last call.
+
         Raises:
             DataError: It has.
         """
@@ -313,6 +316,8 @@ class DeviceReplay:
             rule = "must be in range: lengths in [0, T], priorities finite and at least 0"
             raise DataError("what was given to the device", rule, f"{refused} that were not")
         device_state.check_drawn(self.table)
+        if self._clamp_warning is not None:
+            self._clamp_warning.check()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the content and the position, in host memory. Waits for the device.
@@ -368,6 +373,15 @@ class DeviceReplay:
     def _go_on(self) -> None:
         self._is_filled = self._has_data or self.num_trajectories > 0
         self._feed.begin_anew()
+        self._clamp_warning = self._new_clamp_warning()  # what was loaded was reported before
+
+    def _new_clamp_warning(self) -> ClampWarning | None:
+        """Return what `check` logs of this table on the first rank of a node; None: nothing."""
+        if not self._selection.is_prioritized or not self.topology.leads_node:
+            return None
+        reported, table = device_state.Reported(self.table), self.config.sampled_tables[0]
+        counts = reported.num_clamped, reported.recent
+        return ClampWarning(table, self._selection.most_bits, *counts, "since the last check()")
 
     def _settle(self) -> None:
         """Bring all reports into effect; only between two global batches. Collective where reports are."""

@@ -10,7 +10,7 @@ from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.config.schedules import end_of
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import ONE_Q62
+from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.parallel.device_rows import Arrivals
 from deepspeed_gear.parallel.routes import row_needs
 from deepspeed_gear.parallel.rows import RowNeeds
@@ -34,8 +34,10 @@ def masses_of(plan: Plan, spec: StreamSpec) -> np.ndarray:
 
 def specs_of(plan: Plan, name: str) -> dict[str, StreamSpec]:
     """Return the training stream, and one for each split of a data set."""
+    dataset = plan.datasets.get(name)
+    num_items = setup.num_items_of(plan.config, name, plan.schemas[name], dataset)
     specs = stream_specs(
-        plan.config, name, plan.fields, plan.splits[name], plan.info, plan.datasets.get(name), None
+        plan.config, name, plan.fields, plan.splits[name], plan.info, dataset, None, num_items
     )
     return {spec.name: spec for spec in specs}
 
@@ -134,5 +136,6 @@ def table_of(
         admitted = rule.anchors.admits(steps_of, dataset.lengths[owners])
     initial = None if priorities is None else (priorities.initial or 1.0)
     alpha = 0 if priorities is None else int(priorities.alpha(0) * ONE_Q62)
-    more_of = (has_minima, needs_returns, ops, device, alpha)
+    most_bits = MOST_MASS_BITS if priorities is None else priorities.most_bits
+    more_of = (has_minima, needs_returns, ops, device, alpha, most_bits)
     return RingTable.of_dataset(dataset, masses, admitted, initial, *more_of)

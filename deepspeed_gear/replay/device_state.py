@@ -51,6 +51,31 @@ def statistics_of(table: RingTable, has_priorities: bool) -> dict[str, int]:
     return found
 
 
+class Reported:
+    """The reports that a table has applied, and those that were clamped. Every method waits for the device.
+
+    Args:
+        table: With priorities.
+    """
+
+    def __init__(self, table: RingTable) -> None:
+        self._table = table
+        self._before = self._counts()
+
+    def _counts(self) -> tuple[int, int]:
+        counts = self._table.state[RING_COUNTS:].tolist()
+        return counts[APPLIED], counts[CLAMPED]
+
+    def num_clamped(self) -> int:
+        """Return the reports ever clamped."""
+        return self._counts()[1]
+
+    def recent(self) -> tuple[int, int]:
+        """Return those that were applied since the last call, and those of them that were clamped."""
+        before, self._before = self._before, self._counts()
+        return self._before[0] - before[0], self._before[1] - before[1]
+
+
 def check_drawn(table: RingTable) -> None:
     """Refuse a table from which a global batch without samples was drawn. Waits for the device.
 

@@ -201,7 +201,8 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         num_shards = len(placement.order) if table in placement.spread else 1
         weight = weights.get(table)
         replicated = len(placement.order) > 1 and num_shards == 1
-        sizes = num_shards, weight, replicated
+        num_items = setup.num_items_of(config, table, plan.schemas[table], dataset)
+        sizes = num_items, num_shards, weight, replicated
         return stream_specs(config, table, plan.fields, split, plan.info, dataset, mixture, *sizes)
 
     sampled = config.sampled_tables

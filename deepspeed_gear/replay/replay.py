@@ -17,6 +17,7 @@ from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
 from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import continuation, feedback, statistics
+from deepspeed_gear.replay.clamping import warnings_of
 from deepspeed_gear.replay.contents import Contents
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.inference import InferenceLoader
@@ -98,6 +99,8 @@ class Replay(Contents):
             parts.check,
             self._late.check,
         )
+        leads_node = plan.topology.leads_node  # each for its own store
+        self._warnings = warnings_of(self._train) if leads_node else []
         self._questions = Questions(parts, self.config.timeout_s, self._feed)
         self._finalizer = weakref.finalize(
             self,
@@ -152,7 +155,10 @@ class Replay(Contents):
                 itself; with an engine on all ranks. The next call tries again.
         """
         self._check_reads()
-        return self._feed.next()
+        batch = self._feed.next()
+        for warning in self._warnings:
+            warning.check()
+        return batch
 
     def can_sample(self) -> bool:
         """Return whether `sample` would return a batch now; the same answer on every rank. Collective.
@@ -424,6 +430,7 @@ class Replay(Contents):
         parts, feed = self._parts, self._feed
         self.__dict__.pop("_all_priorities", None)
         self.tables, self._streams, self._inserters, self._loaders, self._train = {}, {}, {}, [], []
+        self._warnings = []
         del self._parts, self._maker, self._passes, self._feed, self._questions
         for hub in (*parts.all_streams, parts, feed):  # all else refers to these, and they to all else:
             vars(hub).clear()  # without this the memory would stay until the next collection of garbage

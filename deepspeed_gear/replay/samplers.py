@@ -25,6 +25,7 @@ from deepspeed_gear.config import (
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.constants import most_mass_bits
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.selection.anchors import AnchorRule, Reach
 from deepspeed_gear.selection.cut import StreamSpec
@@ -65,6 +66,7 @@ def stream_specs(
     info: BatchInfo,
     dataset: Dataset | None,
     mixture: Mixture | None,
+    num_items: int,
     num_shards: int = 1,
     weight_total: float | None = None,
     replicated: bool = False,
@@ -79,6 +81,7 @@ def stream_specs(
         info: Sizes of a batch.
         dataset: What this node has of the table's data set; None: the table has a capacity.
         mixture: How many samples come from each table; None for one.
+        num_items: Most items that the table ever holds, all nodes together.
         num_shards: Nodes over which the table is spread.
         weight_total: Sum of the weights of all items where this node has a part only; None: it has all.
         replicated: Whether several nodes hold the whole table.
@@ -89,7 +92,7 @@ def stream_specs(
     sampler = config.item_sampler
     base = MassRule(sampler.unit, False, anchor_rule(config, fields), _conditions(sampler), dict(split))
     base = replace(base, late=_late_columns(sampler, fields))
-    priorities = _priority_rule(sampler, config.prefetch, info)
+    priorities = _priority_rule(sampler, config.prefetch, info, most_mass_bits(num_items))
     train = StreamSpec(
         name=TRAIN,
         kind=_kind(sampler),
@@ -190,16 +193,17 @@ def _total_weight(name: str, base: MassRule, dataset: Dataset | None) -> float:
     return float(weights.astype(np.float64) @ counts)
 
 
-def _priority_rule(sampler: Sampler, prefetch: int, info: BatchInfo) -> PriorityRule | None:
+def _priority_rule(sampler: Sampler, prefetch: int, info: BatchInfo, most_bits: int) -> PriorityRule | None:
     log_size = max(LEAST_LOG, 4 * info.micro * info.accumulation * (prefetch + 2))
+    sizes = prefetch, log_size, most_bits
     if isinstance(sampler, TopKSampler):
-        return PriorityRule(lambda _: 1.0, lambda _: 0.0, sampler.initial, None, prefetch, log_size)
+        return PriorityRule(lambda _: 1.0, lambda _: 0.0, sampler.initial, None, *sizes)
     if not isinstance(sampler, PrioritizedSampler):
         return None
     alpha, beta = _schedule(sampler.alpha, "gear.sampler.alpha"), _schedule(sampler.beta, "gear.sampler.beta")
     every = sampler.alpha_every
     return PriorityRule(
-        lambda key: alpha(key - key % every), beta, sampler.initial, sampler.normalize, prefetch, log_size
+        lambda key: alpha(key - key % every), beta, sampler.initial, sampler.normalize, *sizes
     )
 
 

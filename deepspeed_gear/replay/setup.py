@@ -186,6 +186,28 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
     return steps, -(-slots // count)
 
 
+def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset | None) -> int:
+    """Return an upper bound on the items that a table ever holds; the same for any number of nodes.
+
+    Args:
+        config: The config.
+        name: Of the table.
+        schema: Of its trajectories.
+        dataset: What this node has of its data set; None: the table has a capacity.
+    Raises:
+        ConfigError: The bytes hold no step.
+    """
+    by_step = config.item_sampler.unit == "step"
+    if dataset is not None:
+        whole = dataset.num_steps if dataset.part is None else dataset.part.steps
+        return whole if by_step else dataset.num_trajectories_of_whole
+    table = config.resolved_tables[name]
+    steps = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
+    slots = max(capacity_of(name, table, schema, 1)[1], -(-steps // (table.max_length or steps)))
+    # A ring on a device has rows for one more trajectory; steps may lie in rows kept for final ones.
+    return steps + slots + (table.max_length or 0) if by_step else slots
+
+
 def table_specs(
     config: GearConfig,
     schemas: Mapping[str, Schema],

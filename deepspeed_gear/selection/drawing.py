@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.ops.constants import R_SLOT
+from deepspeed_gear.ops.constants import MOST_TOTAL_BITS, R_SLOT
 from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.selection.cut import (
     DONE,
@@ -26,8 +26,6 @@ from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import Selector
 from deepspeed_gear.store.table import Table
-
-MOST_TOTAL_BITS = 62
 
 
 class Drawing:

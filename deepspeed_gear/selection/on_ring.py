@@ -11,6 +11,7 @@ from deepspeed_gear.ops.constants import (
     BY_BATCH,
     BY_TABLE,
     HIGHEST_SO_FAR,
+    MOST_MASS_BITS,
     NOT_NORMALIZED,
     ONE_Q62,
     UNIT_LENGTH,
@@ -46,6 +47,7 @@ class RingSelection:
         if self.is_prioritized and not table.items_are_rows:
             self._drawn = UNIT_TRAJECTORY
         self._alpha, self._initial, normalize = 0, HIGHEST_SO_FAR, NOT_NORMALIZED
+        self.most_bits = MOST_MASS_BITS if priorities is None else priorities.most_bits
         if priorities is not None:
             self._alpha, normalize = int(priorities.alpha(0) * ONE_Q62), _NORMALIZE[priorities.normalize]
             if priorities.initial is not None:
@@ -54,7 +56,7 @@ class RingSelection:
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
         """Add trajectories that `RingTable.check` has seen."""
-        rest = (self._rule, self._unit, self._alpha, self._initial)
+        rest = (self._rule, self._unit, self._alpha, self._initial, self.most_bits)
         self.table.add_(columns, lengths, count, steps, *rest)
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
@@ -90,4 +92,5 @@ class RingSelection:
         table = self.table
         known = (table.state, table.sums, table.minima, table.priorities, table.slots)
         unit = UNIT_STEP if table.items_are_rows else UNIT_TRAJECTORY
-        table.ops.ring_update_(*known, records, values, table.shape, unit, self._alpha)
+        rest = (table.shape, unit, self._alpha, self.most_bits)
+        table.ops.ring_update_(*known, records, values, *rest)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import (
     APPLIED,
     CLAMPED,
@@ -48,7 +47,7 @@ from deepspeed_gear.store.table import (
 ShardOf = Callable[[np.ndarray], np.ndarray]  # ids -> shard that has them, -1 for none. [n] -> [n], int64
 ALPHA = 2  # a word of the changes
 MOST_MASS = np.iinfo(np.int64).max
-MOST_CLAMPED, LEAST_APPLIED = 1e-3, 10_000  # part of all updates that may be clamped, once there are so many
+WINDOW = 256  # latest global batches of which clamped reports are counted apart
 
 
 class PriorityMasses(Masses):
@@ -80,6 +79,8 @@ class PriorityMasses(Masses):
         self._count_words: memoryview = self.counts.data
         self._row_slots_tensor = torch.from_numpy(self._row_slots)
         self._unit = UNIT_CODES[spec.rule.unit]
+        self._window: np.ndarray = views[at + "window"]
+        self._window_words: memoryview = self._window.data
 
     @staticmethod
     def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
@@ -92,6 +93,7 @@ class PriorityMasses(Masses):
         regions = [
             Region(spec.at + "priorities", "float32", (items,)),
             Region(spec.at + "counts", "int64", (NUM_UPDATE_COUNTS,)),
+            Region(spec.at + "window", "int64", (WINDOW, 2)),
             Region(spec.at + "bases", "int64", (num_slots,)),
             Region(spec.at + "generations", "int64", (num_slots,)),
             *Reports.regions(spec, num_peers),
@@ -119,6 +121,7 @@ class PriorityMasses(Masses):
 
     def restart(self, key: int) -> None:
         self.reports.restart(key)
+        self._window[:] = 0
 
     def too_early(self, key: int) -> bool:
         return self.reports.too_early(key)
@@ -140,7 +143,6 @@ class PriorityMasses(Masses):
         self.apply_reports(key, [entries for _, entries in due])
         if due:
             self.reports.take(due)
-        self.check_clamped()
 
     def apply_reports(self, key: int, reports: list[np.ndarray]) -> None:
         """Put queued changes of slots into the tree, and reports behind them.
@@ -154,8 +156,11 @@ class PriorityMasses(Masses):
         if alpha != self.words[ALPHA]:
             self.words[ALPHA] = alpha
             self._build()
+        counts, window, at = self._count_words, self._window_words, key % WINDOW
         if not reports:
+            window[at, 0] = window[at, 1] = 0
             return
+        applied, clamped = counts[APPLIED], counts[CLAMPED]
         self.ops.prioritize_(
             self.sums,
             self._minima,
@@ -165,7 +170,9 @@ class PriorityMasses(Masses):
             torch.from_numpy(reports[0] if len(reports) == 1 else np.concatenate(reports)),
             self.words[ALPHA],
             self._unit,
+            self.rule.most_bits,
         )
+        window[at, 0], window[at, 1] = counts[APPLIED] - applied, counts[CLAMPED] - clamped
 
     def recover(self) -> None:
         self.reports.recover()
@@ -210,21 +217,6 @@ class PriorityMasses(Masses):
             known &= self.spec.rule.anchors.admits(anchors, records[:, NUM_STEPS]) & (anchors >= 0)
         return np.stack([slots, records[:, GENERATION], anchors], axis=1), known
 
-    def check_clamped(self) -> None:
-        """Refuse priorities of which too many are beyond what a mass can be.
-
-        Raises:
-            StoreError: More than 0.1% of the updates were clamped.
-        """
-        applied, clamped = self._count_words[APPLIED], self._count_words[CLAMPED]
-        if applied >= LEAST_APPLIED and clamped > MOST_CLAMPED * applied:
-            raise StoreError(
-                f"stream {self.spec.name}: priority ** alpha",
-                f"must lie in [2^-25, 2^16] for all but {MOST_CLAMPED:.1%} of the updates",
-                f"{clamped} of {applied} lie outside",
-                "scale the priorities",
-            )
-
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """Give new items their first priority, and take that of items that are gone.
 
@@ -261,7 +253,7 @@ class PriorityMasses(Masses):
         """Set the priorities of items. [n], int64; [n] or [], float32."""
         priorities = np.broadcast_to(priorities, items.shape).copy()
         new = torch.empty(len(items), dtype=torch.int64)
-        self.ops.mass_(new, torch.from_numpy(priorities), self.words[ALPHA])
+        self.ops.mass_(new, torch.from_numpy(priorities), self.words[ALPHA], self.rule.most_bits)
         before = np.count_nonzero(self.leaves[items])
         self.values[items] = priorities
         changed = torch.from_numpy(items)
@@ -302,7 +294,7 @@ class PriorityMasses(Masses):
     def _build(self) -> None:
         """Derive everything from the priorities."""
         leaves = self.sums[: self.num_items]
-        self.ops.mass_(leaves, self._values, self.words[ALPHA])
+        self.ops.mass_(leaves, self._values, self.words[ALPHA], self.rule.most_bits)
         self.ops.tree_build_(self.sums, self.num_items)
         if len(self._minima):
             self.ops.minima_build_(self._minima, self.sums, self.num_items)
@@ -371,10 +363,21 @@ class PriorityMasses(Masses):
         """Return the exponent of the importance weights of a global batch, Q62."""
         return int(self.rule.beta(key) * ONE_Q62)
 
+    def num_clamped(self) -> int:
+        """Reports ever whose mass was clamped to the smallest or the largest one."""
+        return self._count_words[CLAMPED]
+
+    def recent(self) -> tuple[int, int]:
+        """Return the reports that the latest `WINDOW` global batches applied, and those clamped of them."""
+        applied, clamped = self._window.sum(0).tolist()
+        return applied, clamped
+
     def statistics(self) -> dict[str, int]:
         """Return how many reports were applied, ignored because their item was gone, and clamped."""
         words = {"priorities_applied": APPLIED, "priorities_ignored": STALE, "priorities_clamped": CLAMPED}
-        return {name: int(self.counts[word]) for name, word in words.items()}
+        applied, clamped = self.recent()
+        found = {name: int(self.counts[word]) for name, word in words.items()}
+        return {**found, "priorities_applied_recent": applied, "priorities_clamped_recent": clamped}
 
     # ---- content ---------------------------------------------------------------------------------
 

@@ -222,6 +222,7 @@ class PriorityRule:
         normalize: What divides the weights: the largest of the global batch, of the table, or nothing.
         lag: Global batches that are prepared ahead.
         log_size: Reports of one rank that may wait.
+        most_bits: log2 of the largest mass.
     """
 
     alpha: Callable[[int], float]
@@ -230,6 +231,7 @@ class PriorityRule:
     normalize: Literal["batch", "table"] | None
     lag: int
     log_size: int
+    most_bits: int = MOST_MASS_BITS
 
 
 # Bits of the total mass of given weights, and of weight 1 where the weights are not known yet.

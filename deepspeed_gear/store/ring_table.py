@@ -18,6 +18,7 @@ from deepspeed_gear.ops.constants import (
     COMMITTED,
     DRAWABLE,
     HIGHEST_PRIORITY,
+    MOST_MASS_BITS,
     PLACED_WORDS,
     RING_COUNTS,
     RING_HEAD,
@@ -163,6 +164,7 @@ class RingTable:
         ops: Ops,
         device: torch.device,
         alpha: int = 0,
+        most_bits: int = MOST_MASS_BITS,
     ) -> RingTable:
         """Copy a data set to a device.
 
@@ -176,6 +178,7 @@ class RingTable:
             ops: Likewise.
             device: Likewise.
             alpha: Exponent of the priorities, Q62.
+            most_bits: log2 of the largest mass.
         Raises:
             DataError: A file has changed since the data set was opened.
         """
@@ -199,13 +202,18 @@ class RingTable:
             assert reward is not None
             extents = table.slots[:, [SLOT_FIRST_ROW, SLOT_NUM_STEPS]].contiguous()
             ops.suffix_sum_(table.returns_to_go, table.columns[reward.name], extents)
-        table._weigh(masses, admitted, initial, alpha)
+        table._weigh(masses, admitted, initial, alpha, most_bits)
         table.state[RING_NEXT], table.state[RING_HEAD] = count, num_rows
         table.state[RING_STEPS] = int(lengths.sum())
         return table
 
     def _weigh(
-        self, masses: np.ndarray, admitted: np.ndarray | None, initial: float | None, alpha: int
+        self,
+        masses: np.ndarray,
+        admitted: np.ndarray | None,
+        initial: float | None,
+        alpha: int,
+        most_bits: int,
     ) -> None:
         """Set the masses of a data set's items."""
         leaves = self.sums[: self.num_items]
@@ -218,7 +226,7 @@ class RingTable:
                 self.row_slots.copy_(torch.from_numpy(owners.astype(np.int32)))
                 has_mass = admitted & has_mass[owners]
             self.priorities.copy_(torch.from_numpy(np.where(has_mass, np.float32(initial), np.float32(0))))
-            self.ops.mass_(leaves, self.priorities, alpha)
+            self.ops.mass_(leaves, self.priorities, alpha, most_bits)
         self.ops.tree_build_(self.sums, self.num_items)
         if len(self.minima):
             self.ops.minima_build_(self.minima, self.sums, self.num_items)
@@ -289,6 +297,7 @@ class RingTable:
         unit: int,
         alpha: int,
         initial: int,
+        most_bits: int,
     ) -> None:
         """Add trajectories that `check` has seen. Mutates fixed tensors only."""
         # Made anew: a tensor that a trace or a capture leaves behind is of no use outside of it.
@@ -310,6 +319,7 @@ class RingTable:
             unit,
             alpha,
             initial,
+            most_bits,
         )
         values = [columns[column.name].contiguous() for column in self.schema]
         self.ops.scatter_(list(self.columns.values()), values, placed, self._sources)

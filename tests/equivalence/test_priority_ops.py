@@ -24,11 +24,13 @@ from deepspeed_gear.ops import Ops, functional
 from deepspeed_gear.ops.constants import (
     COMMITTED,
     FAN_OUT,
+    MOST_MASS_BITS,
     ONE_Q62,
     R_MASS,
     RESOLUTION_WORDS,
     minima_levels,
     minima_size,
+    most_mass_bits,
 )
 from deepspeed_gear.store import table
 
@@ -44,10 +46,12 @@ def test_mass(reference: Ops, native: Ops, count: int, alpha: int) -> None:
     for priorities in (any_priorities(count), torch.rand(count) * 2):
         expected, got = torch.full((2, count), -1).unbind()
         expected, got = expected.clone(), got.clone()
-        reference.mass_(expected, priorities, alpha)
-        native.mass_(got, priorities, alpha)
-        assert torch.equal(got, expected)
-        assert torch.equal(expected == 0, priorities == 0)
+        for most_bits in (MOST_MASS_BITS, 27, 1):
+            reference.mass_(expected, priorities, alpha, most_bits)
+            native.mass_(got, priorities, alpha, most_bits)
+            assert torch.equal(got, expected)
+            assert torch.equal(expected == 0, priorities == 0)
+            assert (expected <= 1 << most_bits).all()
 
 
 @pytest.mark.parametrize("bad", BAD_PRIORITIES)
@@ -55,19 +59,35 @@ def test_mass_of_no_priority(careful: Ops, kernels_on_host: Ops, bad: float) -> 
     masses, priorities = torch.full((9,), -1), torch.ones(9)
     priorities[4] = bad
     with pytest.raises(REFUSED, match=r"priority 4 must be finite and at least 0, got -?(1|inf|nan)"):
-        careful.mass_(masses, priorities, 1 << 61)
+        careful.mass_(masses, priorities, 1 << 61, 40)
     assert (masses == -1).all()
     with pytest.raises(RuntimeError, match="leads outside"):
-        kernels_on_host.mass_(masses, priorities, 1 << 61)
+        kernels_on_host.mass_(masses, priorities, 1 << 61, 40)
 
 
 @pytest.mark.parametrize("alpha", [-1, ONE_Q62 + 1])
 def test_exponent_outside(careful: Ops, alpha: int) -> None:
     resolutions = torch.ones(1, RESOLUTION_WORDS, dtype=torch.int64)
     with pytest.raises(REFUSED, match="alpha must be in"):
-        careful.mass_(torch.zeros(1).long(), torch.ones(1), alpha)
+        careful.mass_(torch.zeros(1).long(), torch.ones(1), alpha, 40)
     with pytest.raises(REFUSED, match="beta must be in"):
         careful.importance_(torch.zeros(1), resolutions, 1, 1, alpha)
+
+
+@pytest.mark.parametrize("most_bits", [0, MOST_MASS_BITS + 1])
+def test_largest_mass_outside(careful: Ops, most_bits: int) -> None:
+    with pytest.raises(REFUSED, match=r"most_bits must be in \[1, 40\], got"):
+        careful.mass_(torch.zeros(1).long(), torch.ones(1), 1, most_bits)
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 2**21 - 1, 2**21, 2**24, 10**8, 2**40 - 1])
+def test_masses_of_a_full_table_do_not_overflow(num_items: int) -> None:
+    most_bits = most_mass_bits(num_items)
+    assert 1 <= most_bits <= MOST_MASS_BITS
+    assert 2 * num_items << most_bits < 1 << 62
+    assert (
+        most_bits == MOST_MASS_BITS or 8 * (num_items + 1) << most_bits >= 1 << 62
+    )  # no less than it may be
 
 
 @pytest.mark.parametrize("beta", ALPHAS)

@@ -91,8 +91,8 @@ def test_prioritize(
     for count in (*SIZES, 64, 65, 500):
         updates = updates_of(slots, count)
         expected, got = kept.copies(), kept.copies()
-        reference.prioritize_(*expected, slots, updates, alpha, unit)
-        native.prioritize_(*got, slots, updates, alpha, unit)
+        reference.prioritize_(*expected, slots, updates, alpha, unit, 40)
+        native.prioritize_(*got, slots, updates, alpha, unit, 40)
         assert all(map(same_bits, got, expected))
         by_hand = prioritize_by_hand(kept, slots, updates, alpha, unit, reference)
         assert all(map(same_bits, got, by_hand))
@@ -165,10 +165,10 @@ def test_reports_count_by_batch_and_number(
         order = sorted(order, key=lambda i: keys[i].tolist())
     reports = torch.cat([updates, keys], dim=1)
     expected = kept.copies()
-    reference.prioritize_(*expected, slots, updates[order], 1, UNIT_TRAJECTORY)
+    reference.prioritize_(*expected, slots, updates[order], 1, UNIT_TRAJECTORY, 40)
     for ops in (reference, native):
         got, given = kept.copies(), reports.clone()
-        ops.prioritize_(*got, slots, given, 1, UNIT_TRAJECTORY)
+        ops.prioritize_(*got, slots, given, 1, UNIT_TRAJECTORY, 40)
         assert all(map(same_bits, got, expected))
         assert torch.equal(given, reports)
 
@@ -180,7 +180,7 @@ def prioritize_by_hand(
     sums, minima, priorities, counts = kept.copies()
     values = updates[:, 3].to(torch.int32).view(torch.float32) + 0.0  # -0.0 becomes 0.0
     masses = torch.zeros(len(updates)).long()
-    ops.mass_(masses, values, alpha)
+    ops.mass_(masses, values, alpha, 40)
     exact = values.double() ** (alpha / ONE_Q62) * 2**24
     is_clamped = (values > 0) & ((exact < 0.5) | (exact > 1 << 40))
     for i, (index, generation, anchor, _) in enumerate(updates.tolist()):
@@ -209,7 +209,7 @@ def test_wrong_priorities_change_nothing(careful: Ops, bad: float) -> None:
     updates[79, 3] = torch.tensor(bad).view(torch.int32).long()
     changed = kept.copies()
     with pytest.raises(REFUSED, match="priority 79 must be finite and at least 0"):
-        careful.prioritize_(*changed, slots, updates, 1, UNIT_TRAJECTORY)
+        careful.prioritize_(*changed, slots, updates, 1, UNIT_TRAJECTORY, 40)
     assert all(map(torch.equal, changed, kept.copies()))
 
 
@@ -221,7 +221,7 @@ def test_slots_outside_the_items_change_nothing(careful: Ops) -> None:
         updates[:, 1] = slots[updates[:, 0], 1]
         changed = kept.copies()
         with pytest.raises(REFUSED, match=r"(update 1|items) must.* in \[0, "):
-            careful.prioritize_(*changed, slots, updates, 1, unit)
+            careful.prioritize_(*changed, slots, updates, 1, unit, 40)
         assert all(map(torch.equal, changed, kept.copies()))
 
 
@@ -229,14 +229,14 @@ def test_prioritize_refuses_other_shapes(cpu: Ops) -> None:
     slots, _ = store_of([3] * 40)
     kept, updates = Kept(40, True, cpu), updates_of(slots, 3)
     sums, minima, priorities, counts = kept.copies()
-    rest = (slots, updates, 1, 0)
+    rest = (slots, updates, 1, 0, 40)
     with pytest.raises(RuntimeError, match="counts must have 5 elements, got 4"):
         cpu.prioritize_(sums, minima, priorities, counts[:4].clone(), *rest)
     with pytest.raises(RuntimeError, match="minima of 40 items must have 32 words, got 5"):
         cpu.prioritize_(sums, minima[:5].clone(), priorities, counts, *rest)
     with pytest.raises(RuntimeError, match="unit must be 0 or 1, got 2"):
-        cpu.prioritize_(sums, minima, priorities, counts, slots, updates, 1, 2)
+        cpu.prioritize_(sums, minima, priorities, counts, slots, updates, 1, 2, 40)
     with pytest.raises(RuntimeError, match=r"updates must be \[n, 4\], or reports \[n, 6\]"):
-        cpu.prioritize_(sums, minima, priorities, counts, slots, updates[:, :3].contiguous(), 1, 0)
+        cpu.prioritize_(sums, minima, priorities, counts, slots, updates[:, :3].contiguous(), 1, 0, 40)
     with pytest.raises(RuntimeError, match="sums must have a mass per priority"):
         cpu.top_k_(torch.zeros(1).long(), torch.ones(4), torch.ones(3).long())

@@ -75,6 +75,7 @@ class Ring:
     prioritized: bool
     with_minima: bool = False
     alpha: int = round(0.6 * ONE_Q62)
+    most_bits: int = 25
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class Ring:
         named = [
             self.tensors[n] for n in ("state", "slots", "begins", "sums", "minima", "priorities", "row_slots")
         ]
-        rest = (self.rule, self.shape, self.unit, self.alpha, initial)
+        rest = (self.rule, self.shape, self.unit, self.alpha, initial, self.most_bits)
         self.ops.ring_add_(*named, placed, torch.tensor(lengths, dtype=torch.int64), *rest)
         return placed
 
@@ -131,7 +132,7 @@ class Ring:
     def update(self, resolutions: Tensor, values: Tensor) -> None:
         named = (self.state, self.sums, self.minima, self.priorities, self.slots)
         unit = UNIT_STEP if self.by_row else UNIT_TRAJECTORY
-        self.ops.ring_update_(*named, resolutions, values, self.shape, unit, self.alpha)
+        self.ops.ring_update_(*named, resolutions, values, self.shape, unit, self.alpha, self.most_bits)
 
     @property
     def content(self) -> dict[str, Tensor]:

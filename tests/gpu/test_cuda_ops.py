@@ -72,12 +72,12 @@ def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> N
         for _ in range(3):
             lengths = torch.randint(-1, 6, (count,), generator=random).to(device)
             placed = torch.zeros(count, 5, dtype=torch.int64, device=device)
-            ops.ring_add_(*kept, placed, lengths, rule, shape, 1, alpha, 0x3F800000)
+            ops.ring_add_(*kept, placed, lengths, rule, shape, 1, alpha, 0x3F800000, 24)
             values = torch.rand(count, 5, 3, generator=random).to(device)
             ops.scatter_([column], [values], placed, [SOURCE_STEPS_PLUS_ONE])
         ops.ring_select_(state, records[1], weights[1], *known, draw, 1)
         reported = torch.rand(65, generator=random).to(device)
-        ops.ring_update_(state, sums, minima, priorities, slots, records[1], reported, shape, 1, alpha)
+        ops.ring_update_(state, sums, minima, priorities, slots, records[1], reported, shape, 1, alpha, 24)
         state[16:22] = 0  # what kernels tell each other
         found.append([*kept, placed, column, records, weights])
     assert_equal(found[1], found[0])
@@ -221,8 +221,8 @@ def test_many_reports_at_once(cuda: Ops, num_items: int) -> None:
     sums, minima = (torch.zeros(size(num_items), dtype=torch.int64) for size in (tree_size, minima_size))
     kept = [sums, minima, torch.zeros(num_items), torch.zeros(NUM_UPDATE_COUNTS, dtype=torch.int64)]
     got = moved(kept, DEVICE)
-    cuda.prioritize_(*kept, slots, reports, ONE_Q62 // 2, 0)  # by the CPU
-    cuda.prioritize_(*got, moved(slots, DEVICE), moved(reports, DEVICE), ONE_Q62 // 2, 0)
+    cuda.prioritize_(*kept, slots, reports, ONE_Q62 // 2, 0, 30)  # by the CPU
+    cuda.prioritize_(*got, moved(slots, DEVICE), moved(reports, DEVICE), ONE_Q62 // 2, 0, 30)
     assert_equal(got, kept)
 
 

@@ -54,15 +54,16 @@ bool Answer() {
   } else if (is("narrow")) {  // a float to both 16-bit types
     const float x = BitCast<float>(static_cast<uint32_t>(next()));
     std::printf("%u %u\n", ToHalf(x).bits, ToBfloat(x).bits);
-  } else if (is("mass")) {  // bits of a priority, alpha
+  } else if (is("mass")) {  // bits of a priority, alpha, bits of the largest mass
     const uint64_t bits = next(), alpha = next();
-    const Mass mass = MassOfPriority(static_cast<uint32_t>(bits), alpha);
+    const MassScale scale{alpha, static_cast<int>(next())};
+    const Mass mass = MassOfPriority(static_cast<uint32_t>(bits), scale);
     std::printf("%" PRIu64 " %d\n", mass.value, mass.clamped);
   } else if (is("falls")) {  // how often the mass falls while the priority rises by `step` bits
     const uint64_t alpha = next(), step = next();
     uint64_t falls = 0, before = 0;
     for (uint64_t bits = 0; bits < 0x7F800000u; bits += step) {
-      const uint64_t mass = MassOfPriority(static_cast<uint32_t>(bits), alpha).value;
+      const uint64_t mass = MassOfPriority(static_cast<uint32_t>(bits), {alpha, kMostMassBits}).value;
       falls += mass < before;
       before = mass;
     }

@@ -14,7 +14,7 @@ from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import reference
-from deepspeed_gear.ops.constants import BY_ID, FOR_COORDINATE, ONE_Q62
+from deepspeed_gear.ops.constants import BY_ID, FOR_COORDINATE, MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, GENERATION, ID, STATE
@@ -37,7 +37,7 @@ def philox(seed: int, first: int, total: int, count: int) -> list[int]:
 
 def masses_of(values: list[float], alpha: float) -> list[int]:
     out = torch.empty(len(values), dtype=torch.int64)
-    reference.mass_(out, torch.tensor(values, dtype=torch.float32), int(alpha * ONE_Q62))
+    reference.mass_(out, torch.tensor(values, dtype=torch.float32), int(alpha * ONE_Q62), MOST_MASS_BITS)
     found: list[int] = out.tolist()
     return found
 

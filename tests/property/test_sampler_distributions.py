@@ -227,7 +227,7 @@ def test_no_item_starves_among_equal_ones(many: int, draws: int) -> None:
     ops: Ops = load_backend("cpu")
     chunk = 1 << 22
     sums = torch.zeros(tree_size(many), dtype=torch.int64)
-    ops.mass_(sums[:many], torch.full((many,), 0.7), 1 << 61)
+    ops.mass_(sums[:many], torch.full((many,), 0.7), 1 << 61, 40)
     ops.tree_build_(sums, many)
     total = int(sums[-32:].sum())
     mass, slots = int(sums[0]), torch.zeros(1, 8, dtype=torch.int64)

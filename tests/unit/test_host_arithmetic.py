@@ -202,7 +202,7 @@ def priorities_and_exponents(count: int) -> list[tuple[int, int]]:
 def test_masses_are_the_rounded_exact_powers(ask: Ask) -> None:
     mp = pytest.importorskip("mpmath", reason="mpmath gives the exact powers").mp
     cases, different = priorities_and_exponents(25_000), 0
-    answers = ask(f"mass {bits} {alpha}" for bits, alpha in cases)
+    answers = ask(f"mass {bits} {alpha} 40" for bits, alpha in cases)
     with mp.workprec(200):
         for (bits, alpha), (mass, is_clamped) in zip(cases, answers, strict=True):
             (priority,) = struct.unpack("<f", struct.pack("<I", bits))
@@ -220,12 +220,13 @@ def test_masses_are_the_same_in_both(ask: Ask) -> None:
     for bits, alpha in cases[:240]:
         by_alpha.setdefault(alpha, []).append(bits)
     for alpha, bits in by_alpha.items():
-        both = torch.stack(reference.mass_of(torch.tensor(bits), alpha), dim=1)
-        assert ask(f"mass {b} {alpha}" for b in bits) == both.tolist()
+        for most_bits in (constants.MOST_MASS_BITS, 25):
+            both = torch.stack(reference.mass_of(torch.tensor(bits), alpha, most_bits), dim=1)
+            assert ask(f"mass {b} {alpha} {most_bits}" for b in bits) == both.tolist()
 
 
 def test_zero_has_no_mass(ask: Ask) -> None:
-    assert ask(f"mass {b} {a}" for b in (0, 1 << 31) for a in (0, 1 << 61, 1 << 62)) == [[0, 0]] * 6
+    assert ask(f"mass {b} {a} 40" for b in (0, 1 << 31) for a in (0, 1 << 61, 1 << 62)) == [[0, 0]] * 6
 
 
 def test_mass_never_falls_while_the_priority_rises(ask: Ask) -> None:

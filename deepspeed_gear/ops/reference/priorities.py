@@ -45,15 +45,16 @@ _INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
 _NOTHING = (1 << 63) - 1  # stands for "no mass" while the least one is sought
 
 
-def mass_(masses: Tensor, priorities: Tensor, alpha: int) -> None:
-    """Set masses[i] to round(priorities[i]^alpha * 2^24) in [1, 2^40], 0 where the priority is 0.
+def mass_(masses: Tensor, priorities: Tensor, alpha: int, most_bits: int) -> None:
+    """Set masses[i] to round(priorities[i]^alpha * 2^24) in [1, 2^most_bits], 0 where the priority is 0.
 
     Integer arithmetic only, halves are rounded up; alpha 2^62 (that is, 1) is exact.
 
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016, equation 1.
     """
     _check_exponent("alpha", alpha)
-    masses.copy_(mass_of(order_of(priorities.view(torch.int32).long() & LOW_32), alpha)[0])
+    _check_most_bits(most_bits)
+    masses.copy_(mass_of(order_of(priorities.view(torch.int32).long() & LOW_32), alpha, most_bits)[0])
 
 
 def order_of(bits: Tensor) -> Tensor:
@@ -70,20 +71,21 @@ def order_of(bits: Tensor) -> Tensor:
     return bits & (_MINUS_ZERO - 1)
 
 
-def mass_of(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
-    """Return masses, and where they are clamped: where the power times 2^24 is below 0.5 or above 2^40.
+def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
+    """Return masses, and where they are clamped: where power * 2^24 is below 0.5 or above 2^most_bits.
 
     Args:
         bits: Of priorities, from `order_of`. [n], int64.
         alpha: Q62.
+        most_bits: log2 of the largest mass, in [1, MOST_MASS_BITS].
     """
     is_zero = bits == 0
     significand, exponent = power_of_priority(torch.where(is_zero, 1, bits), alpha)
-    shift, least_shift = 62 - MASS_BITS - exponent, 62 - MOST_MASS_BITS
+    shift, least_shift = 62 - MASS_BITS - exponent, 62 - most_bits
     is_low = shift > 63
     is_high = (shift < least_shift) | ((shift == least_shift) & (significand > ONE_Q62))
     mass = ((significand >> (shift.clamp(least_shift, 63) - 1)) + 1) >> 1
-    mass = torch.where(is_low, 1, torch.where(is_high, 1 << MOST_MASS_BITS, mass))
+    mass = torch.where(is_low, 1, torch.where(is_high, 1 << most_bits, mass))
     return torch.where(is_zero, 0, mass), (is_low | is_high) & ~is_zero
 
 
@@ -190,6 +192,7 @@ def prioritize_(
     updates: Tensor,
     alpha: int,
     unit: int,
+    most_bits: int,
 ) -> None:
     """Set the priorities of items in order, so that the last of equal ones wins; mend sums and minima.
 
@@ -199,6 +202,7 @@ def prioritize_(
     names; empty `minima` are not kept.
     """
     _check_exponent("alpha", alpha)
+    _check_most_bits(most_bits)
     order_of(updates[:, U_PRIORITY] & LOW_32)
     if updates.shape[1] == REPORT_WORDS:
         updates = updates[updates[:, REPORT_NUMBER].argsort(stable=True)]
@@ -207,7 +211,7 @@ def prioritize_(
     current = _is_current(slots, updates)
     item, bits = _items_of(slots, updates[current], unit), bits[current]
     check_items(item, len(priorities))
-    masses, is_clamped = mass_of(bits, alpha)
+    masses, is_clamped = mass_of(bits, alpha, most_bits)
     changed = torch.unique(item)
     num_before = (sums[changed] > 0).sum()
     tree_update_(sums, len(priorities), item, masses)
@@ -236,6 +240,11 @@ def _is_current(slots: Tensor, updates: Tensor) -> Tensor:
 def _items_of(slots: Tensor, updates: Tensor, unit: int) -> Tensor:
     index = updates[:, U_SLOT]
     return slots[index, SLOT_FIRST_ROW] + updates[:, U_ANCHOR] if unit == UNIT_STEP else index
+
+
+def _check_most_bits(value: int) -> None:
+    if not 1 <= value <= MOST_MASS_BITS:
+        raise ShapeError("most_bits", f"must be in [1, {MOST_MASS_BITS}]", value)
 
 
 def _check_exponent(name: str, value: int) -> None:

@@ -101,6 +101,7 @@ def ring_add_(
     unit: int,
     alpha: int,
     initial: int,
+    most_bits: int,
 ) -> None:
     """Make room for trajectories of these lengths, and give their items their first masses.
 
@@ -115,7 +116,7 @@ def ring_add_(
         raise ShapeError("lengths", "must fit, and one more, into the rows and slots", len(lengths))
     by_row = len(priorities) > 0 and unit == UNIT_STEP
     bits = initial if initial >= 0 else int(state[RING_COUNTS + HIGHEST_PRIORITY])
-    mass = int(mass_of(torch.tensor([bits]), alpha)[0]) if len(priorities) else 0
+    mass = int(mass_of(torch.tensor([bits]), alpha, most_bits)[0]) if len(priorities) else 0
     head, following, tail = (int(state[word]) for word in (RING_HEAD, RING_NEXT, RING_TAIL))
     old_next = following
     for i, steps in enumerate(lengths.tolist()):
@@ -232,6 +233,7 @@ def ring_update_(
     shape: Sequence[int],
     unit: int,
     alpha: int,
+    most_bits: int,
 ) -> None:
     """Set the priorities of samples; of equal items the last wins.
 
@@ -259,7 +261,7 @@ def ring_update_(
             counts[STALE] += 1
             continue
         bits &= _MINUS_ZERO - 1
-        mass, is_clamped = mass_of(torch.tensor([bits]), alpha)
+        mass, is_clamped = mass_of(torch.tensor([bits]), alpha, most_bits)
         changes.set(known[SLOT_FIRST_ROW] + anchor if unit == UNIT_STEP else slot, int(mass), bits)
         counts[APPLIED] += 1
         counts[CLAMPED] += int(is_clamped)

@@ -13,10 +13,16 @@ inline void CheckExponent(const char* name, int64_t value) {
               " must be in [0, 2^62] (Q62), got ", value);
 }
 
-inline void CheckMass(const at::Tensor& masses, const at::Tensor& priorities, int64_t alpha) {
+inline MassScale ScaleOf(int64_t alpha, int64_t most_bits) {
+  CheckExponent("alpha", alpha);
+  TORCH_CHECK(most_bits >= 1 && most_bits <= kMostMassBits, "gear: most_bits must be in [1, ",
+              kMostMassBits, "], got ", most_bits);
+  return {static_cast<uint64_t>(alpha), static_cast<int>(most_bits)};
+}
+
+inline void CheckMass(const at::Tensor& masses, const at::Tensor& priorities) {
   CheckTensor(masses, "masses", at::kLong);
   CheckTensor(priorities, "priorities", at::kFloat);
-  CheckExponent("alpha", alpha);
   TORCH_CHECK(masses.numel() == priorities.numel(),
               "gear: masses and priorities must have equal sizes");
 }
@@ -80,8 +86,7 @@ inline void CheckReport(const at::Tensor& log, const at::Tensor& resolutions,
 // An empty tensor of minima: the caller keeps none.
 inline void CheckPrioritize(const at::Tensor& sums, const at::Tensor& minima,
                             const at::Tensor& priorities, const at::Tensor& counts,
-                            const at::Tensor& slots, const at::Tensor& updates, int64_t alpha,
-                            int64_t unit) {
+                            const at::Tensor& slots, const at::Tensor& updates, int64_t unit) {
   CheckTensor(priorities, "priorities", at::kFloat);
   CheckTree(sums, priorities.numel());
   CheckTensor(minima, "minima", at::kLong);
@@ -95,7 +100,6 @@ inline void CheckPrioritize(const at::Tensor& sums, const at::Tensor& minima,
       updates.dim() == 2 && (updates.size(1) == kUpdateWords || updates.size(1) == kReportWords),
       "gear: updates must be [n, ", kUpdateWords, "], or reports [n, ", kReportWords, "], got ",
       updates.sizes());
-  CheckExponent("alpha", alpha);
   TORCH_CHECK(unit == kTrajectory || unit == kStep, "gear: unit must be 0 or 1, got ", unit);
 }
 

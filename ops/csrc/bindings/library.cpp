@@ -113,12 +113,12 @@ static void CheckPriority(uint32_t bits, int64_t index) {
               BitCast<float>(bits));
 }
 
-void MassOf(at::Tensor& masses, const at::Tensor& priorities, int64_t alpha) {
-  CheckMass(masses, priorities, alpha);
+void MassOf(at::Tensor& masses, const at::Tensor& priorities, int64_t alpha, int64_t most_bits) {
+  const MassScale scale = ScaleOf(alpha, most_bits);
+  CheckMass(masses, priorities);
   const float* data = priorities.const_data_ptr<float>();
   for (int64_t i = 0; i < priorities.numel(); ++i) CheckPriority(BitCast<uint32_t>(data[i]), i);
-  cpu::MassOf(data, priorities.numel(), static_cast<uint64_t>(alpha),
-              masses.mutable_data_ptr<int64_t>());
+  cpu::MassOf(data, priorities.numel(), scale, masses.mutable_data_ptr<int64_t>());
 }
 
 void Importance(at::Tensor& weights, const at::Tensor& resolutions, int64_t numerator,
@@ -163,8 +163,10 @@ void WriteReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tens
 }
 
 void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
-                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit) {
-  CheckPrioritize(sums, minima, priorities, counts, slots, updates, alpha, unit);
+                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit,
+                int64_t most_bits) {
+  const MassScale scale = ScaleOf(alpha, most_bits);
+  CheckPrioritize(sums, minima, priorities, counts, slots, updates, unit);
   cpu::Updates records{updates.const_data_ptr<int64_t>(), updates.size(1)};
   const int64_t count = updates.size(0), num_items = priorities.numel();
   for (int64_t i = 0; i < count; ++i) CheckPriority(static_cast<uint32_t>(records[i].priority), i);
@@ -179,8 +181,7 @@ void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at
               ")");
   const cpu::Priorities target{Unsigned(sums), minima.numel() > 0 ? Unsigned(minima) : nullptr,
                                priorities.mutable_data_ptr<float>(), num_items};
-  cpu::Prioritize(target, records, items.data(), count, static_cast<uint64_t>(alpha),
-                  counts.mutable_data_ptr<int64_t>());
+  cpu::Prioritize(target, records, items.data(), count, scale, counts.mutable_data_ptr<int64_t>());
 }
 
 void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents) {
@@ -346,7 +347,7 @@ TORCH_LIBRARY(gear, m) {
   m.def(
       "resolve_rows_(Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor row_slots, Tensor "
       "coordinates, int first) -> ()");
-  m.def("mass_(Tensor(a!) masses, Tensor priorities, int alpha) -> ()");
+  m.def("mass_(Tensor(a!) masses, Tensor priorities, int alpha, int most_bits) -> ()");
   m.def(
       "importance_(Tensor(a!) weights, Tensor resolutions, int numerator, int count, int beta) -> "
       "()");
@@ -357,7 +358,7 @@ TORCH_LIBRARY(gear, m) {
       "report_(Tensor(a!) log, Tensor resolutions, Tensor priorities, int tail, int batch) -> ()");
   m.def(
       "prioritize_(Tensor(a!) sums, Tensor(b!) minima, Tensor(c!) priorities, Tensor(d!) counts, "
-      "Tensor slots, Tensor updates, int alpha, int unit) -> ()");
+      "Tensor slots, Tensor updates, int alpha, int unit, int most_bits) -> ()");
   m.def("suffix_sum_(Tensor(a!) out, Tensor reward, Tensor extents) -> ()");
   m.def(
       "n_step_(Tensor(a!) returns, Tensor(b!) discount, Tensor(c!) steps, Tensor reward, Tensor "

@@ -100,11 +100,12 @@ void ResolveRows(at::Tensor resolutions, const at::Tensor& sums, const at::Tenso
       reinterpret_cast<Resolution*>(resolutions.mutable_data_ptr<int64_t>()), device.stream());
 }
 
-void MassOf(at::Tensor masses, const at::Tensor& priorities, int64_t alpha) {
-  CheckMass(masses, priorities, alpha);
+void MassOf(at::Tensor masses, const at::Tensor& priorities, int64_t alpha, int64_t most_bits) {
+  const MassScale scale = ScaleOf(alpha, most_bits);
+  CheckMass(masses, priorities);
   CheckDevice(priorities, masses, "priorities");
   const OnDevice device(masses);
-  cuda::MassOf(priorities.const_data_ptr<float>(), priorities.numel(), static_cast<uint64_t>(alpha),
+  cuda::MassOf(priorities.const_data_ptr<float>(), priorities.numel(), scale,
                masses.mutable_data_ptr<int64_t>(), device.stream());
 }
 
@@ -160,8 +161,10 @@ void WriteReports(at::Tensor log, const at::Tensor& resolutions, const at::Tenso
 }
 
 void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::Tensor counts,
-                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit) {
-  CheckPrioritize(sums, minima, priorities, counts, slots, updates, alpha, unit);
+                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit,
+                int64_t most_bits) {
+  const MassScale scale = ScaleOf(alpha, most_bits);
+  CheckPrioritize(sums, minima, priorities, counts, slots, updates, unit);
   for (const at::Tensor& t : {minima, priorities, counts, slots, updates})
     CheckDevice(t, sums, "every tensor");
   const OnDevice device(sums);
@@ -170,9 +173,9 @@ void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::T
   const cpu::Priorities target{Unsigned(sums), minima.numel() > 0 ? Unsigned(minima) : nullptr,
                                priorities.mutable_data_ptr<float>(), priorities.numel()};
   cuda::Prioritize(target, Records<Slot>(slots), slots.size(0), unit,
-                   {updates.const_data_ptr<int64_t>(), updates.size(1)}, count,
-                   static_cast<uint64_t>(alpha), counts.mutable_data_ptr<int64_t>(),
-                   scratch.mutable_data_ptr<int64_t>(), device.stream());
+                   {updates.const_data_ptr<int64_t>(), updates.size(1)}, count, scale,
+                   counts.mutable_data_ptr<int64_t>(), scratch.mutable_data_ptr<int64_t>(),
+                   device.stream());
 }
 
 void SuffixSum(at::Tensor out, const at::Tensor& reward, const at::Tensor& extents) {

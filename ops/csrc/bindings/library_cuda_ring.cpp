@@ -16,9 +16,9 @@ void CheckDevices(const at::Tensor& state, std::initializer_list<at::Tensor> oth
 void RingAdd(at::Tensor state, at::Tensor slots, at::Tensor begins, at::Tensor sums,
              at::Tensor minima, at::Tensor priorities, at::Tensor row_slots, at::Tensor placed,
              const at::Tensor& lengths, at::IntArrayRef rule, at::IntArrayRef shape, int64_t unit,
-             int64_t alpha, int64_t initial) {
+             int64_t alpha, int64_t initial, int64_t most_bits) {
   const RingShape ring_shape = ShapeOfRing(shape);
-  const RingRule ring_rule = RuleOfRing(rule, unit, priorities.numel() > 0, alpha);
+  const RingRule ring_rule = RuleOfRing(rule, unit, priorities.numel() > 0, alpha, most_bits);
   CheckRingAdd(state, slots, begins, sums, minima, priorities, row_slots, placed, lengths,
                ring_shape, ring_rule, initial);
   CheckDevices(state, {slots, begins, sums, minima, priorities, row_slots, placed, lengths});
@@ -61,9 +61,9 @@ void RingSelect(at::Tensor state, at::Tensor resolutions, at::Tensor weights,
 
 void RingUpdate(at::Tensor state, at::Tensor sums, at::Tensor minima, at::Tensor priorities,
                 const at::Tensor& slots, const at::Tensor& resolutions, const at::Tensor& values,
-                at::IntArrayRef shape, int64_t unit, int64_t alpha) {
+                at::IntArrayRef shape, int64_t unit, int64_t alpha, int64_t most_bits) {
   const RingShape ring_shape = ShapeOfRing(shape);
-  const RingRule ring_rule = RuleOfRing({0, 0, 1, 1, 0}, unit, true, alpha);
+  const RingRule ring_rule = RuleOfRing({0, 0, 1, 1, 0}, unit, true, alpha, most_bits);
   CheckRingUpdate(state, sums, minima, priorities, slots, resolutions, values, ring_shape,
                   ring_rule);
   CheckDevices(state, {sums, minima, priorities, slots, resolutions, values});

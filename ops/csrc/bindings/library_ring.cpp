@@ -13,9 +13,9 @@ uint64_t* MinimaOf(at::Tensor& minima) { return minima.numel() > 0 ? Unsigned(mi
 void RingAdd(at::Tensor& state, at::Tensor& slots, at::Tensor& begins, at::Tensor& sums,
              at::Tensor& minima, at::Tensor& priorities, at::Tensor& row_slots, at::Tensor& placed,
              const at::Tensor& lengths, at::IntArrayRef rule, at::IntArrayRef shape, int64_t unit,
-             int64_t alpha, int64_t initial) {
+             int64_t alpha, int64_t initial, int64_t most_bits) {
   const RingShape ring_shape = ShapeOfRing(shape);
-  const RingRule ring_rule = RuleOfRing(rule, unit, priorities.numel() > 0, alpha);
+  const RingRule ring_rule = RuleOfRing(rule, unit, priorities.numel() > 0, alpha, most_bits);
   CheckRingAdd(state, slots, begins, sums, minima, priorities, row_slots, placed, lengths,
                ring_shape, ring_rule, initial);
   const cpu::Ring ring{state.mutable_data_ptr<int64_t>(),
@@ -52,9 +52,9 @@ void RingSelect(at::Tensor& state, at::Tensor& resolutions, at::Tensor& weights,
 
 void RingUpdate(at::Tensor& state, at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities,
                 const at::Tensor& slots, const at::Tensor& resolutions, const at::Tensor& values,
-                at::IntArrayRef shape, int64_t unit, int64_t alpha) {
+                at::IntArrayRef shape, int64_t unit, int64_t alpha, int64_t most_bits) {
   const RingShape ring_shape = ShapeOfRing(shape);
-  const RingRule ring_rule = RuleOfRing({0, 0, 1, 1, 0}, unit, true, alpha);
+  const RingRule ring_rule = RuleOfRing({0, 0, 1, 1, 0}, unit, true, alpha, most_bits);
   CheckRingUpdate(state, sums, minima, priorities, slots, resolutions, values, ring_shape,
                   ring_rule);
   const cpu::Ring ring{state.mutable_data_ptr<int64_t>(),
@@ -83,14 +83,15 @@ TORCH_LIBRARY_FRAGMENT(gear, m) {
   m.def(
       "ring_add_(Tensor(a!) state, Tensor(b!) slots, Tensor(c!) begins, Tensor(d!) sums, "
       "Tensor(e!) minima, Tensor(f!) priorities, Tensor(g!) row_slots, Tensor(h!) placed, Tensor "
-      "lengths, int[] rule, int[] shape, int unit, int alpha, int initial) -> ()");
+      "lengths, int[] rule, int[] shape, int unit, int alpha, int initial, int most_bits) -> ()");
   m.def(
       "ring_select_(Tensor(a!) state, Tensor(b!) resolutions, Tensor(c!) weights, Tensor slots, "
       "Tensor sums, Tensor minima, Tensor row_slots, Tensor betas, int[] rule, int[] shape, int[] "
       "draw, int unit) -> ()");
   m.def(
       "ring_update_(Tensor(a!) state, Tensor(b!) sums, Tensor(c!) minima, Tensor(d!) priorities, "
-      "Tensor slots, Tensor resolutions, Tensor values, int[] shape, int unit, int alpha) -> ()");
+      "Tensor slots, Tensor resolutions, Tensor values, int[] shape, int unit, int alpha, int "
+      "most_bits) -> ()");
   m.def("scatter_(Tensor(a!)[] columns, Tensor[] values, Tensor placed, int[] sources) -> ()");
 }
 

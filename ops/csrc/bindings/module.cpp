@@ -77,7 +77,7 @@ PyMethodDef kMethods[] = {
     Method<gear::ResolveRows>(
         "resolve_rows_",
         "resolve_rows_(resolutions, sums, slots, row_slots, coordinates, first) -> None"),
-    Method<gear::MassOf>("mass_", "mass_(masses, priorities, alpha) -> None"),
+    Method<gear::MassOf>("mass_", "mass_(masses, priorities, alpha, most_bits) -> None"),
     Method<gear::Importance>("importance_",
                              "importance_(weights, resolutions, numerator, count, beta) -> None"),
     Method<gear::MinimaBuild>("minima_build_", "minima_build_(minima, sums, num_items) -> None"),
@@ -86,9 +86,9 @@ PyMethodDef kMethods[] = {
     Method<gear::TopK>("top_k_", "top_k_(items, priorities, sums) -> None"),
     Method<gear::WriteReports>("report_",
                                "report_(log, resolutions, priorities, tail, batch) -> None"),
-    Method<gear::Prioritize>(
-        "prioritize_",
-        "prioritize_(sums, minima, priorities, counts, slots, updates, alpha, unit) -> None"),
+    Method<gear::Prioritize>("prioritize_",
+                             "prioritize_(sums, minima, priorities, counts, slots, updates, alpha, "
+                             "unit, most_bits) -> None"),
     Method<gear::SuffixSum>("suffix_sum_", "suffix_sum_(out, reward, extents) -> None"),
     Method<gear::NStepReturn>(
         "n_step_",

@@ -27,7 +27,7 @@ void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& 
 void ResolveRows(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
                  const at::Tensor& row_slots, const at::Tensor& coordinates, int64_t first);
 
-void MassOf(at::Tensor& masses, const at::Tensor& priorities, int64_t alpha);
+void MassOf(at::Tensor& masses, const at::Tensor& priorities, int64_t alpha, int64_t most_bits);
 
 void Importance(at::Tensor& weights, const at::Tensor& resolutions, int64_t numerator,
                 int64_t count, int64_t beta);
@@ -43,7 +43,8 @@ void WriteReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tens
                   int64_t tail, int64_t batch);
 
 void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
-                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit);
+                const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit,
+                int64_t most_bits);
 
 void SuffixSum(at::Tensor& out, const at::Tensor& reward, const at::Tensor& extents);
 

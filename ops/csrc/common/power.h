@@ -13,7 +13,7 @@
 namespace gear {
 
 inline constexpr int kMassBits = 24;      // the mass of priority 1 is 2^24
-inline constexpr int kMostMassBits = 40;  // masses are at most 2^40
+inline constexpr int kMostMassBits = 40;  // masses are at most 2^40, of large tables less
 inline constexpr uint64_t kOneQ62 = uint64_t{1} << 62;
 inline constexpr int kLogBits = 54;
 inline constexpr int kTableBits = 6;
@@ -202,21 +202,27 @@ GEAR_HOST_DEVICE Power PowerOfPriority(uint32_t bits, uint64_t alpha) {
   return Exp2(Scale(Log2(mantissa) + exponent * (int64_t{1} << kLogBits), alpha));
 }
 
-struct Mass {
-  uint64_t value;
-  bool clamped;  // the power is above 2^40, or so small that it would round to 0
+// How priorities become masses.
+struct MassScale {
+  uint64_t alpha;  // Q62
+  int most_bits;   // log2 of the largest mass, in [1, kMostMassBits]
 };
 
-// round(priority^alpha * 2^24), halves up, clamped to [1, 2^40]; 0 for priority 0. `bits`: of a
-// priority, see IsPriority.
-GEAR_HOST_DEVICE Mass MassOfPriority(uint32_t bits, uint64_t alpha) {
+struct Mass {
+  uint64_t value;
+  bool clamped;  // the power is above the largest mass, or so small that it would round to 0
+};
+
+// round(priority^alpha * 2^24), halves up, clamped to [1, 2^most_bits]; 0 for priority 0. `bits`:
+// of a priority, see IsPriority.
+GEAR_HOST_DEVICE Mass MassOfPriority(uint32_t bits, MassScale scale) {
   if (OrderOf(bits) == 0) return {0, false};
-  const Power power = PowerOfPriority(bits, alpha);
+  const Power power = PowerOfPriority(bits, scale.alpha);
   const int shift = 62 - kMassBits - power.exponent;
   if (shift > 63) return {1, true};
-  constexpr int kLeastShift = 62 - kMostMassBits;
-  if (shift < kLeastShift || (shift == kLeastShift && power.significand > kOneQ62))
-    return {uint64_t{1} << kMostMassBits, true};
+  const int least_shift = 62 - scale.most_bits;
+  if (shift < least_shift || (shift == least_shift && power.significand > kOneQ62))
+    return {uint64_t{1} << scale.most_bits, true};
   return {((power.significand >> (shift - 1)) + 1) >> 1, false};
 }
 

@@ -5,6 +5,7 @@
 // trajectory `id` lies in slot id modulo `num_slots`. The stored ones are [tail, next), and their
 // rows follow each other in this order.
 #pragma once
+#include "common/power.h"
 #include "common/slot.h"
 #include "common/tree.h"
 
@@ -45,7 +46,7 @@ struct RingRule {
   int64_t unit;
   bool has_priorities;
   bool by_row;
-  uint64_t alpha;  // Q62
+  MassScale scale;
 };
 
 struct RingShape {

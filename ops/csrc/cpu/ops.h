@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/power.h"
 #include "common/slot.h"
 #include "common/window.h"
 
@@ -40,8 +41,8 @@ int64_t ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
                     const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
                     int64_t count, int64_t first, Resolution* resolutions);
 
-// The mass of each priority; alpha in [0, 1] as Q62. All are finite and at least 0.
-void MassOf(const float* priorities, int64_t count, uint64_t alpha, int64_t* masses);
+// The mass of each priority. All are finite and at least 0.
+void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses);
 
 // weights[i] = (numerator / (count * mass of resolution i))^beta, for `size` resolutions.
 void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
@@ -102,7 +103,7 @@ enum UpdateCount {
 
 // Sets priorities in order, so that the last of equal items wins, and mends sums and minima.
 void Prioritize(const Priorities& priorities, const Updates& updates, const int64_t* items,
-                int64_t count, uint64_t alpha, int64_t* counts);
+                int64_t count, MassScale scale, int64_t* counts);
 
 // out[row] = sum of reward over [row, end of its trajectory), summed in double from the end.
 void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_t num_extents,

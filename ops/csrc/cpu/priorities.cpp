@@ -139,9 +139,9 @@ void Offer(const float* priorities, const uint64_t* sums, int64_t num_items, int
 
 }  // namespace
 
-void MassOf(const float* priorities, int64_t count, uint64_t alpha, int64_t* masses) {
+void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses) {
   for (int64_t i = 0; i < count; ++i)
-    masses[i] = static_cast<int64_t>(MassOfPriority(BitCast<uint32_t>(priorities[i]), alpha).value);
+    masses[i] = static_cast<int64_t>(MassOfPriority(BitCast<uint32_t>(priorities[i]), scale).value);
 }
 
 void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
@@ -228,7 +228,7 @@ int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Update
 }
 
 void Prioritize(const Priorities& priorities, const Updates& updates, const int64_t* items,
-                int64_t count, uint64_t alpha, int64_t* counts) {
+                int64_t count, MassScale scale, int64_t* counts) {
   const TreeShape shape = ShapeOfTree(priorities.num_items);
   Mass masses[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
@@ -236,7 +236,7 @@ void Prioritize(const Priorities& priorities, const Updates& updates, const int6
     for (int64_t i = 0; i < n; ++i)
       if (items[begin + i] >= 0) PrefetchItem(priorities, shape, items[begin + i]);
     // The masses take as long as the loads.
-    for (int64_t i = 0; i < n; ++i) masses[i] = MassOfPriority(OrderOf(updates[begin + i]), alpha);
+    for (int64_t i = 0; i < n; ++i) masses[i] = MassOfPriority(OrderOf(updates[begin + i]), scale);
     for (int64_t i = 0; i < n; ++i) {
       const int64_t item = items[begin + i];
       if (item >= 0)

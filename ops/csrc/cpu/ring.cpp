@@ -60,7 +60,7 @@ void Fill(const Ring& ring, const RingShape& shape, const RingRule& rule, const 
   ring.slots[placed.slot] = SlotOfPlaced(shape, placed, ring.state[kRingBatch]);
   ring.begins[placed.slot] = placed.begin;
   ring.state[kRingSteps] += placed.num_steps;
-  const uint64_t mass = rule.has_priorities ? MassOfPriority(initial, rule.alpha).value : 0;
+  const uint64_t mass = rule.has_priorities ? MassOfPriority(initial, rule.scale).value : 0;
   if (!rule.by_row) {
     const auto own = static_cast<uint64_t>(MassOfSlot(rule.anchors, rule.unit, placed.num_steps));
     changes->Set(placed.slot, rule.has_priorities && own > 0 ? mass : own,
@@ -203,7 +203,7 @@ void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
       counts[kStale] += 1;
       continue;
     }
-    const Mass mass = MassOfPriority(OrderOf(bits), rule.alpha);
+    const Mass mass = MassOfPriority(OrderOf(bits), rule.scale);
     changes.Set(ItemOf(ring.slots, rule.by_row ? kStep : kTrajectory, update), mass.value,
                 BitCast<float>(OrderOf(bits)));
     counts[kApplied] += 1;

@@ -46,7 +46,7 @@ void ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
                  const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
                  int64_t count, int64_t first, Resolution* resolutions, void* stream);
 
-void MassOf(const float* priorities, int64_t count, uint64_t alpha, int64_t* masses, void* stream);
+void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses, void* stream);
 
 void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
                 uint64_t beta, float* weights, void* stream);
@@ -68,7 +68,7 @@ void WriteReports(Report* log, int64_t size, const Resolution* resolutions, cons
 int64_t PrioritizeScratch(int64_t count);
 // Reports need not be in order: the last one of an item is found as it is.
 void Prioritize(const Priorities& priorities, const Slot* slots, int64_t num_slots, int64_t unit,
-                const Updates& updates, int64_t count, uint64_t alpha, int64_t* counts,
+                const Updates& updates, int64_t count, MassScale scale, int64_t* counts,
                 int64_t* scratch, void* stream);
 
 void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_t num_extents,

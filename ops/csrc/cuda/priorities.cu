@@ -9,12 +9,12 @@
 namespace gear::cuda {
 namespace {
 
-__global__ void MassKernel(const float* __restrict__ priorities, int64_t count, uint64_t alpha,
+__global__ void MassKernel(const float* __restrict__ priorities, int64_t count, MassScale scale,
                            int64_t* __restrict__ masses) {
   for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
     const auto bits = BitCast<uint32_t>(priorities[i]);
     Require(IsPriority(bits));
-    masses[i] = static_cast<int64_t>(MassOfPriority(bits, alpha).value);
+    masses[i] = static_cast<int64_t>(MassOfPriority(bits, scale).value);
   }
 }
 
@@ -85,9 +85,10 @@ void Mend(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t
 
 }  // namespace
 
-void MassOf(const float* priorities, int64_t count, uint64_t alpha, int64_t* masses, void* stream) {
+void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses,
+            void* stream) {
   if (count == 0) return;
-  MassKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(priorities, count, alpha, masses);
+  MassKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(priorities, count, scale, masses);
   CheckLaunch("MassOf");
 }
 

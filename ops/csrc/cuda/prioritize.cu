@@ -55,7 +55,7 @@ __global__ void FindItemsKernel(const Table table, const Updates updates, int64_
 }
 
 __global__ void PrioritizeKernel(const Table table, const Updates updates, int64_t count,
-                                 const int64_t* __restrict__ items, uint64_t alpha,
+                                 const int64_t* __restrict__ items, MassScale scale,
                                  const TreeShape shape, uint64_t* __restrict__ sums,
                                  float* __restrict__ values, int64_t* counts) {
   uint64_t applied = 0, stale = 0, clamped = 0, drawable = 0;  // drawable modulo 2^64
@@ -67,7 +67,7 @@ __global__ void PrioritizeKernel(const Table table, const Updates updates, int64
       continue;
     }
     const uint32_t priority = OrderOf(static_cast<uint32_t>(UpdateAt(updates, i).priority));
-    const Mass mass = MassOfPriority(priority, alpha);
+    const Mass mass = MassOfPriority(priority, scale);
     ++applied;
     clamped += mass.clamped;
     highest = Max(highest, int64_t{priority});
@@ -98,7 +98,7 @@ void WriteReports(Report* log, int64_t size, const Resolution* resolutions, cons
 int64_t PrioritizeScratch(int64_t count) { return count + TableWords(count); }
 
 void Prioritize(const Priorities& priorities, const Slot* slots, int64_t num_slots, int64_t unit,
-                const Updates& updates, int64_t count, uint64_t alpha, int64_t* counts,
+                const Updates& updates, int64_t count, MassScale scale, int64_t* counts,
                 int64_t* scratch, void* stream) {
   if (count == 0) return;
   int64_t* items = scratch;
@@ -107,7 +107,7 @@ void Prioritize(const Priorities& priorities, const Slot* slots, int64_t num_slo
       table, updates, count, slots, num_slots, unit, priorities.num_items, items);
   CheckLaunch("Prioritize");
   PrioritizeKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(
-      table, updates, count, items, alpha, ShapeOfTree(priorities.num_items), priorities.sums,
+      table, updates, count, items, scale, ShapeOfTree(priorities.num_items), priorities.sums,
       priorities.values, counts);
   CheckLaunch("Prioritize");
   if (priorities.minima != nullptr)

@@ -175,7 +175,7 @@ __global__ void FillKernel(const Ring ring, const RingShape shape, const RingRul
   int64_t* state = ring.state;
   const int64_t highest = state[kRingCounts + cpu::kHighestPriority];
   const auto priority = static_cast<uint32_t>(initial < 0 ? highest : initial);
-  const uint64_t mass = rule.has_priorities ? MassOfPriority(priority, rule.alpha).value : 0;
+  const uint64_t mass = rule.has_priorities ? MassOfPriority(priority, rule.scale).value : 0;
   uint64_t steps = 0, drawable = 0;
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
     const Placed place = placed[i];
@@ -355,7 +355,7 @@ __global__ void FindKernel(const Table table, const Ring ring, const RingShape s
   AddToCount(ring.state + kRingCounts, cpu::kStale, stale);
 }
 
-__global__ void SetKernel(const Table table, const Ring ring, uint64_t alpha, const TreeShape tree,
+__global__ void SetKernel(const Table table, const Ring ring, MassScale scale, const TreeShape tree,
                           const float* __restrict__ values, int64_t count,
                           const int64_t* __restrict__ items) {
   int64_t* counts = ring.state + kRingCounts;
@@ -365,7 +365,7 @@ __global__ void SetKernel(const Table table, const Ring ring, uint64_t alpha, co
     const int64_t item = items[i];
     if (item < 0) continue;
     const uint32_t priority = OrderOf(BitCast<uint32_t>(values[i]));
-    const Mass mass = MassOfPriority(priority, alpha);
+    const Mass mass = MassOfPriority(priority, scale);
     ++applied;
     clamped += mass.clamped;
     highest = Max(highest, int64_t{priority});
@@ -437,7 +437,7 @@ void RingUpdate(const Ring& ring, const RingShape& shape, const RingRule& rule,
                                                                resolutions, values, count, items);
   CheckLaunch("RingUpdate");
   SetKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(
-      table, ring, rule.alpha, ShapeOfTree(num_items), values, count, items);
+      table, ring, rule.scale, ShapeOfTree(num_items), values, count, items);
   CheckLaunch("RingUpdate");
   if (ring.minima != nullptr) MinimaAbove(ring.sums, num_items, items, count, ring.minima, stream);
 }

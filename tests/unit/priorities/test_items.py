@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from priority_cases import LENGTHS, ONE, Item, cut, handles, report, stored
+from priority_cases import LENGTHS, ONE, Item, cut, report, stored
 from store_support import check_whole
 
 from deepspeed_gear.errors import StoreError
@@ -15,6 +15,7 @@ from deepspeed_gear.ops.constants import CLAMPED, DRAWABLE, ONE_Q62, R_MASS
 from deepspeed_gear.replay import content
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
+from deepspeed_gear.selection.priorities import WINDOW
 
 # ---- items come and go ---------------------------------------------------------------------------
 
@@ -171,23 +172,24 @@ def test_beta_follows_its_schedule(scenes: Any) -> None:
     assert [int(cut(stream, key).head[EXPONENT]) for key in range(9)] == [ONE_Q62 // 8 * k for k in range(9)]
 
 
-def test_many_clamped_updates_are_an_error(scenes: Any) -> None:
-    stream = scenes(alpha=1.0, log_size=10_000).streams[0]
-    items = [(3, step) for step in range(33)] * 304
-    values = np.ones(10_000, np.float32)
-    values[:11] = 1e9
-    updates = handles(stream, items[:33])
-    stream.masses.reports.add_items(np.tile(updates, (304, 1))[:9_999], values[:9_999], 0)
-    cut(stream, 0)  # too few to judge
-    assert stream.masses.counts[CLAMPED] == 11
-    report(stream, [(0, 0)], 1)
-    stream.masses.ask(1)
-    text = (
-        r"stream train: priority \*\* alpha must lie in \[2\^-25, 2\^16\] for all but 0.1% of the updates, "
-        r"got '11 of 10000 lie outside'; scale the priorities"
-    )
-    with pytest.raises(StoreError, match=text):
-        stream.take(1)
+@pytest.mark.parametrize("most_bits", [40, 30])
+def test_clamped_updates_are_counted(scenes: Any, most_bits: int) -> None:
+    stream = scenes(alpha=1.0, log_size=10_000, most_bits=most_bits).streams[0]
+    items = [(3, step) for step in range(33)]
+    report(stream, items, 1e30)
+    masses = stream.masses
+    made = cut(stream, 0).resolutions
+    assert (masses.leaves[masses.leaves > ONE] == 1 << most_bits).all()
+    assert (made[made[:, 0] == 3][:, R_MASS] == 1 << most_bits).all()
+    assert (masses.counts[CLAMPED], masses.recent()) == (33, (33, 33))
+    for key in range(1, WINDOW):
+        report(stream, items[:1], 2)
+        cut(stream, key)
+    assert masses.recent() == (33 + WINDOW - 1, 33)
+    cut(stream, WINDOW)  # the first one is no longer among the latest
+    assert masses.recent() == (WINDOW - 1, 0)
+    assert masses.statistics()["priorities_clamped"] == 33
+    check_whole(stream.table, [stream])
 
 
 def test_the_resolutions_hold_the_masses(scenes: Any) -> None:

@@ -129,6 +129,8 @@ def test_reports_for_what_is_gone_are_ignored_and_counted(scenes: Any) -> None:
         "priorities_applied": 1,
         "priorities_ignored": 2,
         "priorities_clamped": 0,
+        "priorities_applied_recent": 1,
+        "priorities_clamped_recent": 0,
     }
     assert [int(stream.masses.counts[word]) for word in (APPLIED, STALE, CLAMPED)] == [1, 2, 0]
     check_whole(scene.table, scene.streams)
