@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -44,6 +44,7 @@ class Column:
         role: What it means to derived fields, one of `ROLES`.
         rows: Rows per trajectory of T transitions: "T", "T+1" (observations) or "1" (one value).
         late: Whether it may be written after the trajectory was added, once.
+        allow_nan: Whether a floating column may hold NaN and infinities; else they are refused.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Column:
     role: str = "other"
     rows: Rows = "T"
     late: bool = False
+    allow_nan: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
@@ -68,6 +70,9 @@ class Column:
             raise SchemaError(f"column {self.name}: rows", "must be 'T', 'T+1' or '1'", self.rows)
         if self.late and self.role in ("reward", "terminated", "truncated"):
             raise SchemaError(f"column {self.name}", f"must not be late with the role {self.role}")
+        if self.allow_nan and self.dtype not in FLOATING:
+            rule = f"must be left out unless the dtype is one of {', '.join(FLOATING)}"
+            raise SchemaError(f"column {self.name}: allow_nan", rule, self.dtype)
         if any(n < 1 for n in self.shape):
             raise SchemaError(f"column {self.name}: shape", "must have positive sizes", self.shape)
 
@@ -91,6 +96,11 @@ class Column:
     @property
     def is_floating(self) -> bool:
         return self.dtype in FLOATING
+
+    @property
+    def must_be_finite(self) -> bool:
+        """Whether NaN and infinities are refused."""
+        return self.is_floating and not self.allow_nan
 
 
 class Schema:
@@ -176,6 +186,10 @@ class Schema:
     def __repr__(self) -> str:
         return f"Schema({', '.join(f'{c.name}: {c.dtype}{list(c.shape)} x {c.rows}' for c in self.columns)})"
 
+    def allowing_nan(self) -> Schema:
+        """Return the schema with `allow_nan` in every floating column."""
+        return Schema([replace(c, allow_nan=c.is_floating) for c in self.columns])
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able description; `from_json` reverses it."""
         return {"columns": [_entry_of(column) for column in self.columns]}
@@ -211,6 +225,7 @@ class Schema:
 def _entry_of(column: Column) -> dict[str, Any]:
     """Return a column as JSON; what most have not is left out, so that old fingerprints stay."""
     entry = {**asdict(column), "shape": list(column.shape)}
-    if not column.late:
-        del entry["late"]
+    for name in ("late", "allow_nan"):
+        if not entry[name]:
+            del entry[name]
     return entry

@@ -38,7 +38,7 @@ def trajectory(number: int, steps: int = 250) -> dict[str, Any]:
     found = {
         "observation": drawn.standard_normal((steps + 1, 3), np.float32),
         "terminated": np.arange(steps) == steps - 1,
-        "half": drawn.integers(0, 1 << 15, (steps, 2), np.uint16),
+        "half": drawn.integers(0, 0x7F80, (steps, 2), np.uint16),  # the bits of finite values
         "number": np.full(steps, number, np.int64),
         "weight": np.array(float(number + 1)),
     }

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN[,PATTERN]",
         help="optional columns to keep, e.g. infos.qpos,observation.*; '' for none; default: all",
     )
-    parser.add_argument("--allow-nan", action="store_true", help="take NaN and infinite values")
+    parser.add_argument("--allow-nan", action="store_true", help="allow NaN and infinities, and record it")
     parser.add_argument("--overwrite", action="store_true", help="replace a data set at DEST")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no notes")
 

@@ -76,6 +76,14 @@ class ColumnConfig(GearModel):
         ),
     )
 
+    allow_nan: Flag = Field(
+        default=False,
+        description=(
+            "A floating column may hold NaN and infinities. Without it, adding them is refused and names the "
+            "step."
+        ),
+    )
+
     @field_serializer("dtype")
     def serialize_torch_dtype(self, dtype: str) -> str:
         # Overrides DeepSpeed's serializer of the same name, which expects a torch.dtype.
@@ -97,8 +105,12 @@ class SchemaConfig(GearModel):
 
     def build(self) -> Schema:
         """Make the schema."""
-        columns = self.columns.items()
-        return Schema([Column(name, c.dtype, tuple(c.shape), c.role, c.rows, c.late) for name, c in columns])
+        return Schema(
+            [
+                Column(name, c.dtype, tuple(c.shape), c.role, c.rows, c.late, c.allow_nan)
+                for name, c in self.columns.items()
+            ]
+        )
 
 
 class TableConfig(GearModel):

@@ -116,8 +116,8 @@ def gather_(
 def store_open(words: Sequence[int], /) -> Any:
     """Return a store of addresses in shared memory, which the caller keeps mapped (store/native.py)."""
 
-def store_columns(store: Any, columns: Sequence[tuple[int, int, int, int, tuple[int, ...]]], /) -> None:
-    """Set the columns: address, code of `rows`, kind, bytes of an item, shape of a row."""
+def store_columns(store: Any, columns: Sequence[tuple[int, int, int, int, int, tuple[int, ...]]], /) -> None:
+    """Set the columns: address, code of `rows`, kind, bytes of an item, code of the check, shape of a row."""
 
 def store_life(
     store: Any, pins: Sequence[tuple[int, int, int]], removal: int, rate: Sequence[float], /
@@ -152,14 +152,21 @@ def store_add(
         stored form; nothing has happened.
     """
 
-def rows_targets(columns: Sequence[tuple[int, int, int, tuple[int, ...]]], /) -> Any:
-    """Return places of rows: address, kind, bytes of an item, shape of a row."""
+def store_are_finite(store: Any, columns: Sequence[Any], /) -> bool:
+    """Return whether buffers, one per column, are of the stored form and finite where they must be."""
+
+def rows_targets(columns: Sequence[tuple[int, int, int, int, tuple[int, ...]]], /) -> Any:
+    """Return places of rows: address, kind, bytes of an item, code of the check, shape of a row."""
+
+def row_fits(targets: Any, target: int, row: Any, /) -> bool:
+    """Return whether one row is a buffer of a target's form, and finite where it must be."""
 
 def rows_put(targets: Any, columns: Sequence[Any], rows: Any, /) -> int:
     """Copy row i of each buffer to row rows[i] of its target; a negative row is left out. Releases nothing.
 
     Returns:
-        -1, or the index of the first buffer that is not of the target's form; then nothing has happened.
+        -1, or the index of the first buffer that is not of the target's form, or of which a row that is not
+        left out holds NaN or an infinity and must not; then nothing has happened.
     """
 
 def pack_rows_(

@@ -18,7 +18,7 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.part import Part
 
-FORMAT = 1
+FORMAT = 2  # since 2 a column without allow_nan has only finite values
 SCHEMA_FILE = "schema.json"
 STATS_FILE = "stats.json"
 EXTENTS_FILE = "extents.npy"

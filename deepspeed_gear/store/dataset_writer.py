@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.dataset_files import (
     EXTENTS_FILE,
     FORMAT,
@@ -28,7 +28,8 @@ from deepspeed_gear.store.dataset_files import (
     fingerprint_of,
     write_json,
 )
-from deepspeed_gear.store.statistics import as_float64, check_split, compute_statistics, training_trajectories
+from deepspeed_gear.store.statistics import check_split, compute_statistics, training_trajectories
+from deepspeed_gear.store.trajectory import check_finite, check_trajectory
 
 if TYPE_CHECKING:
     from deepspeed_gear.store.dataset import Dataset
@@ -54,7 +55,6 @@ class DatasetWriter:
         split: Mapping[str, float] | None = None,
         overwrite: bool = False,
         source: Mapping[str, Any] | None = None,
-        allow_nan: bool = False,
     ) -> None:
         """Start a data set.
 
@@ -64,14 +64,13 @@ class DatasetWriter:
             split: Share of each held-out part by name; the statistics are those of the rest.
             overwrite: Replace a data set that is there; anything else is never replaced.
             source: A JSON-able description of where the data come from.
-            allow_nan: Take NaN and infinite values; the statistics leave them out.
         Raises:
             ConfigError: The split is malformed.
             DataError: `dest` exists, or cannot be written.
         """
         self.dest, self.schema = Path(os.path.abspath(dest)), schema
         self._split, self._source = check_split(split or {}), dict(source or {})
-        self._overwrite, self._allow_nan = overwrite, allow_nan
+        self._overwrite = overwrite
         self._lengths = packed("q")
         self._num_rows = 0
         self._files: dict[str, ArrayFile] = {}
@@ -89,25 +88,29 @@ class DatasetWriter:
                 self.discard()
             raise unwritable(self.dest, error) from error
 
-    def add(self, trajectory: Mapping[str, NDArray[Any]], name: str = "") -> int:
+    def add(self, trajectory: Mapping[str, Any], name: str = "") -> int:
         """Append a trajectory and return its id.
 
+        Values are converted as by `Replay.add`.
+
         Args:
-            trajectory: An array for every column of the schema, of its dtype: [T, *shape], [T+1, *shape] or,
-                with one value per trajectory, [*shape]. T >= 1 is the same for all.
+            trajectory: An array, tensor or nested list for every column of the schema: [T, *shape],
+                [T+1, *shape] or, with one value per trajectory, [*shape]. T >= 1 is the same for all.
             name: How errors call it; "trajectory <id>" unless given.
         Returns:
             The ordinal of the trajectory in the data set.
         Raises:
-            DataError: A column is missing, unknown, of another dtype, shape or length, or not finite;
-                nothing is written.
+            DataError: A column is missing, unknown, of another shape or length, holds what its dtype cannot
+                hold, or NaN or an infinity without `allow_nan`; nothing is written.
         """
         if self._closed:
             raise DataError(str(self.dest), "must be open to be written", None, "make a new DatasetWriter")
         name = name or f"trajectory {len(self._lengths)}"
+        for column in self.schema.late_columns:  # what is added to a data set is all that comes
+            if column.name not in trajectory:
+                raise DataError(f"{name}: column {column.name}", "must be in every trajectory")
         arrays, length = check_trajectory(name, self.schema, trajectory)
-        if not self._allow_nan:
-            check_finite(name, self.schema, arrays)
+        check_finite(name, self.schema, arrays)
         try:
             for column in self.schema:
                 self._files[column.name].append(arrays[column.name])
@@ -265,73 +268,3 @@ def unwritable(dest: Path, error: OSError) -> DataError:
     """Return the error of a destination that the system does not let us write."""
     remedy = "free some space" if error.errno == errno.ENOSPC else "check the path and its permissions"
     return DataError(str(dest), "must be writable", error.strerror or str(error), remedy)
-
-
-def check_trajectory(
-    name: str, schema: Schema, trajectory: Mapping[str, NDArray[Any]]
-) -> tuple[dict[str, NDArray[Any]], int]:
-    """Check a trajectory's names, dtypes, shapes and lengths against a schema.
-
-    Returns:
-        The arrays by column, and T.
-    Raises:
-        DataError: Something differs; names the trajectory and the column.
-    """
-    if set(trajectory) != set(schema.names):
-        missing = [c for c in schema.names if c not in trajectory]
-        rule = (
-            f"must have a value for column {missing[0]}"
-            if missing
-            else "must have columns of the schema only"
-        )
-        raise DataError(name, rule, sorted(trajectory), f"the schema has {', '.join(schema.names)}")
-    arrays: dict[str, NDArray[Any]] = {}
-    length, measured = 0, ""
-    for column in sorted(schema, key=lambda c: c.rows == "1"):
-        array = arrays[column.name] = np.asarray(trajectory[column.name])
-        where = f"{name}: column {column.name}"
-        if array.dtype != column.numpy_dtype:
-            raise DataError(where, f"must have dtype {column.numpy_dtype}", str(array.dtype))
-        row_shape = array.shape if column.rows == "1" else array.shape[1:]
-        if (column.rows != "1" and array.ndim == 0) or row_shape != column.shape:
-            rule = f"must have {'shape' if column.rows == '1' else 'rows of shape'} {list(column.shape)}"
-            raise DataError(where, rule, list(array.shape))
-        if column.rows == "1":
-            continue
-        steps = len(array) - int(column.rows == "T+1")
-        if not measured:
-            length, measured = steps, column.name
-        if steps != length:
-            rows = length + int(column.rows == "T+1")
-            raise DataError(
-                where, f"must have {rows} rows for the {length} steps of column {measured}", len(array)
-            )
-        if steps < 1:
-            raise DataError(name, "must have at least one step", steps)
-    return arrays, length
-
-
-def first_non_finite(column: Column, array: NDArray[Any]) -> tuple[int, float] | None:
-    """Return row and value of the first NaN or infinity, or None."""
-    if not column.is_floating:
-        return None
-    if column.dtype != "bfloat16" and np.isfinite(array).all():
-        return None
-    values = as_float64(array, column.dtype)
-    bad = np.argwhere(~np.isfinite(values))
-    if not len(bad):
-        return None
-    return int(bad[0][0]) if values.ndim else 0, float(values[tuple(bad[0])])
-
-
-def check_finite(name: str, schema: Schema, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Refuse NaN and infinite values.
-
-    Raises:
-        DataError: There is one; names the trajectory, the column and the step.
-    """
-    for column in schema:
-        if found := first_non_finite(column, arrays[column.name]):
-            step = "" if column.rows == "1" else f", step {found[0]}"
-            remedy = "clean the data, or allow it (--allow-nan)"
-            raise DataError(f"{name}{step}: column {column.name}", "must be finite", found[1], remedy)

@@ -27,6 +27,7 @@ OPEN = 3  # word of a slot's life: its trajectory still grows
 BEFORE, AFTER, OLDER, NEWER = range(4)
 LINK_WORDS = 4
 NO_SLOT, NO_ROWS, SCATTERED, PINNED, AHEAD, LOCK_TIMEOUT, LOCK_BROKEN, MUST_RECOVER = range(-1, -9, -1)
+NOT_FINITE = -9  # of an addition: a column holds NaN or an infinity and must not
 KEEP, OLDEST, NEWEST, BY_CALLER = range(4)  # who goes when the store is full
 
 

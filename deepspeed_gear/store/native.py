@@ -15,6 +15,7 @@ from deepspeed_gear.store.spec import Shard, TableSpec
 
 ROWS_CODES = {"T": 0, "T+1": 1, "1": 2}
 _KINDS = {"f": "f", "i": "i", "u": "u", "b": "b"}
+_CHECKS = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # cpu/finite.h
 TRAIN_POSITION = "stream/train/position"
 
 
@@ -64,10 +65,14 @@ def open_store(
     return handle
 
 
-def form_of(column: Column) -> tuple[int, int, tuple[int, ...]]:
-    """Return kind, bytes of an item and shape of a column's rows, as the native module compares buffers."""
+def form_of(column: Column) -> tuple[int, int, int, tuple[int, ...]]:
+    """Return kind, bytes of an item, code of the check and shape of a column's rows, for the native module.
+
+    Buffers are compared with the kind, the size and the shape; the check refuses NaN and infinities.
+    """
     dtype = column.numpy_dtype
-    return ord(_KINDS[dtype.kind]), dtype.itemsize, column.shape
+    check = _CHECKS[column.dtype] if column.must_be_finite else 0
+    return ord(_KINDS[dtype.kind]), dtype.itemsize, check, column.shape
 
 
 def address(array: np.ndarray) -> int:

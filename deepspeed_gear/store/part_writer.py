@@ -136,7 +136,6 @@ class _PartWriter(DatasetWriter):
             split=whole.split,
             overwrite=overwrite,
             source=whole.source,
-            allow_nan=True,
         )
         self._whole = whole
         self._part = Part(

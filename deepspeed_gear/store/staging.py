@@ -10,7 +10,7 @@ import numpy as np
 
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.native import address, form_of
-from deepspeed_gear.store.trajectory import as_stored
+from deepspeed_gear.store.trajectory import as_stored, check_finite
 
 
 class Staging:
@@ -51,7 +51,7 @@ class Staging:
 
     def rows(self, columns: Sequence[Column]) -> StagedRows:
         """Return what writes rows of some columns."""
-        return StagedRows(columns, self.arrays, self._native)
+        return StagedRows(columns, self.arrays, self._native, self.places)
 
 
 class StagedRows:
@@ -61,12 +61,18 @@ class StagedRows:
         columns: Which.
         arrays: Of a staging.
         native: The native module, or None.
+        places: As `Staging`, for error texts; None: environments are named by their places.
     """
 
     def __init__(
-        self, columns: Sequence[Column], arrays: dict[str, np.ndarray], native: ModuleType | None
+        self,
+        columns: Sequence[Column],
+        arrays: dict[str, np.ndarray],
+        native: ModuleType | None,
+        places: np.ndarray | None = None,
     ) -> None:
-        self.columns, self._native = tuple(columns), native
+        self.columns, self._native, self._places = tuple(columns), native, places
+        self._length = next((arrays[c.name].shape[1] for c in columns), 1)
         self._flat = {c.name: arrays[c.name].reshape(-1, *c.shape) for c in columns}
         forms = [(address(arrays[c.name]), *form_of(c)) for c in columns]
         self._targets: Any = None if native is None else native.rows_targets(forms)
@@ -78,15 +84,30 @@ class StagedRows:
             values: [n, *shape] of each column.
             rows: [n], int64.
         Raises:
-            DataError: A value has another shape, or a dtype that does not fit; nothing has changed.
+            DataError: A value has another shape or a dtype that does not fit, or a row that is not left out
+                is not finite and must be; nothing has changed.
         """
         if self._native is not None and self._native.rows_put(self._targets, values, rows) < 0:
             return
-        pairs = list(zip(self.columns, values, strict=True))
-        stored = [as_stored(value, column, "the steps", len(rows)) for column, value in pairs]
+        for name, stored in self.check(values, rows).items():
+            self._flat[name][rows[rows >= 0]] = stored
+
+    def check(self, values: Sequence[Any], rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what `put` would store in the rows that are not left out. Column -> [kept, *shape].
+
+        Raises:
+            DataError: As `put`.
+        """
         kept = rows >= 0
-        for column, value in zip(self.columns, stored, strict=True):
-            self._flat[column.name][rows[kept]] = value[kept]
+        pairs = zip(self.columns, values, strict=True)
+        stored = {c.name: as_stored(value, c, "the steps", len(rows))[kept] for c, value in pairs}
+        check_finite("the steps", self.columns, stored, lambda row: self._name_of(int(rows[kept][row])))
+        return stored
+
+    def _name_of(self, row: int) -> str:
+        place, step = divmod(row, self._length)
+        env = place if self._places is None else int(np.flatnonzero(self._places == place)[0])
+        return f"step {step} of environment {env}"
 
     def get(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return copies of rows. Column -> [n, *shape]."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ def check_trajectory(
         trajectory: Column -> array, tensor or nested list.
     Returns:
         Its columns as arrays of the stored dtypes, late ones that are missing as zeros, and its number of
-        steps.
+        steps. NaN and infinities are left to `check_finite`, or to the native module.
     Raises:
-        DataError: A column is missing, unknown, or has a wrong shape, dtype or length.
+        DataError: A column is missing, unknown, or has a wrong shape, dtype or length, or a value that the
+            stored dtype cannot hold.
     """
     unknown = sorted(set(trajectory) - set(schema.names))
     if unknown:
@@ -36,29 +38,44 @@ def check_trajectory(
             f"known are {schema.names}",
         )
     arrays: dict[str, np.ndarray] = {}
-    num_steps: int | None = None
     for column in schema:
         if column.name not in trajectory and column.late:
             continue
         if column.name not in trajectory:
             raise DataError(f"{name}: column {column.name}", "must be in every trajectory")
-        array = as_stored(trajectory[column.name], column, name)
-        arrays[column.name] = array
-        if column.rows == "1":
-            continue
-        steps = len(array) - (1 if column.rows == "T+1" else 0)
-        if num_steps is not None and steps != num_steps:
-            raise DataError(
-                f"{name}: column {column.name}", f"must have the rows of {num_steps} steps", len(array)
-            )
-        num_steps = steps
-    assert num_steps is not None
+        arrays[column.name] = as_stored(trajectory[column.name], column, name)
+    num_steps = _num_steps(name, schema, arrays)
     if num_steps < 1:
         raise DataError(f"{name}: trajectory", "must have at least one step", num_steps)
     for column in schema.late_columns:
         if column.name not in arrays:
             arrays[column.name] = no_values(column, num_steps)
     return arrays, num_steps
+
+
+def _num_steps(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> int:
+    """Return the number of steps of a trajectory's arrays.
+
+    Most columns decide, and the columns of T rows where as many T+1 columns differ from them: it is the last
+    observation that programs forget.
+
+    Raises:
+        DataError: A column has the rows of another number of steps; names the column that differs.
+    """
+    given = [column for column in schema if column.rows != "1" and column.name in arrays]
+    steps = [len(arrays[column.name]) - int(column.rows == "T+1") for column in given]
+    if steps.count(steps[0]) == len(steps):
+        return steps[0]
+    votes = Counter(steps)
+    plain = Counter(count for column, count in zip(given, steps, strict=True) if column.rows == "T")
+    num_steps = max(votes, key=lambda count: (votes[count], plain[count]))
+    measured = given[steps.index(num_steps)]
+    wrong, count = next(pair for pair in zip(given, steps, strict=True) if pair[1] != num_steps)
+    remedy = f"column {measured.name} has the rows of {num_steps} steps"
+    if wrong.rows == "T+1" and count == num_steps - 1:
+        remedy += "; rows T+1 end with the observation after the last step"
+    rule = f"must have {num_steps + int(wrong.rows == 'T+1')} rows ({wrong.rows})"
+    raise DataError(f"{name}: column {wrong.name}", rule, len(arrays[wrong.name]), remedy)
 
 
 def no_values(column: Column, num_steps: int) -> np.ndarray:
@@ -79,25 +96,28 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         DataError: It cannot be that.
     """
     name = f"{table}: column {column.name}"
+    are_bits = False  # of bfloat16, which is stored as uint16
     if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_meta:
+            kind = "meta" if value.is_meta else str(value.layout)
+            raise DataError(name, "must be a dense tensor with data", kind, "call to_dense()")
         value = value.detach().cpu()
-        if column.dtype == "bfloat16":
-            value = value.to(torch.bfloat16).view(torch.uint16)
-        elif value.dtype == torch.bfloat16:
-            value = value.float()
+        if value.dtype == torch.bfloat16:
+            are_bits = column.dtype == "bfloat16"
+            value = value.view(torch.uint16) if are_bits else value.float()
         array = value.numpy()
     else:
         try:
             array = np.asarray(value)
         except ValueError as error:
             raise DataError(name, "must be an array", None, str(error)) from error
+        are_bits = array.dtype == np.uint16
     # Lists have no dtype of their own; of them, and of what "same_kind" admits, `_cast` checks the values.
     suits = np.can_cast(array.dtype, column.numpy_dtype, "same_kind") or column.dtype == "bfloat16"
     if array.dtype.kind not in "biuf" or not (suits or isinstance(value, (list, tuple, int, float, bool))):
         raise DataError(name, f"must be convertible to {column.dtype}", str(array.dtype))
-    if column.dtype == "bfloat16" and array.dtype != np.uint16:
-        rounded = torch.from_numpy(array.astype(np.float32, order="C")).to(torch.bfloat16)
-        array = rounded.view(torch.uint16).numpy()
+    if column.dtype == "bfloat16" and not are_bits:
+        array = _as_bfloat16(array, name)
     single = column.rows == "1" and num_rows is None
     rank = len(column.shape) + (0 if single else 1)
     wrong = array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape
@@ -118,6 +138,55 @@ def _cast(array: np.ndarray, column: Column, name: str) -> np.ndarray:
     if not held.all():
         raise DataError(name, f"must hold values that {column.dtype} can hold", array[~held].flat[0].item())
     return stored
+
+
+def _as_bfloat16(array: np.ndarray, name: str) -> np.ndarray:
+    """Round to bfloat16, as uint16; a finite value that becomes infinite is refused."""
+    with np.errstate(over="ignore"):
+        single = array.astype(np.float32, order="C")
+    rounded = torch.from_numpy(single).to(torch.bfloat16)
+    held = rounded.isfinite().numpy() | ~np.isfinite(array)
+    if not held.all():
+        raise DataError(name, "must hold values that bfloat16 can hold", array[~held].flat[0].item())
+    return np.asarray(rounded.view(torch.uint16).numpy())
+
+
+def not_finite(stored: np.ndarray, column: Column) -> np.ndarray:
+    """Return which stored values are NaN or infinite. Of the shape of `stored`, bool."""
+    if column.dtype == "bfloat16":
+        return np.asarray((stored & 0x7F80) == 0x7F80)
+    return np.asarray(~np.isfinite(stored))
+
+
+def check_finite(
+    name: str,
+    columns: Iterable[Column],
+    arrays: Mapping[str, np.ndarray],
+    place: Callable[[int], str] = "step {}".format,
+) -> None:
+    """Refuse NaN and infinities where the schema does not allow them.
+
+    Args:
+        name: What the columns are of, for error texts.
+        columns: Those to check.
+        arrays: Their values as they are stored; columns that are missing are left out.
+        place: Describes the row of a value, by its number.
+    Raises:
+        DataError: There is one; names the column, the value and its row.
+    """
+    for column in columns:
+        array = arrays.get(column.name)
+        if array is None or not column.must_be_finite:
+            continue
+        wrong = not_finite(array, column)
+        if not wrong.any():
+            continue
+        at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        value = as_numbers(array[at], column).item()
+        is_row = array.ndim > len(column.shape)
+        found = f"{value} at {place(int(at[0]))}" if is_row else value
+        remedy = 'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)'
+        raise DataError(f"{name}: column {column.name}", "must be finite", found, remedy)
 
 
 def as_numbers(values: np.ndarray, column: Column) -> np.ndarray:

@@ -11,10 +11,10 @@ import numpy as np
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.selection.cut import KEY
 from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import BY_CALLER, LOCK_BROKEN, LOCK_TIMEOUT, MUST_RECOVER
+from deepspeed_gear.store.extents import BY_CALLER, LOCK_BROKEN, LOCK_TIMEOUT, MUST_RECOVER, NOT_FINITE
 from deepspeed_gear.store.life import PRESENT
 from deepspeed_gear.store.table import OLDEST_OPEN, Table
-from deepspeed_gear.store.trajectory import check_trajectory
+from deepspeed_gear.store.trajectory import check_finite, check_trajectory
 from deepspeed_gear.writer.room import Room
 
 Check = Callable[[dict[str, np.ndarray]], None]
@@ -84,7 +84,9 @@ class Inserter:
         Args:
             trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape].
         Raises:
-            DataError: It does not fit the schema; nothing has changed.
+            DataError: It does not fit the schema, or a value is not finite and must be; nothing is added.
+                Values are checked while they are copied, so what was evicted by then stays evicted; the next
+                trajectory takes the rows.
             StoreFullError: There is no room, and the table lets nobody go.
             NotReadyError: The ranks have not sampled in time.
         """
@@ -140,6 +142,11 @@ class Inserter:
 
     def _again(self, columns: list[Any], num_steps: int, refusal: int, slot: int) -> int:
         """Go on where the native module could not."""
+        if refusal == NOT_FINITE:
+            if slot >= 0:
+                with self.table.lock:
+                    self.table.free(np.array([slot]))
+            self._refuse_not_finite(columns)
         if slot >= 0:  # written already: only the commit is missing
             with self.table.lock:
                 return self._commit(slot)
@@ -148,7 +155,14 @@ class Inserter:
                 pass
         return self._add_plainly([np.asarray(column) for column in columns], num_steps)
 
+    def _refuse_not_finite(self, columns: list[Any]) -> None:
+        arrays = {name: np.asarray(column) for name, column in zip(self._names, columns, strict=True)}
+        check_finite(self._name, self.table.spec.schema, arrays)
+
     def _add_plainly(self, columns: list[np.ndarray], num_steps: int, present: int = 0) -> int:
+        native, handle = self.table.ops.native, self.table.handle
+        if native is None or handle is None or not native.store_are_finite(handle, columns):
+            self._refuse_not_finite(columns)
         slot = self.reserve(num_steps)
         try:
             self.table.write(slot, dict(zip(self._names, columns, strict=True)))

@@ -11,7 +11,7 @@ from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.extents import OPEN
 from deepspeed_gear.store.life import PRESENT
 from deepspeed_gear.store.table import NUM_STEPS, Table
-from deepspeed_gear.store.trajectory import as_stored
+from deepspeed_gear.store.trajectory import as_stored, check_finite
 from deepspeed_gear.writer.room import quiet
 
 
@@ -27,7 +27,8 @@ def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float
         columns: Column -> [T, *shape], [T+1, *shape] or [*shape].
         timeout_s: Longest wait for a cut over nodes.
     Raises:
-        DataError: A column is not late, has been written, or does not fit; nothing has changed.
+        DataError: A column is not late, has been written, does not fit, or is not finite and must be; nothing
+            has changed.
         StoreError: The trajectory is not stored on this node.
     """
     name, schema = f"table {table.spec.name}", table.spec.schema
@@ -37,6 +38,7 @@ def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float
             late = ", ".join(column.name for column in schema.late_columns) or "none"
             raise DataError(f"{name}: column {column_name}", f"must be one of the late columns: {late}")
         arrays[column_name] = as_stored(value, schema[column_name], name)
+    check_finite(name, schema, arrays)
     bits = schema.late_bits(arrays)
     with quiet(table, timeout_s):
         slot = int(table.slots_of(np.array([number]))[0])

@@ -62,8 +62,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "/schema.json must describe a gear data set; make one with gear ingest SOURCE DEST",
     ),
     "another version": (
-        lambda p: edit(p / MANIFEST, format=2),
-        "/schema.json: format must be 1, got 2; use the version of deepspeed_gear that wrote it, "
+        lambda p: edit(p / MANIFEST, format=1),
+        "/schema.json: format must be 2, got 1; use the version of deepspeed_gear that wrote it, "
         "or make the data set again with gear ingest",
     ),
     "an entry of another type": (

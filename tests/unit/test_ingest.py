@@ -204,6 +204,9 @@ def test_nan_is_allowed_by_a_flag_and_left_out_of_statistics(tmp_path: Path, d4r
     actions[5, 1], actions[6, 2] = np.nan, -np.inf
     d4rl(tmp_path / "a.hdf5", actions=actions)
     dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out", allow_nan=True)
+    assert [column.name for column in dataset.schema if column.allow_nan] == [
+        column.name for column in dataset.schema if column.is_floating
+    ]
     statistics = dataset.statistics["action"]
     assert statistics.non_finite == 2
     assert statistics.mean.tolist() == [1, 1, 1]

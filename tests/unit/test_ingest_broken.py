@@ -86,13 +86,13 @@ BROKEN_D4RL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "NaN": (
         {"actions": NAN},
-        ": episode 2, step 2: column action must be finite, got nan; "
-        "clean the data, or allow it (--allow-nan)",
+        ": episode 2: column action must be finite, got 'nan at step 2'; "
+        'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)',
     ),
     "infinity": (
         {"observations": INF, "next_observations": None},
-        ": episode 1, step 0: column observation must be finite, got inf; "
-        "clean the data, or allow it (--allow-nan)",
+        ": episode 1: column observation must be finite, got 'inf at step 0'; "
+        'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)',
     ),
     "flags of 2": (
         {"terminals": np.full(8, 2, np.uint8)},
@@ -223,7 +223,7 @@ BROKEN_MINARI: dict[str, tuple[str, Any, str]] = {
     "another shape": (
         "episode_1/observations",
         np.zeros((2, 5)),
-        ": episode 1: column observation must have rows of shape [2], got [2, 5]",
+        ": episode 1: column observation must have shape ['T+1', 2], got [2, 5]",
     ),
     "another dtype": (
         "episode_1/observations",
@@ -243,8 +243,8 @@ BROKEN_MINARI: dict[str, tuple[str, Any, str]] = {
     "NaN in the last observation": (
         "episode_2/observations",
         np.pad(np.zeros((4, 2)), ((0, 1), (0, 0)), constant_values=np.nan),
-        ": episode 2, step 4: column observation must be finite, got nan; "
-        "clean the data, or allow it (--allow-nan)",
+        ": episode 2: column observation must be finite, got 'nan at step 4'; "
+        'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)',
     ),
     "a scalar": (
         "episode_0/infos/x",
@@ -279,7 +279,9 @@ def test_an_episode_without_steps_is_refused(tmp_path: Path, minari: Maker) -> N
         edit(file, f"episode_1/{key}", value)
     for key in ("rewards", "terminations", "truncations"):
         edit(file, f"episode_1/{key}", np.zeros(0, np.float64 if key == "rewards" else bool))
-    assert refused(file, tmp_path / "out") == f"{file}: episode 1 must have at least one step, got 0"
+    assert (
+        refused(file, tmp_path / "out") == f"{file}: episode 1: trajectory must have at least one step, got 0"
+    )
 
 
 def test_an_incomplete_minari_set_is_refused(tmp_path: Path, minari: Maker) -> None:

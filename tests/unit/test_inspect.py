@@ -116,7 +116,7 @@ def test_a_data_set_without_returns_or_finite_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    with DatasetWriter(tmp_path / "set", Schema([Column("x", "float32")]), allow_nan=True) as writer:
+    with DatasetWriter(tmp_path / "set", Schema([Column("x", "float32", allow_nan=True)])) as writer:
         writer.add({"x": np.full(3, np.nan, np.float32)})
     assert run(str(tmp_path / "set"), "--plot", str(tmp_path / "a.svg")) == 0
     lines = lines_of(capsys.readouterr().out)

@@ -163,12 +163,27 @@ def test_returns_to_go(scene: StoreScene) -> None:
     [
         ({"foreign": np.zeros(4)}, "table main: column foreign must be in the schema; known are"),
         ({"action": None}, "table main: column action must be in every trajectory"),
-        ({"action": np.zeros((5, 2), np.float32)}, "column action must have the rows of 4 steps, got 5"),
-        ({"observation": np.zeros((4, 3), np.float32)}, "must have the rows of"),
+        (
+            {"action": np.zeros((5, 2), np.float32)},
+            r"column action must have 4 rows \(T\), got 5; column obs",
+        ),
+        (
+            {"observation": np.zeros((4, 3), np.float32)},
+            r"column observation must have 5 rows \(T\+1\), got 4; column action .* the observation after",
+        ),
         ({"action": np.zeros((4, 3), np.float32)}, r"column action must have shape \['T', 2\], got \[4, 3\]"),
         ({"action": np.zeros(4, np.float32)}, r"column action must have shape \['T', 2\], got \[4\]"),
         ({"task": np.zeros(1, np.int64)}, r"column task must have shape \[\], got \[1\]"),
         ({"reward": np.zeros(4, complex)}, "column reward must be convertible to float32, got 'complex128'"),
+        ({"reward": torch.zeros(4, dtype=torch.complex64)}, "column reward must be convertible to float32"),
+        (
+            {"reward": torch.zeros(4).to_sparse()},
+            "column reward must be a dense tensor with data, got 'torch.sp",
+        ),
+        (
+            {"reward": torch.zeros(4, device="meta")},
+            "column reward must be a dense tensor with data, got 'meta",
+        ),
         ({"reward": np.array(["a"] * 4)}, "column reward must be convertible to float32"),
         ({"reward": [[1], [1, 2], 3, 4]}, "column reward must be an array"),
         ({"terminated": np.zeros(4, np.float32)}, "column terminated must be convertible to bool"),
@@ -225,6 +240,24 @@ def test_values_that_do_not_fit_are_refused(dtype: str, value: int) -> None:
     schema = Schema([Column("x", dtype)])
     with pytest.raises(DataError, match=f"column x must hold values that {dtype} can hold, got {value}"):
         check_trajectory("t", schema, {"x": [0, value]})
+
+
+@pytest.mark.parametrize("value", [1e300, 3.4e38])
+@pytest.mark.parametrize("make", [np.array, lambda x: torch.tensor(x, dtype=torch.float64), list])
+def test_what_overflows_in_bfloat16_is_refused(make: Any, value: float) -> None:
+    schema = Schema([Column("x", "bfloat16", allow_nan=True)])
+    with pytest.raises(DataError, match="column x must hold values that bfloat16 can hold, got"):
+        check_trajectory("t", schema, {"x": make([1.0, value])})
+    for kind in (np.complex64, torch.complex64):
+        x = np.ones(2, kind) if kind is np.complex64 else torch.ones(2, dtype=torch.complex64)
+        with pytest.raises(DataError, match="column x must be convertible to bfloat16, got 'complex64'"):
+            check_trajectory("t", schema, {"x": x})
+
+
+def test_between_one_column_of_t_rows_and_one_of_t_plus_1_the_latter_is_named() -> None:
+    schema = Schema([Column("state", "float32", (), "observation", "T+1"), Column("action", "float32")])
+    with pytest.raises(DataError, match=r"column state must have 4 rows \(T\+1\), got 3"):
+        check_trajectory("t", schema, {"state": np.zeros(3), "action": np.zeros(3)})
 
 
 def test_special_floats_are_kept() -> None:

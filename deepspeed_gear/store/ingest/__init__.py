@@ -87,7 +87,7 @@ def ingest(
         format: Of all sources; "auto" looks at the content of each.
         split: Share of each held-out part by name; the statistics are those of the rest.
         columns: Patterns of optional columns to keep; None keeps all.
-        allow_nan: Take NaN and infinite values.
+        allow_nan: Allow NaN and infinities in every floating column, and record it in the schema.
         overwrite: Replace a data set at `dest`.
         progress: Show a bar and notes on stderr.
     Raises:
@@ -102,6 +102,8 @@ def ingest(
     with ExitStack() as stack:
         readers = [stack.enter_context(open_source(path, format, columns)) for path in sources]
         schema = _common_schema(readers)
+        if allow_nan:
+            schema = schema.allowing_nan()
         if progress:
             for reader in readers:
                 for note in reader.notes:
@@ -118,9 +120,7 @@ def ingest(
                 disable=not progress,
             )
         )
-        writer = DatasetWriter(
-            dest, schema, split=split, overwrite=overwrite, source=source, allow_nan=allow_nan
-        )
+        writer = DatasetWriter(dest, schema, split=split, overwrite=overwrite, source=source)
         with writer:
             for name, arrays in _trajectories(readers, schema):
                 writer.add(arrays, name)

@@ -113,7 +113,10 @@ PyMethodDef kMethods[] = {
                                          "store_may_insert(store, num_steps) -> bool"),
     Function<gear::direct::AddTrajectory>(
         "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
+    Function<gear::direct::AreFinite>("store_are_finite",
+                                      "store_are_finite(store, columns) -> bool"),
     Function<gear::direct::MakeTargets>("rows_targets", "rows_targets(columns) -> targets"),
+    Function<gear::direct::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),
     Function<gear::direct::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
     Method<gear::PackRows>(
         "pack_rows_",

@@ -90,6 +90,7 @@ inline char KindOf(const char* format) {
 struct RowForm {
   char kind;
   Py_ssize_t item_bytes, row_bytes;
+  cpu::Exponents checked;
   std::vector<Py_ssize_t> shape;
 
   // Whether a buffer holds `rows` such rows; one row alone has no axis of rows if `rows` is -1.
@@ -107,8 +108,9 @@ struct RowForm {
   }
 };
 
-inline RowForm FormOf(PyObject* kind, PyObject* item_bytes, PyObject* shape) {
+inline RowForm FormOf(PyObject* kind, PyObject* item_bytes, PyObject* checked, PyObject* shape) {
   RowForm form{};
+  form.checked = static_cast<cpu::Exponents>(AsInt(checked));
   form.kind = static_cast<char>(AsInt(kind));
   form.item_bytes = form.row_bytes = AsInt(item_bytes);
   ForEach(shape, [&](PyObject* size) {
@@ -163,7 +165,7 @@ inline PyObject* OpenStoreAt(PyObject* const* given, Py_ssize_t count) {
   });
 }
 
-// store_columns(store, columns) -> None; columns: (base, rows, kind, item_bytes, shape)
+// store_columns(store, columns) -> None; columns: (base, rows, kind, item_bytes, checked, shape)
 inline PyObject* SetColumns(PyObject* const* given, Py_ssize_t count) {
   CheckCount(count, 2);
   auto& store = static_cast<OpenStore&>(StoreOf(given[0]));
@@ -172,9 +174,10 @@ inline PyObject* SetColumns(PyObject* const* given, Py_ssize_t count) {
   ForEach(given[1], [&](PyObject* column) {
     std::vector<PyObject*> parts;
     ForEach(column, [&](PyObject* part) { parts.push_back(part); });
-    CheckCount(static_cast<Py_ssize_t>(parts.size()), 5);
-    RowForm form = FormOf(parts[2], parts[3], parts[4]);
-    store.columns.push_back({AddressOf<char>(parts[0]), form.row_bytes, AsInt(parts[1])});
+    CheckCount(static_cast<Py_ssize_t>(parts.size()), 6);
+    RowForm form = FormOf(parts[2], parts[3], parts[4], parts[5]);
+    store.columns.push_back(
+        {AddressOf<char>(parts[0]), form.row_bytes, AsInt(parts[1]), form.checked});
     store.forms.push_back(std::move(form));
   });
   Py_RETURN_NONE;
@@ -273,7 +276,24 @@ inline PyObject* AddTrajectory(PyObject* const* given, Py_ssize_t count) {
   return Py_BuildValue("LL", static_cast<long long>(added.id), static_cast<long long>(added.slot));
 }
 
-// rows_targets(columns) -> targets; columns: (base, kind, item_bytes, shape)
+// store_are_finite(store, columns) -> whether each column is as it is stored and holds no NaN and
+// no infinity where it must not
+inline PyObject* AreFinite(PyObject* const* given, Py_ssize_t count) {
+  CheckCount(count, 2);
+  const auto& store = static_cast<OpenStore&>(StoreOf(given[0]));
+  size_t num_columns = 0;
+  bool finite = true;
+  ForEach(given[1], [&](PyObject* column) {
+    const Buffer buffer(column);
+    const size_t i = num_columns++;
+    finite &= i < store.forms.size() && buffer.held() &&
+              buffer.view().itemsize == store.forms[i].item_bytes &&
+              cpu::AllFinite(buffer.view().buf, buffer.view().len, store.forms[i].checked);
+  });
+  return PyBool_FromLong(finite && num_columns == store.forms.size() ? 1 : 0);
+}
+
+// rows_targets(columns) -> targets; columns: (base, kind, item_bytes, checked, shape)
 inline PyObject* MakeTargets(PyObject* const* given, Py_ssize_t count) {
   CheckCount(count, 1);
   auto* targets = new std::vector<Target>;
@@ -281,8 +301,9 @@ inline PyObject* MakeTargets(PyObject* const* given, Py_ssize_t count) {
     ForEach(given[0], [&](PyObject* column) {
       std::vector<PyObject*> parts;
       ForEach(column, [&](PyObject* part) { parts.push_back(part); });
-      CheckCount(static_cast<Py_ssize_t>(parts.size()), 4);
-      targets->push_back({AddressOf<char>(parts[0]), FormOf(parts[1], parts[2], parts[3])});
+      CheckCount(static_cast<Py_ssize_t>(parts.size()), 5);
+      targets->push_back(
+          {AddressOf<char>(parts[0]), FormOf(parts[1], parts[2], parts[3], parts[4])});
     });
   } catch (...) {
     delete targets;
@@ -293,8 +314,32 @@ inline PyObject* MakeTargets(PyObject* const* given, Py_ssize_t count) {
   });
 }
 
-// rows_put(targets, columns, rows) -> index of the first column that is not as it is stored, and
-// nothing has happened; -1
+// row_fits(targets, target, row) -> whether one row is as it is stored, and holds no NaN and no
+// infinity where it must not
+inline PyObject* RowFits(PyObject* const* given, Py_ssize_t count) {
+  CheckCount(count, 3);
+  const RowForm& form = Unpack<std::vector<Target>>(given[0], kTargetsName)
+                            ->at(static_cast<size_t>(AsInt(given[1])))
+                            .form;
+  const Buffer row(given[2]);
+  const bool fits =
+      form.Fits(row, -1) && cpu::AllFinite(row.view().buf, form.row_bytes, form.checked);
+  return PyBool_FromLong(fits ? 1 : 0);
+}
+
+// Whether the rows that are to be copied are finite; those that are left out may be anything.
+inline bool RowsAreFinite(const RowForm& form, const char* source, const int64_t* rows,
+                          Py_ssize_t num_rows) {
+  if (cpu::AllFinite(source, num_rows * form.row_bytes, form.checked)) return true;
+  for (Py_ssize_t i = 0; i < num_rows; ++i) {
+    const char* row = source + i * form.row_bytes;
+    if (rows[i] >= 0 && !cpu::AllFinite(row, form.row_bytes, form.checked)) return false;
+  }
+  return true;
+}
+
+// rows_put(targets, columns, rows) -> index of the first column that is not as it is stored, or
+// holds NaN or an infinity and must not, and nothing has happened; -1
 inline PyObject* PutRows(PyObject* const* given, Py_ssize_t count) {
   CheckCount(count, 3);
   const auto& targets = *Unpack<std::vector<Target>>(given[0], kTargetsName);
@@ -310,15 +355,17 @@ inline PyObject* PutRows(PyObject* const* given, Py_ssize_t count) {
     throw PythonError{};
   }
   const Py_ssize_t num_rows = rows.view().shape[0];
+  const auto* places = static_cast<const int64_t*>(rows.view().buf);
   for (size_t i = 0; i < targets.size(); ++i) {
-    if (!targets[i].form.Fits(buffers[i], num_rows)) {
+    const RowForm& form = targets[i].form;
+    if (!form.Fits(buffers[i], num_rows) ||
+        !RowsAreFinite(form, static_cast<const char*>(buffers[i].view().buf), places, num_rows)) {
       return PyLong_FromSize_t(i);
     }
   }
   for (size_t i = 0; i < targets.size(); ++i) {
     cpu::ScatterRows(targets[i].base, static_cast<const char*>(buffers[i].view().buf),
-                     targets[i].form.row_bytes, static_cast<const int64_t*>(rows.view().buf),
-                     num_rows);
+                     targets[i].form.row_bytes, places, num_rows);
   }
   return PyLong_FromLong(-1);
 }

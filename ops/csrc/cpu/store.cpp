@@ -96,15 +96,17 @@ int64_t RowsOf(const Store& store, int64_t num_steps) {
   return num_steps;
 }
 
-void Write(Store& store, int64_t slot, const void* const* sources, int64_t num_steps) {
+// Returns whether every column holds what it may.
+bool Write(Store& store, int64_t slot, const void* const* sources, int64_t num_steps) {
   const int64_t first = store.slots[slot].first_row;
   for (size_t i = 0; i < store.columns.size(); ++i) {
     const ColumnOf& column = store.columns[i];
     const bool single = column.rows == kPerTrajectory;
     const int64_t rows = single ? 1 : num_steps + column.rows;
     char* to = column.base + (single ? slot : first) * column.row_bytes;
-    std::memcpy(to, sources[i], static_cast<size_t>(rows * column.row_bytes));
+    if (!CopyFinite(to, sources[i], rows * column.row_bytes, column.checked)) return false;
   }
+  return true;
 }
 
 bool IsOver(const Store& store, int64_t num_steps) {
@@ -283,8 +285,13 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
     slot = ReserveWithRemoval(store, RowsOf(store, num_steps), num_steps);
     if (slot < 0) return {slot, -1};
   }
-  Write(store, slot, sources, num_steps);  // the rows belong to this process
+  const bool finite = Write(store, slot, sources, num_steps);  // the rows belong to this process
   const Held held(store, timeout_s);
+  if (!finite) {
+    if (held.refusal() != 0) return {kNotFinite, slot};
+    Free(store, slot);
+    return {kNotFinite, -1};
+  }
   if (held.refusal() != 0) return {held.refusal(), slot};
   const int64_t born = store.position == nullptr ? 0 : store.position[0];
   return {Commit(store, slot, num_steps, store.slots[slot].num_rows, born), slot};

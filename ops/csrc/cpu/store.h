@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/slot.h"
+#include "cpu/finite.h"
 #include "cpu/mutex.h"
 
 namespace gear::cpu {
@@ -57,6 +58,7 @@ enum Refusal : int64_t {
   kLockTimeout = -6,
   kLockBroken = -7,
   kMustRecover = -8,  // a process died inside: lock as Python does, which repairs
+  kNotFinite = -9,    // a column holds NaN or an infinity and must not
 };
 
 // Of a stream: the last cut that drew from each slot, and what each process has consumed.
@@ -70,6 +72,7 @@ struct ColumnOf {
   char* base;
   int64_t row_bytes;
   int64_t rows;  // of T steps: T, T + 1, or 1 per trajectory
+  Exponents checked;
 };
 enum : int64_t { kPerStep = 0, kPerStepAndEnd = 1, kPerTrajectory = 2 };
 
@@ -115,8 +118,10 @@ struct Added {
   int64_t id;    // or a refusal
   int64_t slot;  // reserved and written; -1 if nothing was
 };
-// Reserves, copies `sources` (one per column, its rows one behind the other) and commits. With a
-// slot and a refusal the caller has to commit or to free the slot.
+// Reserves, copies `sources` (one per column, its rows one after the other) and commits. Values are
+// checked while they are copied; after kNotFinite the slot is free again, but what was evicted for
+// it stays evicted. With a slot and another refusal the caller has to commit it; with a slot and
+// kNotFinite, to free it: the lock could not be taken.
 Added Add(Store& store, const void* const* sources, int64_t num_steps, double timeout_s);
 
 }  // namespace gear::cpu
