@@ -54,7 +54,7 @@ def simulate(config: dict[str, Any], num_envs: int, rounds: int, results: Any) -
     """
     observation, reward = np.zeros((num_envs, 17), np.float32), np.ones(num_envs, np.float32)
     going, ends, waits = np.zeros(num_envs, bool), np.ones(num_envs, bool), []
-    with TrajectoryWriter.attach(config) as writer, writer.simulators(num_envs) as simulators:
+    with TrajectoryWriter.attach(config) as writer, writer.simulators(num_envs, "next_step") as simulators:
         simulators.reset(observation=observation)
         for i in range(rounds + rounds // 4):
             if i == rounds // 4:

@@ -14,9 +14,10 @@ from deepspeed_gear.replay.inference import InferenceLoader, open_loader
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.writer.autoreset import Autoreset
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late import fill
-from deepspeed_gear.writer.vector import Autoreset, VectorWriter
+from deepspeed_gear.writer.vector import VectorWriter
 from deepspeed_gear.writer.writer import TrajectoryWriter
 
 
@@ -90,11 +91,11 @@ class Contents:
 
     @overload
     def writer(
-        self, envs: int, table: str | None = None, autoreset: Autoreset = "next_step"
+        self, envs: Any, table: str | None = None, autoreset: Autoreset | None = None
     ) -> VectorWriter: ...
 
     def writer(
-        self, envs: int | None = None, table: str | None = None, autoreset: Autoreset = "next_step"
+        self, envs: Any = None, table: str | None = None, autoreset: Autoreset | None = None
     ) -> TrajectoryWriter | VectorWriter:
         """Return a writer for simulators in this process.
 
@@ -102,10 +103,12 @@ class Contents:
         whether it would.
 
         Args:
-            envs: What takes the steps of so many environments at once; None: what takes trajectories.
+            envs: A number of environments, or an environment: what takes their steps; None: what takes
+                trajectories.
             table: Which table; None for the sampled one.
-            autoreset: As `TrajectoryWriter.vector`.
+            autoreset: As `TrajectoryWriter.vector`; with a number of environments it must be given.
         Raises:
+            DataError: No autoreset mode is given, or not that of the environment.
             StoreError: The table holds a data set.
         """
         self._check_open()

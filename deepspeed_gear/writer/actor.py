@@ -156,19 +156,6 @@ def make_envs(job: Job) -> Any:
     return _function(job.env, "env")(job.num_envs, **job.env_options)
 
 
-def autoreset_of(envs: Any) -> str:
-    """Return what a vector environment does behind the last step of an episode, as `writer.vector` names it.
-
-    Raises:
-        DataError: Its metadata do not say.
-    """
-    mode = envs.metadata.get("autoreset_mode")
-    if mode is None:
-        remedy = "set envs.metadata['autoreset_mode'] to gymnasium.vector.AutoresetMode"
-        raise DataError("autoreset_mode", "must be in the metadata of the environment", None, remedy)
-    return str(getattr(mode, "name", mode)).lower()
-
-
 def act_in(job: Job, stop: threading.Event) -> dict[str, Any]:
     """Act until `stop` is set or the run has ended; return what was done."""
 
@@ -215,8 +202,8 @@ def _run_goes_on(job: Job, writer: TrajectoryWriter | None) -> bool:
 
 def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: Returns, seed: int) -> Any:
     """Take steps for ever; yield how many were taken, of all environments."""
-    names, mode = Columns(writer.schema), autoreset_of(envs)
-    vector = writer.vector(envs.num_envs, mode)  # type: ignore[arg-type]
+    names, vector = Columns(writer.schema), writer.vector(envs)
+    mode = vector.autoreset
     observation, _ = envs.reset(seed=seed)
     vector.reset(**names.state(observation))
     while True:

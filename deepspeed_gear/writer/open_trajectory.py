@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from dataclasses import replace
+from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
 
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.trajectory import as_stored
+from deepspeed_gear.store.native import form_of
+from deepspeed_gear.store.trajectory import as_stored, check_finite
 from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
 
 Tell = Callable[[object, np.ndarray], None]
@@ -27,6 +29,7 @@ class OpenTrajectory:
         add: Adds a trajectory.
         per_trajectory: Columns of one value per trajectory.
         publisher: Publishes steps before the end; None: nothing can.
+        native: The native module, or None.
     """
 
     def __init__(
@@ -36,14 +39,24 @@ class OpenTrajectory:
         add: Callable[[Mapping[str, Any]], int],
         per_trajectory: Mapping[str, Any],
         publisher: Publisher | None = None,
+        native: ModuleType | None = None,
     ) -> None:
-        self._table, self._schema, self._add, self._once = table, schema, add, dict(per_trajectory)
+        self._name, self._schema, self._add = f"table {table}", schema, add
+        self._once: dict[str, np.ndarray] = {}
         self._publisher, self._growing = publisher, Growing(weakref.ref(self))
         steps = [column for column in schema if column.rows != "1" and not column.late]
-        self._rows: dict[str, list[Any]] = {column.name: [] for column in steps}
+        self._rows: dict[str, list[np.ndarray]] = {column.name: [] for column in steps}
+        self._row = {column.name: replace(column, rows="1") for column in steps}  # what one row must be
+        self._native, self._index = native, {column.name: i for i, column in enumerate(steps)}
+        self._targets = None if native is None else native.rows_targets([(0, *form_of(c)) for c in steps])
+        # Numbers of Python's up to here are rows of these columns without a further look.
+        floats = [c for c in steps if c.must_be_finite and c.dtype != "bfloat16" and not c.shape]
+        self._floats = {c.name: (c.numpy_dtype, float(np.finfo(c.numpy_dtype).max)) for c in floats}
         self._ends = {column.name for column in steps if column.rows == "T+1"}
         self._watch: tuple[str, Tell] | None = None
         self.id: int | None = None  # once it is added, or its first steps are published
+        self._open = True
+        self.set(**per_trajectory)
 
     def watch_versions(self, column: str, tell: Tell) -> None:
         """Tell the policy version of the first step, as `VectorWriter.watch_versions`."""
@@ -52,8 +65,9 @@ class OpenTrajectory:
     def append(self, *, publish: bool = False, **columns: Any) -> None:
         """Append a step: the observation, the action that it led to, and what came of it.
 
-        Behind the last step, what is left of an episode (its last observation) is appended alone: the columns
-        of T+1 rows.
+        After the last step, what is left of an episode (its last observation) is appended alone: the columns
+        of T+1 rows. A step that is refused is not appended: it may be corrected and appended again, or the
+        trajectory discarded.
 
         Args:
             publish: Let batches hold the steps so far that are complete, from the next cut on: with columns
@@ -61,10 +75,12 @@ class OpenTrajectory:
                 one value per trajectory must be set.
             **columns: A row of each column of steps.
         Raises:
-            DataError: A column is missing or unknown; or the table cannot take parts of trajectories.
+            DataError: A column is missing or unknown, does not fit, or is not finite and must be; or the
+                trajectory has ended: nothing has changed. Or the table cannot take parts of trajectories.
             StoreFullError, NotReadyError: The step is appended, but not published; as `TrajectoryWriter.add`.
         """
-        name = f"table {self._table}"
+        name = self._name
+        self._check_open()
         unknown = sorted(set(columns) - set(self._rows))
         if unknown:
             raise DataError(f"{name}: column {unknown[0]}", "must be a column of steps", None)
@@ -72,12 +88,31 @@ class OpenTrajectory:
         if missing and set(columns) != self._ends:
             remedy = f"behind the last step append {sorted(self._ends)} alone" if self._ends else ""
             raise DataError(f"{name}: column {missing[0]}", "must be in every step", None, remedy)
-        for column, row in columns.items():
-            self._rows[column].append(np.array(row))  # a copy: environments reuse their arrays
+        rows = {column: self._stored(column, row) for column, row in columns.items()}
+        for column, row in rows.items():
+            self._rows[column].append(row)
         if self._watch is not None and len(self._rows[self._watch[0]]) == 1:
-            self._watch[1](self, np.array([columns[self._watch[0]]], np.int64))
+            self._watch[1](self, rows[self._watch[0]].reshape(1).astype(np.int64))
         if publish:
             self._publish()
+
+    def _stored(self, column: str, row: Any) -> np.ndarray:
+        """Return a row as it is stored, a copy: environments reuse their arrays.
+
+        Raises:
+            DataError: It does not fit, or is not finite and must be.
+        """
+        if type(row) is float and column in self._floats:
+            dtype, largest = self._floats[column]
+            if abs(row) <= largest:  # neither NaN nor infinite
+                return np.array(row, dtype)
+        given = np.asarray(row) if type(row) in (bool, int) else row
+        if self._native is not None and self._native.row_fits(self._targets, self._index[column], given):
+            return np.asarray(given).copy()
+        form = self._row[column]
+        stored = as_stored(row, form, self._name)
+        check_finite(f"{self._name}: step {len(self._rows[column])}", [form], {column: stored})
+        return stored.copy()
 
     # ---- publishing ------------------------------------------------------------------------------
 
@@ -97,19 +132,49 @@ class OpenTrajectory:
             self.id = self._growing.id
 
     def _rows_of(self, column: Column, first: int, end: int) -> np.ndarray:
-        rows = np.stack(self._rows[column.name][first:end])
-        return as_stored(rows, column, f"table {self._table}")
+        return np.stack(self._rows[column.name][first:end])
 
     def _value_of(self, column: Column) -> np.ndarray:
         if column.name not in self._once:
-            raise DataError(f"table {self._table}: column {column.name}", "must be in every trajectory")
-        return as_stored(self._once[column.name], column, f"table {self._table}")
+            raise DataError(f"{self._name}: column {column.name}", "must be in every trajectory")
+        return self._once[column.name]
 
     # ---- end -------------------------------------------------------------------------------------
 
     def set(self, **per_trajectory: Any) -> None:
-        """Set columns of one value per trajectory."""
-        self._once.update(per_trajectory)
+        """Set columns of one value per trajectory.
+
+        Raises:
+            DataError: One is unknown, does not fit, or is not finite and must be; nothing has changed.
+        """
+        self._check_open()
+        unknown = sorted(set(per_trajectory) - set(self._schema.names))
+        if unknown:
+            known = f"known are {self._schema.names}"
+            raise DataError(f"{self._name}: column {unknown[0]}", "must be in the schema", None, known)
+        values = {n: as_stored(value, self._schema[n], self._name) for n, value in per_trajectory.items()}
+        check_finite(self._name, self._schema, values)
+        self._once.update(values)
+
+    def discard(self) -> None:
+        """End without adding; what is published stays, its last step marked as truncated.
+
+        Nothing can be appended any more, and the end of a `with` block adds nothing. Safe to call twice.
+        """
+        if not self._open:
+            return
+        self._end_watch()
+        if self._growing.is_published and self._publisher is not None:
+            self._publisher.end(self._growing, truncated=True)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise DataError(f"{self._name}: trajectory", "must be open", None, "it has ended, begin another")
+
+    def _end_watch(self) -> None:
+        self._open = False
+        if self._watch is not None:
+            self._watch[1](self, NOTHING_OPEN)
 
     def __enter__(self) -> OpenTrajectory:
         return self
@@ -117,8 +182,9 @@ class OpenTrajectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._watch is not None:
-            self._watch[1](self, NOTHING_OPEN)
+        if not self._open:
+            return
+        self._end_watch()
         if self._growing.is_published and self._publisher is not None:
             self._end_published(self._publisher, kind is None)
         elif kind is None:
@@ -140,4 +206,4 @@ class OpenTrajectory:
         for name, rows in self._rows.items():
             if len(rows) - int(name in self._ends) != self._num_steps:
                 rule = f"must have the rows of {self._num_steps} steps"
-                raise DataError(f"table {self._table}: column {name}", rule, len(rows))
+                raise DataError(f"{self._name}: column {name}", rule, len(rows))

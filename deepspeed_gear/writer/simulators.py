@@ -170,10 +170,10 @@ class Simulators(VectorWriter):
             self._publish()
         return added
 
-    def _take_values(self, columns: Mapping[str, Any], which: Any) -> None:
-        super()._take_values(columns, which)
-        for name, values in self._slots.values.items():
-            values[self._places[which]] = self._values[name][which]
+    def _set_values(self, values: Mapping[str, np.ndarray], which: Any) -> None:
+        super()._set_values(values, which)
+        for name, asked in self._slots.values.items():
+            asked[self._places[which]] = self._values[name][which]
 
     def _begin(self, envs: np.ndarray) -> None:
         self._timesteps[envs] = -1  # the step that this is part of counts
@@ -182,8 +182,8 @@ class Simulators(VectorWriter):
 
     # ---- room ------------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        self._room = 1  # `post` has seen to it
+    def _make_room(self, check: Callable[[], None]) -> None:
+        self._room = 1  # `post` has made it
 
     def _make_room_for(self, envs: np.ndarray) -> None:
         """See to it that the next step of environments that do not wait has a row."""

@@ -6,19 +6,18 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
+import torch
 
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.staging import Staging
-from deepspeed_gear.store.trajectory import as_stored
+from deepspeed_gear.store.trajectory import as_stored, check_finite
 from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
 
-Autoreset = Literal["next_step", "same_step", "disabled"]
 _FIRST_LENGTH = 256
-_MODES = get_args(Autoreset)
 
 
 class VectorWriter:
@@ -35,9 +34,9 @@ class VectorWriter:
         schema: Of the table.
         add: Adds a trajectory.
         num_envs: N.
-        autoreset: "next_step": the step behind the last one of an episode resets, and its action is ignored;
+        autoreset: "next_step": the step after the last one of an episode resets, and its action is ignored;
             "same_step": the last step resets, and the episode's last observation is given as `final`;
-            "disabled": `reset` is called with a mask.
+            "disabled": the program resets, and calls `reset` with a mask.
         max_length: A longer episode is cut there, marked as truncated, and goes on as another trajectory.
         native: The native module, or None.
         staging: Where trajectories grow; None: in private memory.
@@ -55,10 +54,8 @@ class VectorWriter:
         staging: Staging | None = None,
         publisher: Publisher | None = None,
     ) -> None:
-        if autoreset not in _MODES:
-            raise DataError("autoreset", f"must be one of {', '.join(_MODES)}", autoreset)
         self._schema, self._add, self._native = schema, add, native
-        self.num_envs, self._mode, self._max_length = num_envs, autoreset, max_length
+        self.num_envs, self.autoreset, self._max_length = num_envs, autoreset, max_length
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
         self._done_by = [c for c in steps if c not in self._state]
@@ -127,12 +124,13 @@ class VectorWriter:
             mask: Which ones. [N], bool.
             **columns: How they are. [N, *shape] each; columns of one value per trajectory may come along.
         Raises:
-            DataError: A column is missing or has a wrong shape; nothing has changed.
+            DataError: A column is missing, does not fit, or is not finite and must be; nothing has changed.
         """
         which = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask, bool)
-        self._take_values(columns, slice(None))
+        once = self._values_in(columns, which, self.num_envs, which)
         state, first = self._pick(self._state, columns, "reset"), self._staging.first
         self._state_rows.put(state, np.where(which, first, -1))
+        self._set_values(once, which)
         for env in [env for env in self._growing if which[env]]:
             self._end_growing(env, truncated=True)
         self._next[which] = first[which] + 1
@@ -163,29 +161,28 @@ class VectorWriter:
         Returns:
             Ids of the trajectories that were added.
         Raises:
-            DataError: A column is missing or has a wrong shape; or what adding raises.
+            DataError: A column is missing, does not fit, or is not finite and must be; or `reset` has not
+                come first: nothing has changed, and the step may be taken again. Or what adding raises.
             StoreFullError, NotReadyError: The step is taken, but not published; the next one tries again.
         """
         envs = None if envs is None else np.asarray(envs, np.int64)
         which: Any = slice(None) if envs is None else envs
         waits = self._waits[which]
-        if self._any_waits and self._mode != "next_step" and waits.any():
-            raise DataError("reset", "must come first", None, f"{int(waits.sum())} environments wait")
-        if self._once:
-            self._take_values(columns, which)
+        if self._any_waits:
+            self._check_begun(np.arange(self.num_envs)[which][waits])
+        once = self._values_in(columns, which, len(waits)) if self._once else {}
         done_by = self._pick(self._done_by, columns, "step")
         state = self._pick(self._state, columns, "step")
-        ended = self._ended(columns, len(waits))
+        ended = self._ended(columns, len(waits)) & ~waits
+        at = np.flatnonzero(ended)
+        finals = self._finals(at, envs, final) if self.autoreset == "same_step" and len(at) else {}
         if self._room <= 0:
-            self._make_room()
-        following = self._next[which]
-        rows = following - 1
-        if self._any_waits:
-            following = np.where(waits, self._staging.first[which], following)
-            rows[waits] = -1
-            ended &= ~waits
-        self._done_rows.put(done_by, rows)
+            self._make_room(partial(self._check_rows, which, waits, done_by, state))
+        rows, following = self._rows_for(which, waits)
+        self._done_rows.put(done_by, rows)  # to rows that do not count yet, should the next line refuse
         self._state_rows.put(state, following)
+        if once:
+            self._set_values(once, which)
         self._next[which] = following
         self._room -= 1
         self.num_steps += len(rows)
@@ -193,7 +190,7 @@ class VectorWriter:
             self._note_versions(rows, which, ended)
         if self._any_waits:
             self._begin_again(waits, which)
-        added = self._end(np.flatnonzero(ended), envs, final, state) if ended.any() else []
+        added = self._end(at, envs, finals, state) if len(at) else []
         self._next[which] += 1
         if publish:
             self._publish()
@@ -209,11 +206,80 @@ class VectorWriter:
                 ended |= np.asarray(columns[name], bool)
         return ended
 
-    def _take_values(self, columns: Mapping[str, Any], which: Any) -> None:
-        for column in self._once:
-            if column.name in columns:
-                kept = self._values[column.name]
-                kept[which] = as_stored(columns[column.name], column, "the steps", len(kept[which]))
+    def _check_begun(self, waiting: np.ndarray) -> None:
+        """Refuse a step of environments that wait for `reset`.
+
+        Args:
+            waiting: Numbers of those of the step that wait for a first observation.
+        Raises:
+            DataError: Some were never reset, or do not reset themselves.
+        """
+        if self.autoreset == "next_step":
+            waiting = waiting[self._next[waiting] == self._staging.first[waiting]]
+        if len(waiting):
+            remedy = f'call reset with first observations; the autoreset mode is "{self.autoreset}"'
+            raise DataError("step", "must come after reset", f"environments {waiting[:8].tolist()}", remedy)
+
+    def _rows_for(self, which: Any, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of a step: of what was done, -1 where an episode begins; of what it has led to."""
+        following = self._next[which]
+        rows = following - 1
+        if self._any_waits:
+            following = np.where(waits, self._staging.first[which], following)
+            rows[waits] = -1
+        return rows, following
+
+    def _check_rows(self, which: Any, waits: np.ndarray, done_by: list[Any], state: list[Any]) -> None:
+        """Refuse what `put` would refuse, where the rows of some environments are full."""
+        rows, following = self._rows_for(which, waits)
+        last = self._staging.first[which] + self._staging.length
+        self._done_rows.check(done_by, rows)
+        self._state_rows.check(state, np.minimum(following, last))
+
+    def _values_in(
+        self, columns: Mapping[str, Any], which: Any, num_rows: int, kept: Any = slice(None)
+    ) -> dict[str, np.ndarray]:
+        """Return columns of one value per trajectory as they are stored. Column -> [len(which), *shape].
+
+        Args:
+            columns: What was given.
+            which: The environments, as an index.
+            num_rows: Rows of what was given.
+            kept: Those of them that are of the environments, as an index.
+        Raises:
+            DataError: One does not fit, or is not finite and must be.
+        """
+        given = [column for column in self._once if column.name in columns]
+        values = {c.name: as_stored(columns[c.name], c, "the steps", num_rows)[kept] for c in given}
+        envs = np.arange(self.num_envs)[which]
+        check_finite("the steps", given, values, lambda row: f"environment {envs[row]}")
+        return values
+
+    def _set_values(self, values: Mapping[str, np.ndarray], which: Any) -> None:
+        for name, rows in values.items():
+            self._values[name][which] = rows
+
+    def _finals(
+        self, at: np.ndarray, envs: np.ndarray | None, final: Mapping[str, Any] | None
+    ) -> dict[str, np.ndarray]:
+        """Return the last states of episodes that end in rows `at` of the step. Column -> [len(at), *shape].
+
+        Raises:
+            DataError: One is missing, does not fit, or is not finite and must be.
+        """
+        rows = {}
+        for column in self._state:
+            if final is None or column.name not in final:
+                remedy = (
+                    'with "same_step" it comes with the next episode\'s first; gymnasium: info["final_obs"]'
+                )
+                raise DataError(f"final {column.name}", "must be given where an episode ends", None, remedy)
+            given = final[column.name]
+            ends = given[at] if isinstance(given, torch.Tensor) else [given[row] for row in at.tolist()]
+            rows[column.name] = as_stored(ends, column, "final", len(at))
+        ended = at if envs is None else envs[at]
+        check_finite("final", self._state, rows, lambda row: f"environment {ended[row]}")
+        return rows
 
     def _begin_again(self, waits: np.ndarray, which: Any) -> None:
         """Let those begin of which this step was the first observation."""
@@ -229,35 +295,33 @@ class VectorWriter:
     # ---- ends ------------------------------------------------------------------------------------
 
     def _end(
-        self, at: np.ndarray, envs: np.ndarray | None, final: Mapping[str, Any] | None, state: list[Any]
+        self, at: np.ndarray, envs: np.ndarray | None, finals: Mapping[str, np.ndarray], state: list[Any]
     ) -> list[int]:
-        """Add the trajectories of the step's rows `at`; their last states lie where `_next` says."""
+        """Add the trajectories of the step's rows `at`; their last states lie where `_next` says.
+
+        Args:
+            at: Rows of the step.
+            envs: As `step`.
+            finals: With "same_step": their last states, which are put there first.
+            state: How the environments are now, column by column.
+        """
         ended = at if envs is None else envs[at]
         first = self._staging.first
         added = []
-        for row, env in zip(at.tolist(), ended.tolist(), strict=True):
+        for index, env in enumerate(ended.tolist()):
             last = int(self._next[env] - first[env])
-            if self._mode == "same_step":
-                self._set_final(env, last, row, final)
+            for name, rows in finals.items():
+                self._staging.of(name, env)[last] = rows[index]
             added.append(self._commit(env, last))
-        if self._mode == "same_step":
-            rows = np.full(self.num_envs if envs is None else len(envs), -1, np.int64)
-            rows[at] = first[ended]
-            self._state_rows.put(state, rows)
+        if self.autoreset == "same_step":
+            firsts = np.full(self.num_envs if envs is None else len(envs), -1, np.int64)
+            firsts[at] = first[ended]
+            self._state_rows.put(state, firsts)
             self._next[ended] = first[ended]
             self._begin(ended)
         else:
             self._waits[ended] = self._any_waits = True
         return added
-
-    def _set_final(self, env: int, step: int, row: int, final: Mapping[str, Any] | None) -> None:
-        for column in self._state:
-            if final is None or column.name not in final:
-                remedy = (
-                    'with "same_step" it comes with the next episode\'s first; gymnasium: info["final_obs"]'
-                )
-                raise DataError(f"final {column.name}", "must be given where an episode ends", None, remedy)
-            self._staging.of(column.name, env)[step] = final[column.name][row]
 
     def _commit(self, env: int, num_steps: int, is_cut: bool = False) -> int:
         """Add the steps of an environment that lie in the first rows of its place."""
@@ -339,13 +403,18 @@ class VectorWriter:
         """Return how many steps each environment has in the staging. [N]."""
         return np.where(self._waits, 0, self._next - self._staging.first - 1)
 
-    def _make_room(self) -> None:
-        """See to it that the next steps have rows: grow, or cut what is as long as it may be."""
+    def _make_room(self, check: Callable[[], None]) -> None:
+        """Make rows for the next steps: grow, or cut what is as long as it may be.
+
+        Args:
+            check: Called before anything is cut; raises where the step is refused.
+        """
         used, length = self._used(), self._staging.length
         if int(used.max()) >= length:
             if self._max_length is None or length < self._max_length:
                 self._grow(2 * length if self._max_length is None else min(2 * length, self._max_length))
             else:
+                check()
                 self._cut(np.flatnonzero(used >= length))
         self._room = self._staging.length - int(self._used().max())
 

@@ -17,12 +17,13 @@ from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.rules import check_weights
 from deepspeed_gear.store.table import PEER_PID, Table
 from deepspeed_gear.writer.attach import attach
+from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late import fill
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.publishing import Publisher
 from deepspeed_gear.writer.simulators import Simulators, attach_places
-from deepspeed_gear.writer.vector import Autoreset, VectorWriter
+from deepspeed_gear.writer.vector import VectorWriter
 
 Grows = TypeVar("Grows", OpenTrajectory, VectorWriter, Simulators)
 _LOOK_S = 0.5  # how often a writer looks whether the run goes on
@@ -157,38 +158,50 @@ class TrajectoryWriter:
         Args:
             **per_trajectory: Columns of one value per trajectory.
         """
-        opened = OpenTrajectory(self.table, self.schema, self.add, per_trajectory, self._publisher)
+        native = self._table.ops.native
+        opened = OpenTrajectory(self.table, self.schema, self.add, per_trajectory, self._publisher, native)
         return self._watched(opened)
 
-    def vector(self, num_envs: int, autoreset: Autoreset = "next_step") -> VectorWriter:
+    def vector(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
         """Return what takes the steps of many environments at once.
 
         Args:
-            num_envs: N.
-            autoreset: As gymnasium's AutoresetMode: what an environment does behind its last step.
+            num_envs: N; or the environment, whose number and mode are read. A single environment has N = 1
+                and is reset by the program: "disabled".
+            autoreset: What the environments do after the last step of an episode, as gymnasium's
+                AutoresetMode: "next_step", "same_step" or "disabled". With a number it must be given.
+        Raises:
+            DataError: No mode is given, or not that of the environment.
         """
         native = self._table.ops.native
         vector = VectorWriter(
-            self.schema, self.add, num_envs, autoreset, self.max_length, native, publisher=self._publisher
+            self.schema,
+            self.add,
+            *resolve(num_envs, autoreset),
+            self.max_length,
+            native,
+            publisher=self._publisher,
         )
         return self._watched(vector)
 
     def simulators(
-        self, num_envs: int, autoreset: Autoreset = "next_step", wait_s: float = 60.0
+        self, num_envs: Any, autoreset: Autoreset | None = None, wait_s: float = 60.0
     ) -> Simulators:
         """Return what takes the steps of many environments whose actions a rank's policy gives.
 
         Args:
-            num_envs: N.
+            num_envs: As `vector`.
             autoreset: As `vector`.
             wait_s: How long to wait for `replay.inference_loader` of a rank of this node.
         Raises:
+            DataError: As `vector`.
             StoreError: There is no loader in time, or none has so many free places.
         """
-        slots, places = attach_places(self._table.memory.path.name, num_envs, wait_s)
+        count, mode = resolve(num_envs, autoreset)
+        slots, places = attach_places(self._table.memory.path.name, count, wait_s)
         try:
             limit = self._inserter.max_length
-            simulators = Simulators(slots, places, self.schema, self.add, autoreset, limit, self._publisher)
+            simulators = Simulators(slots, places, self.schema, self.add, mode, limit, self._publisher)
         except BaseException:
             slots.release(places)
             slots.close()

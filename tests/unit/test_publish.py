@@ -193,7 +193,7 @@ def test_many_environments(autoreset: Any) -> None:
 
 def test_an_environment_that_goes_on_too_long_is_cut() -> None:
     with replay(capacity_steps=60) as found:
-        vector = found.writer(envs=1)
+        vector = found.writer(envs=1, autoreset="next_step")
         vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
         for t in range(LONGEST + 3):
             vector.step(**vector_step(t, 1, []), publish=True)
@@ -223,7 +223,7 @@ def test_open_ones_do_not_go_to_make_room() -> None:
 
 def test_too_many_open_ones_find_no_room() -> None:
     with replay(capacity_steps=2 * LONGEST) as found:
-        vector = found.writer(envs=3)
+        vector = found.writer(envs=3, autoreset="next_step")
         vector.reset(observation=np.zeros((3, 2), np.float32), task=np.zeros(3, np.int64))
         with pytest.raises(StoreFullError, match="must have 9 free rows in a run"):
             vector.step(**vector_step(0, 3, []), publish=True)
@@ -274,7 +274,7 @@ def test_many_that_publish_at_once_pass_the_smallest_buffer() -> None:
 
         def write() -> None:
             with TrajectoryWriter.attach(name=name) as writer:
-                vector = writer.vector(32)
+                vector = writer.vector(32, "next_step")
                 vector.reset(observation=np.zeros((32, 2), np.float32), task=np.zeros(32, np.int64))
                 for t in range(4):
                     vector.step(**vector_step(t, 32, []), publish=True)
@@ -291,7 +291,7 @@ def test_many_that_publish_at_once_pass_the_smallest_buffer() -> None:
 def test_who_is_dropped_without_being_closed_keeps_no_room() -> None:
     with replay() as found:
         for _ in range(5):
-            vector = found.writer(envs=2)
+            vector = found.writer(envs=2, autoreset="next_step")
             vector.reset(observation=np.zeros((2, 2), np.float32), task=np.zeros(2, np.int64))
             vector.step(**vector_step(0, 2, []), publish=True)
         with vector:
@@ -301,7 +301,7 @@ def test_who_is_dropped_without_being_closed_keeps_no_room() -> None:
 
 def test_a_reset_that_is_refused_changes_nothing() -> None:
     with replay() as found:
-        vector = found.writer(envs=1)
+        vector = found.writer(envs=1, autoreset="next_step")
         vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
         for t in range(2):
             vector.step(**vector_step(t, 1, []), publish=True)
@@ -352,7 +352,7 @@ def test_without_a_longest_trajectory() -> None:
 def test_where_returns_to_go_are_kept() -> None:
     schema = Schema([*SCHEMA, Column("reward", "float32", (), "reward")])
     with replay(schema=schema, fields={"return_to_go": {}}) as found:
-        vector = found.writer(envs=1)
+        vector = found.writer(envs=1, autoreset="next_step")
         vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
         with pytest.raises(DataError, match="must not keep returns-to-go"):
             vector.step(**vector_step(0, 1, [], reward=np.zeros(1, np.float32)), publish=True)

@@ -118,7 +118,7 @@ def test_writers_side_by_side_and_step_by_step() -> None:
                 opened.append(**row)
             opened.append(observation=trajectory(0, 3)["observation"][3])
         assert opened.id == 0
-        envs = two.vector(2)
+        envs = two.vector(2, "next_step")
         envs.reset(observation=np.zeros((2, 3), np.float32), weight=np.ones(2))
         for step in range(4):
             rows = {"half": np.zeros((2, 2), np.uint16), "number": np.full(2, step), "checksum": np.zeros(2)}
@@ -138,7 +138,7 @@ sys.modules["deepspeed"] = None  # as if it was not installed
 import numpy as np
 from deepspeed_gear import RemoteWriter
 with RemoteWriter.connect(sys.argv[1], token=sys.argv[2]) as writer:
-    envs = writer.vector(2)
+    envs = writer.vector(2, "next_step")
     now = dict(observation=np.zeros((2, 3), np.float32), weight=np.ones(2))
     envs.reset(**now)
     for step in range(3):
@@ -181,9 +181,9 @@ def test_another_schema_is_refused() -> None:
 def test_what_a_table_refuses_is_raised_later_and_the_rest_is_stored() -> None:
     with served(section(max_length=300)) as (replay, gateway), connect(gateway.url) as writer:
         writer.add(trajectory(0))
-        writer.add({**trajectory(1), "weight": np.nan})
+        writer.add({**trajectory(1), "weight": -1.0})
         writer.add(trajectory(1))
-        with pytest.raises(DataError, match=r"trajectory 1: column weight: .* got nan"):
+        with pytest.raises(DataError, match=r"trajectory 1: column weight: .* got -1"):
             writer.flush()
         writer.add(trajectory(9, 301))
         writer.add(trajectory(2))
@@ -191,6 +191,8 @@ def test_what_a_table_refuses_is_raised_later_and_the_rest_is_stored() -> None:
             writer.flush()
         with pytest.raises(DataError, match="column number"):
             writer.add({**trajectory(3), "number": np.zeros(3)})  # here, and at once
+        with pytest.raises(DataError, match="column weight must be finite, got nan"):
+            writer.add({**trajectory(3), "weight": np.nan})
         writer.flush()
         assert [number for number, _ in writer.refused] == [1, 3]
         assert_same(stored(replay), range(3))

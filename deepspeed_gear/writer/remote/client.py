@@ -15,14 +15,15 @@ import numpy as np
 
 from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.trajectory import check_trajectory
+from deepspeed_gear.store.trajectory import check_finite, check_trajectory
 from deepspeed_gear.timeouts import check_timeout
+from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.remote.line import Line, Lost, raise_error
 from deepspeed_gear.writer.remote.outbox import Outbox
 from deepspeed_gear.writer.remote.sender import Patience, Sender, Sizes
 from deepspeed_gear.writer.remote.wire import VERSION
-from deepspeed_gear.writer.vector import Autoreset, VectorWriter
+from deepspeed_gear.writer.vector import VectorWriter
 
 LOG = logging.getLogger("deepspeed_gear")
 _MIB = 1 << 20
@@ -122,6 +123,7 @@ class RemoteWriter:
         """
         self._check()
         arrays, num_steps = check_trajectory(f"table {self.table}", self.schema, trajectory)
+        check_finite(f"table {self.table}", self.schema, arrays)
         num_bytes = sum(array.nbytes for array in arrays.values())
         if num_bytes > MOST_BYTES:
             rule = f"must have at most {MOST_BYTES} bytes"
@@ -141,14 +143,9 @@ class RemoteWriter:
         """
         return OpenTrajectory(self.table, self.schema, self.add, per_trajectory)
 
-    def vector(self, num_envs: int, autoreset: Autoreset = "next_step") -> VectorWriter:
-        """Return what takes the steps of many environments at once.
-
-        Args:
-            num_envs: N.
-            autoreset: As gymnasium's AutoresetMode: what an environment does behind its last step.
-        """
-        return VectorWriter(self.schema, self.add, num_envs, autoreset, self.max_length)
+    def vector(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
+        """Return what takes the steps of many environments at once; as `TrajectoryWriter.vector`."""
+        return VectorWriter(self.schema, self.add, *resolve(num_envs, autoreset), self.max_length)
 
     def flush(self) -> None:
         """Wait until everything is stored.

@@ -114,7 +114,10 @@ def test_nobody_asks(scene: tuple[InferenceLoader, Simulators]) -> None:
 
 
 def test_a_batch_that_does_not_fill_comes_in_time(replay: Replay) -> None:
-    with loader_of(replay, 8, timeout=1.0) as loader, replay.writer().simulators(3) as simulators:
+    with (
+        loader_of(replay, 8, timeout=1.0) as loader,
+        replay.writer().simulators(3, "next_step") as simulators,
+    ):
         envs = Envs(range(3), "next_step", short)
         simulators.reset(observation=envs.look(), task=envs.task)
         simulators.post(np.array([1]))
@@ -137,11 +140,15 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
         name = table.memory.path.name
         other = RequestSlots.create(slots.places, name, 1, "0" * 32, table.ops, False)  # of another rank
         try:
-            with replay.writer().simulators(3), replay.writer().simulators(3), replay.writer().simulators(1):
+            with (
+                replay.writer().simulators(3, "next_step"),
+                replay.writer().simulators(3, "next_step"),
+                replay.writer().simulators(1, "next_step"),
+            ):
                 taken = sorted(np.count_nonzero(s.states != FREE) for s in (slots, other))
                 assert taken == [3, 4]
                 with pytest.raises(StoreError, match="must have 2 free places, got 1"):
-                    replay.writer().simulators(2, wait_s=0.05)
+                    replay.writer().simulators(2, "next_step", wait_s=0.05)
         finally:
             other.end()
             other.close()
@@ -178,7 +185,7 @@ def test_a_wrong_loader_is_refused(replay: Replay) -> None:
     with loader_of(replay), pytest.raises(StoreError, match="one inference loader of a rank"):
         loader_of(replay)
     with pytest.raises(StoreError, match=r"must be open within 0\.05 s"):
-        replay.writer().simulators(1, wait_s=0.05)
+        replay.writer().simulators(1, "next_step", wait_s=0.05)
     no_writers = Replay(section(writers=0), schemas={"main": SCHEMA})
     with no_writers, pytest.raises(ConfigError, match="writers must be positive"):
         no_writers.inference_loader(4)
@@ -212,7 +219,7 @@ def test_wrong_steps_are_refused(scene: tuple[InferenceLoader, Simulators]) -> N
         simulators.act()
     with (
         TrajectoryWriter.attach(section()) as writer,
-        writer.simulators(1) as fresh,
+        writer.simulators(1, "next_step") as fresh,
         pytest.raises(DataError, match="reset must come first"),
     ):
         fresh.act()
