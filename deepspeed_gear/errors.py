@@ -48,6 +48,10 @@ class StoreError(GearError, RuntimeError):
     """A store cannot be created, attached or used."""
 
 
+class StaleBatchError(StoreError):
+    """A batch is used after later ones were written over its tensors."""
+
+
 class StoreFullError(StoreError):
     """A table or the machine's shared memory has no room."""
 

@@ -101,7 +101,8 @@ def train(steps: int, seed: int) -> tuple[dict[str, Any], nn.Module, Batch]:
                 for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
                     slow.lerp_(fast, 0.02)
         dist.barrier()
-        result = {"workers": workers, "added": len(returns), "trajectories": len(replay)}  # of all workers
+        result = {"workers": workers, "added": len(returns)}
+        result["trajectories"] = len(replay)  # in the store of this node: those of its workers
         result["return"] = float(np.mean(returns[-10:]))
         return result, q, batch.clone()
 

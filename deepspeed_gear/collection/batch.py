@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
 
 from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.config.fields import LEARNS, MASK, SAMPLE_NAMES
+from deepspeed_gear.errors import StaleBatchError
 
 _ID, _SLOT, _GENERATION, _FIRST_ROW, _NUM_STEPS, _ANCHOR, _MASS, _NUMBER = range(8)  # of common/slot.h
 
@@ -20,8 +23,10 @@ class Batch(Mapping[str, torch.Tensor]):
     `batch["action"]` is [B, T, *shape] for a field with a window of T steps, [B, *shape] without one.
     `batch.mask["action"]` is [B, T] or [B], bool: True where the values are real.
 
-    The tensors belong to a ring of preallocated batches and are overwritten a few samples later; `clone`
-    keeps them. A backward pass that would use overwritten values raises.
+    The tensors belong to a ring of preallocated batches. A batch of a Replay lives until max(2, accumulation)
+    newer ones of its stream were asked for. After that every access through the batch raises StaleBatchError,
+    and a backward pass that would use overwritten values raises; `clone` keeps them. What was taken out of
+    the batch before (a tensor, what `torch.utils._pytree` has made of it) is not followed.
 
     Args:
         tensors: The fields.
@@ -40,6 +45,8 @@ class Batch(Mapping[str, torch.Tensor]):
         origin: Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's
             store. [B], int64.
     """
+
+    lifetime: Lifetime | None = None  # None: the tensors are the batch's own
 
     def __init__(
         self,
@@ -222,7 +229,22 @@ class Batch(Mapping[str, torch.Tensor]):
         batch = Batch(*known, *facts, weight, source, probability, goal_step, self._burn_in, origin)
         batch.host_records, batch._host_origin = self.host_records, self._host_origin
         batch.host_source = self.host_source
+        # A lifetime is another object for each batch: a look at it would be a guard of the compiled code.
+        if not torch.compiler.is_compiling() and self.lifetime is not None:
+            self.lifetime.follow(batch)
         return batch
+
+    def __copy__(self) -> Batch:
+        """Return a batch of the same tensors, which lives as long."""
+        batch = object.__new__(type(self))
+        vars(batch).update(vars(self))
+        if self.lifetime is not None:
+            self.lifetime.bind(batch)
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is of this process alone: what is unpickled has tensors of its own."""
+        return {name: value for name, value in vars(self).items() if name not in ("lifetime", "arrival")}
 
     @property
     def every_tensor(self) -> list[torch.Tensor]:
@@ -237,7 +259,7 @@ class Batch(Mapping[str, torch.Tensor]):
         return found
 
     def clone(self) -> Batch:
-        """Return a copy that is not overwritten."""
+        """Return a copy that is never overwritten."""
         return self.map(torch.Tensor.clone)
 
     def to(self, device: torch.device | str) -> Batch:
@@ -272,6 +294,107 @@ class Batch(Mapping[str, torch.Tensor]):
         return f"Batch({self.num_samples} samples; {fields})"
 
 
+class OverwrittenBatch(Batch):
+    """What a batch becomes when its lifetime ends: every access raises.
+
+    Changing the class costs an access of a living batch nothing, and `torch.compile` has nothing to guard.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):  # of the language: `__class__`, `__dict__`
+            return object.__getattribute__(self, name)
+        return _refuse_overwritten()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse_overwritten()
+
+    def __copy__(self) -> NoReturn:
+        _refuse_overwritten()
+
+    def __repr__(self) -> str:
+        return "Batch(overwritten)"
+
+
+def _refuse_overwritten() -> NoReturn:
+    raise StaleBatchError(
+        "the batch",
+        "must be used before later batches are written over its tensors",
+        None,
+        "keep batch.clone(): a batch lives until max(2, accumulation) newer ones were asked for",
+    )
+
+
+class Lifetime:
+    """The time in which a ring entry holds the values of one batch.
+
+    Ended by the collector that fills the entry again, or earlier by who handed the batch out.
+
+    Args:
+        storages: Addresses of the entry's storages; see `storages_of`.
+    """
+
+    def __init__(self, storages: frozenset[int]) -> None:
+        self._storages = storages
+        self._batches: list[weakref.ref[Batch]] = []
+
+    def bind(self, batch: Batch) -> None:
+        """End a batch together with this lifetime."""
+        batch.lifetime = self
+        self._batches.append(weakref.ref(batch))
+
+    def follow(self, batch: Batch) -> None:
+        """Bind a batch that was made of a bound one, if it uses any of the entry's memory."""
+        if any(_storage(t) in self._storages for t in (*batch._tensors.values(), *batch.mask.values())):
+            self.bind(batch)
+
+    def end(self) -> None:
+        """Let every later access of the bound batches raise. Safe to call twice, and from any thread."""
+        for reference in self._batches:
+            batch = reference()
+            if batch is not None:
+                object.__setattr__(batch, "__class__", OverwrittenBatch)
+        self._batches.clear()
+
+
+class Lent:
+    """The batches of one stream that their user may still use.
+
+    They end by number, and not when their memory is written: that is when a thread has prepared so many more,
+    or a device has come so far.
+
+    Args:
+        keep: How many there are at most.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._lifetimes: deque[Lifetime | None] = deque()  # the oldest first
+
+    def make_room(self) -> None:
+        """End the oldest ones, before another is made."""
+        while len(self._lifetimes) >= self._keep:
+            lifetime = self._lifetimes.popleft()
+            if lifetime is not None:
+                lifetime.end()
+
+    def add(self, batch: Batch) -> None:
+        """Take note of a batch that its user gets now."""
+        self._lifetimes.append(batch.lifetime)
+
+
+def storages_of(tensors: list[torch.Tensor]) -> frozenset[int]:
+    """Return what identifies the memory of tensors for as long as it is allocated."""
+    return frozenset(storage for tensor in tensors if (storage := _storage(tensor)) is not None)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """Return the address of a tensor's storage object; None where it has none, as a sparse tensor."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:
     names, masks = list(batch._tensors), list(batch.mask)
     values = [*batch._tensors.values(), *batch.mask.values(), batch._records, batch.valid, batch.epoch]
@@ -293,3 +416,10 @@ def _unflatten(values: Any, context: Any) -> Batch:
 
 
 pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")
+
+
+def _flatten_overwritten(batch: OverwrittenBatch) -> NoReturn:
+    _refuse_overwritten()
+
+
+pytree.register_pytree_node(OverwrittenBatch, _flatten_overwritten, _unflatten)

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.torch_version import TorchVersion
 
+from deepspeed_gear.collection.batch import Batch, Lifetime, storages_of
 from deepspeed_gear.collection.hindsight import GoalField, GoalRows
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
@@ -67,6 +68,8 @@ class Buffers:
     tensors: dict[str, torch.Tensor]
     mask: dict[str, torch.Tensor]
     all: list[torch.Tensor]
+    storages: frozenset[int] | None = None  # of its tensors, once they are asked for
+    lifetime: Lifetime | None = None  # of the values that are in it
 
     def part(self, first: int, end: int) -> Buffers:
         """Return the tensors of some samples of the batch."""
@@ -265,10 +268,21 @@ class Collector:
         return dict(buffers.tensors), dict(buffers.mask)
 
     def _next(self) -> Buffers:
-        buffers = self.ring[self._turn]
+        buffers = self._latest = self.ring[self._turn]
         self._turn = (self._turn + 1) % len(self.ring)
+        if buffers.lifetime is not None:
+            buffers.lifetime.end()
+            buffers.lifetime = None
         note_overwritten(buffers.all)
         return buffers
+
+    def lend(self, batch: Batch) -> None:
+        """End a batch, made of what was collected last, when its ring entry is filled again."""
+        buffers = self._latest
+        if buffers.storages is None:
+            buffers.storages = storages_of(buffers.all)
+        buffers.lifetime = Lifetime(buffers.storages)
+        buffers.lifetime.bind(batch)
 
     def fill(self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None) -> None:
         """Run the ops alone: collect the samples that records describe into a batch of the ring."""

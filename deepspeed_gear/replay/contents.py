@@ -210,10 +210,10 @@ class Contents:
         return [self.tables[name] for name in self.config.sampled_tables]
 
     def __len__(self) -> int:
-        """Return the number of trajectories in the sampled tables."""
+        """Return the number of trajectories in this node's stores of the sampled tables."""
         return sum(table.num_trajectories for table in self._sampled)
 
     @property
     def num_steps(self) -> int:
-        """Steps in the sampled tables."""
+        """Steps in this node's stores of the sampled tables."""
         return sum(table.num_steps for table in self._sampled)

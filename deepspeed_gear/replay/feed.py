@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.collection.batch import Batch, Lent
 from deepspeed_gear.collection.prefetch import Prefetcher
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import NotReadyError, StoreError
@@ -87,6 +87,7 @@ class Feed:
         self._is_early = False
         self._start = 0  # global batch at which the numbering of micro batches begins
         self._used = 0  # micro batches that the user has had since then
+        self._lent = Lent(max(2, info.accumulation))
         self._heads: list[list[int]] | None = None  # of the last global batch used; None: see _position
         self._position = position.start(self._tables)
         self.prefetchers: list[Prefetcher[Made]] = []  # the thread that runs, if one does
@@ -99,6 +100,7 @@ class Feed:
             StoreError: A CUDA graph is captured, and the batch comes from host memory.
         """
         self._maker.refuse_capture()
+        self._lent.make_room()
         begin = time.perf_counter()
         number, micro = divmod(self._used, self._info.accumulation)
         ends = micro == self._info.accumulation - 1
@@ -118,7 +120,9 @@ class Feed:
         if self._status is not None and self._status.is_early and self.prefetchers:
             self._hold_next(self._status)
         self._metrics.waited(time.perf_counter() - begin, made.heads[0][EPOCH])
-        return self._maker.hand_over(made.batch)
+        batch = self._maker.hand_over(made.batch)
+        self._lent.add(batch)
+        return batch
 
     @property
     def prepares(self) -> bool:

@@ -13,6 +13,7 @@ from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach
 from deepspeed_gear.config import GearConfig
+from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import R_MASS, R_NUMBER, R_SLOT
 from deepspeed_gear.parallel.plan import Needs
 from deepspeed_gear.replay import position
@@ -127,6 +128,7 @@ class BatchMaker:
         rest = (weight, source, probability, goals, self._burn_in)
         origin = None if all(cut.origins is None for _, cut in cuts) else torch.cat(origins)
         batch = Batch(tensors, mask, records, self._valid, False, 0, epoch, *rest, origin)
+        parts[0][0].lend(batch)
         return self._finish(batch, torch.cat(keys), parts[0][0])
 
     def make(
@@ -169,6 +171,7 @@ class BatchMaker:
         rest = (weight, None, None, goals, self._burn_in)
         unit = stream.has_unit_masses
         batch = Batch(tensors, mask, records, valid, unit, total, epoch, *rest, origin)
+        collector.lend(batch)
         keys = None
         if self.transform is not None:
             keys = position.transform_keys(self._config.seed, stream.spec.key, records[:, R_NUMBER])
@@ -230,9 +233,14 @@ class BatchMaker:
 
     def _change(self, batch: Batch, keys: torch.Tensor | None) -> Batch:
         self._relabelling.reward(batch)
-        if self.transform is not None and keys is not None:
-            batch = self.transform(batch, keys)
-        return batch
+        if self.transform is None or keys is None:
+            return batch
+        changed = self.transform(batch, keys)
+        if not isinstance(changed, Batch):
+            raise ConfigError("transform", "must return a Batch", type(changed).__name__, "return the batch")
+        if changed.lifetime is None and batch.lifetime is not None:
+            batch.lifetime.follow(changed)  # it may be made of the same tensors
+        return changed
 
     @staticmethod
     def _probability(stream: Stream, words: list[int], records: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.collection.batch import Batch, Lent
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.replay.sizes import TRAIN
@@ -51,11 +51,15 @@ class Passes:
 
     def _pass(self, stream: Stream, number: int, check: Callable[[], None]) -> Iterator[Batch]:
         place, index, num_batches = self._parts.plan.topology.place, 0, 1
+        lent = Lent(max(2, self._parts.plan.info.accumulation))
         while index < num_batches:
             check()
+            lent.make_room()
             cut = stream.take(number << PASS_SHIFT | index)
             size = int(cut.head[EPOCH_SIZE])
             num_batches = -(-size // stream.spec.batch)
             maker = self._parts.maker
-            yield maker.hand_over(maker.make(stream, cut, place.data_rank, place.data_world, size))
+            batch = maker.hand_over(maker.make(stream, cut, place.data_rank, place.data_world, size))
+            lent.add(batch)
+            yield batch
             index += 1

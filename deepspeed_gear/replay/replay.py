@@ -144,8 +144,8 @@ class Replay(Contents):
 
         Returns:
             A Batch of `batch_info.micro` samples, on the Replay's device, with the fields and the part of the
-            time axis that this rank needs. Its tensors are reused after max(2, accumulation) further calls;
-            `clone` keeps them.
+            time axis that this rank needs. It lives until `sample` is called max(2, accumulation) times more;
+            `clone` keeps it.
         Raises:
             StoreError: No item is admitted by the sampler, the Replay is closed, or the rank is an inner
                 stage of a pipeline.

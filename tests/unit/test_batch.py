@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, trajectory
+from gear_support import SCHEMA, config_of, trajectory, write_dataset
+from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Batch, Column, Replay, Schema
+from deepspeed_gear.errors import ConfigError, StaleBatchError
 
 
 def make(num_samples: int = 3) -> Batch:
@@ -188,15 +196,157 @@ def test_a_clone_is_kept(replay: Replay) -> None:
         loss.backward()
         assert all(torch.equal(kept[name], before[name]) for name in before)
         assert all(torch.equal(kept.mask[name], masks[name]) for name in masks)
-        assert not all(torch.equal(batch[name], before[name]) for name in before)
+        with pytest.raises(StaleBatchError):
+            batch["observation"]
 
 
-def test_samples_are_not_overwritten(replay: Replay) -> None:
+def test_samples_that_were_taken_out_are_not_overwritten(replay: Replay) -> None:
     with replay:
-        batches = [replay.sample() for _ in range(6)]
-        assert [n for b in batches for n in b.number.tolist()] == list(range(24))
-        assert len({tuple(b.id.tolist() + b.anchor.tolist()) for b in batches}) == 6
-        assert batches[0]["code"].data_ptr() == batches[2]["code"].data_ptr()
+        taken = []
+        for _ in range(6):
+            batch = replay.sample()
+            taken.append((batch.number, batch.id, batch.anchor, batch["code"].data_ptr()))
+        assert [n for number, *_ in taken for n in number.tolist()] == list(range(24))
+        assert len({tuple(ids.tolist() + anchor.tolist()) for _, ids, anchor, _ in taken}) == 6
+        assert taken[0][3] == taken[2][3]
+
+
+ACCESSES: dict[str, Callable[[Replay, Batch], Any]] = {
+    "a field": lambda _, batch: batch["observation"],
+    "setting a field": lambda _, batch: batch.__setitem__("more", torch.zeros(4)),
+    "mask": lambda _, batch: batch.mask,
+    "learns": lambda _, batch: batch.learns("code"),
+    "part": lambda _, batch: batch.part("code"),
+    "id": lambda _, batch: batch.id,
+    "weight": lambda _, batch: batch.weight,
+    "valid": lambda _, batch: batch.valid,
+    "num_samples": lambda _, batch: batch.num_samples,
+    "to": lambda _, batch: batch.to("cpu"),
+    "map": lambda _, batch: batch.map(torch.clone),
+    "clone": lambda _, batch: batch.clone(),
+    "tree": lambda _, batch: batch.tree(),
+    "iteration": lambda _, batch: list(batch),
+    "items": lambda _, batch: dict(batch.items()),
+    "unpacking": lambda _, batch: {**batch},
+    "in": lambda _, batch: "code" in batch,
+    "length": lambda _, batch: len(batch),
+    "comparison": lambda _, batch: batch == batch,
+    "a pytree": lambda _, batch: pytree.tree_leaves(batch),
+    "pickle": lambda _, batch: pickle.dumps(batch),
+    "a shallow copy": lambda _, batch: copy.copy(batch),
+    "a deep copy": lambda _, batch: copy.deepcopy(batch),
+    "priorities": lambda replay, batch: replay.update_priorities(batch, torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("name", ACCESSES)
+def test_every_access_of_an_overwritten_batch_raises(name: str) -> None:
+    access = ACCESSES[name]
+    sampler = {"kind": "prioritized", "unit": "step"}
+    fields = {"observation": {}, "code": {"length": 3}}
+    with Replay(config_of(batch_size=4, sampler=sampler, fields=fields), schemas={"main": SCHEMA}) as replay:
+        replay.add(trajectory(0, 9))
+        batch = replay.sample()
+        for _ in range(2):
+            access(replay, batch)  # while it lives nothing raises
+            replay.sample()
+        with pytest.raises(StaleBatchError, match=r"batch\.clone\(\).*max\(2, accumulation\)"):
+            access(replay, batch)
+        assert isinstance(batch, Batch)
+        assert repr(batch) == "Batch(overwritten)"
+
+
+@pytest.mark.parametrize(("accumulation", "prefetch"), [(1, 0), (3, 0), (1, 2), (3, 2)])
+def test_how_long_a_batch_lives(accumulation: int, prefetch: int) -> None:
+    options = {"micro_batch_size": 2, "gradient_accumulation_steps": accumulation, "prefetch": prefetch}
+    with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
+        replay.add(trajectory(0, 200))
+        batches = [replay.sample() for _ in range(12)]
+        assert [repr(batch) == "Batch(overwritten)" for batch in batches] == [
+            at < 12 - max(2, accumulation) for at in range(12)
+        ]
+
+
+@pytest.mark.parametrize("way", ["auto", "staged", "direct"])
+def test_how_long_a_batch_of_a_split_lives(tmp_path: Path, way: str) -> None:
+    data = write_dataset(tmp_path / "data", [5] * 40, {"eval": 0.5})
+    with Replay(config_of(data, batch_size=2, collect={"way": way})) as replay:
+        first, second, third = (next(it) for it in [replay.iterator("eval")] for _ in range(3))
+        assert third["code"].equal(third.clone()["code"])
+        assert second["code"].equal(second.clone()["code"])
+        with pytest.raises(StaleBatchError):
+            first["code"]
+
+
+TRANSFORMS: dict[str, tuple[Callable[[Batch], Batch], bool]] = {
+    "itself": (lambda batch: batch, True),
+    "a clone": (lambda batch: batch.clone(), False),
+    "another dtype": (lambda batch: batch.map(lambda tensor: tensor.double()), False),
+    "a part": (lambda batch: batch.map(lambda tensor: tensor[:2]), True),
+    "the same tensors": (lambda batch: batch.map(lambda tensor: tensor), True),
+    "a copy of the object": (copy.copy, True),
+    "a copy": (lambda batch: pickle.loads(pickle.dumps(batch)), False),
+    "on another device": (lambda batch: batch.to("meta"), False),
+    "made anew": (
+        lambda batch: Batch(
+            {**batch}, batch.mask, batch.host_records, batch.valid, False, 0, batch.epoch, batch.weight
+        ),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_what_a_transform_returns_lives_as_long_as_its_memory(replay: Replay, name: str) -> None:
+    change, ends = TRANSFORMS[name]
+    with replay:
+        derived = None if name == "made anew" else change(replay.sample())  # then nothing can be known of it
+        replay.transform = lambda batch, keys: change(batch)
+        returned = replay.sample()
+        for _ in range(2):
+            replay.sample()
+        for batch in (returned, *([] if derived is None else [derived])):
+            assert (repr(batch) == "Batch(overwritten)") == ends
+
+
+def test_a_transform_must_return_a_batch(replay: Replay) -> None:
+    with replay:
+        replay.transform = lambda batch, keys: None  # type: ignore[assignment,return-value]
+        with pytest.raises(ConfigError, match="transform must return a Batch, got 'NoneType'"):
+            replay.sample()
+
+
+def test_a_transform_that_fails_overwrites_no_batch_unseen(replay: Replay) -> None:
+    """It has used a ring entry whose batch nothing was returned for."""
+    with replay:
+        batches = [replay.sample() for _ in range(2)]
+        codes = [batch["code"].clone() for batch in batches]
+
+        def fail(batch: Batch, keys: torch.Tensor) -> Batch:
+            raise ValueError("a transform")
+
+        replay.transform = fail
+        for _ in range(2):
+            with pytest.raises(ValueError, match="a transform"):
+                replay.sample()
+        for batch, code in zip(batches, codes, strict=True):
+            with pytest.raises(StaleBatchError):
+                assert batch["code"].equal(code)
+
+
+def test_batches_do_not_recompile(replay: Replay) -> None:
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def loss(batch: Batch) -> torch.Tensor:
+        return (
+            (batch["observation"] * batch.weight[:, None]).sum() + batch.mask["code"].sum() + batch.id.sum()
+        )
+
+    with replay:
+        for _ in range(6):
+            loss(replay.sample())
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(("accumulation", "prefetch", "depth"), [(1, 0, 2), (3, 0, 3), (1, 2, 5), (3, 2, 10)])
