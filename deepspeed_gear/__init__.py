@@ -62,9 +62,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: commands and actors need neither DeepSpeed's engine nor a process group."""
+    """Import on first use: without an engine nothing imports DeepSpeed."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    """List what is imported on first use, too."""
+    return sorted({*globals(), *__all__})

@@ -81,16 +81,15 @@ def _torch() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    from ..ops.builder import GearBuilder
     from ..ops.load import load_native
+    from ..ops.native_op import CpuOp
 
-    builder = GearBuilder()
     try:
         module = load_native()
         found: dict[str, Any] = {"native_op": Path(module.__file__ or "").name, "native_error": None}
     except GearError as error:
         found = {"native_op": None, "native_error": parts_of(error)}
-    return {**found, "native_sources": builder.source_digest()[:16]}
+    return {**found, "native_sources": CpuOp().source_digest()[:16]}
 
 
 def _why_not_registered() -> str:

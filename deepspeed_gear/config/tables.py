@@ -198,6 +198,6 @@ class TableConfig(GearModel):
     )
 
     @property
-    def schema(self) -> Schema | None:
+    def schema(self) -> Schema | None:  # type: ignore[override]  # pydantic's is deprecated
         """The columns as the config gives them, or None."""
         return None if self.schema_ is None else self.schema_.build()

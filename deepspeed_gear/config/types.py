@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Strict
 from pydantic_core import PydanticCustomError
 
@@ -20,16 +19,20 @@ class Words:
         self.texts = texts
 
 
-class GearModel(DeepSpeedConfigModel):
-    """A DeepSpeedConfigModel that is frozen and in which "auto" reaches the checks.
+class GearModel(BaseModel):
+    """A frozen part of the section, with the options of a DeepSpeedConfigModel.
 
-    DeepSpeed's own constructor drops every option whose value is "auto", and takes a key `strict` for itself.
+    It is none itself: its constructor drops every option whose value is "auto" and takes a key `strict` for
+    itself, and its import takes DeepSpeed's.
     """
 
-    model_config = ConfigDict(frozen=True, populate_by_name=False, validate_default=False)
-
-    def __init__(self, /, **data: Any) -> None:
-        BaseModel.__init__(self, **data)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_enum_values=True,
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
 
 
 def refuse(rule: str, remedy: str = "") -> PydanticCustomError:

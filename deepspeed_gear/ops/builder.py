@@ -1,23 +1,17 @@
 """GEAR's op builders: `GearBuilder` for the CPU op, `GearCudaBuilder` for the kernels.
 
 Two, because a machine with a GPU and no CUDA toolkit must not lose the CPU op with the kernels. Both are
-DeepSpeed op builders; what they add is a name that holds a hash of everything the build depends on, a build
-lock that dies with its process, and errors with a remedy.
+DeepSpeed op builders; what `NativeOp` adds is a name that holds a hash of everything the build depends on, a
+build lock that dies with its process, and errors with a remedy.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.machinery
-import json
 import os
-import platform
 import subprocess
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -27,41 +21,23 @@ from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from ..errors import BuildError
 from . import jit, toolchain
+from .native_op import CXX_FLAGS, CpuOp, NativeOp, existing
 
-# No -ffast-math and no contraction: every backend gives the same bits. No -std: torch's headers decide it.
-_CXX_FLAGS = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wno-reorder"]
 _CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 
 
-class _NativeOp(ABC):
+class _DeepSpeedOp(NativeOp):
     """What both builders share. Mixed into a DeepSpeed `OpBuilder`, whose `load` and `jit_load` it wraps."""
 
-    NAME: ClassVar[str]
-    #: Folders of `csrc` whose headers the op may include.
-    FOLDERS: ClassVar[tuple[str, ...]]
     name: str
     jit_mode: bool
 
     def __init__(self, name: str | None = None) -> None:
-        # OpBuilder's, which mypy does not see.
-        super().__init__(name=name or self.NAME)  # type: ignore[call-arg]
-        self.csrc = toolchain.csrc_root()
-
-    def absolute_name(self) -> str:
-        """Name the module that a prebuilt op has."""
-        return f"deepspeed_gear.ops.{self.NAME}_op"
+        super().__init__(name=name or self.NAME)
 
     def include_paths(self) -> list[str]:
         """Headers resolve as "common/x.h", "cpu/x.h"."""
         return [str(self.csrc)]
-
-    @abstractmethod
-    def sources(self) -> list[str]:
-        """List the files to compile. Their stems must differ: torch names objects by them."""
-
-    def missing(self) -> dict[str, str]:
-        """List what a build lacks here: what is missing -> how to get it."""
-        return toolchain.missing_tools()
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Tell whether the op can be built here; a reason is printed when `verbose`."""
@@ -69,29 +45,6 @@ class _NativeOp(ABC):
         if missing and verbose:
             self.warning(f"{self.NAME}: {'; '.join(missing)}")  # type: ignore[attr-defined]
         return not missing
-
-    def source_digest(self) -> str:
-        """Hash every file that the compiler reads from `csrc`."""
-        headers = (h for f in (".", *self.FOLDERS) for h in (self.csrc / f).glob("*.h"))
-        return toolchain.digest_of(self.csrc, {*map(Path, self.sources()), *headers})
-
-    def key_parts(self) -> dict[str, Any]:
-        """Everything that decides what a JIT build gives."""
-        return {
-            **toolchain.abi(),
-            "sources": self.source_digest(),
-            "compiler": toolchain.compiler_version(),
-            "flags": self.jit_flags(),
-            "cpu": toolchain.cpu_features(),
-        }
-
-    def jit_flags(self) -> list[str]:
-        """Flags of a build for this machine."""
-        return [*_CXX_FLAGS, *(["-march=native"] if platform.machine() in ("x86_64", "aarch64") else [])]
-
-    def jit_name(self) -> str:
-        """Name the JIT build so that no other version of anything can be mistaken for it."""
-        return f"{self.NAME}_{toolchain.short_key(self.key_parts())}"
 
     def load(self, verbose: bool = False, timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
         """Load the op: the process's own copy, else the prebuilt one, else one built just in time.
@@ -105,44 +58,12 @@ class _NativeOp(ABC):
         return jit.load_once(self.NAME, functools.partial(self._load, verbose, timeout_s))
 
     def _load(self, verbose: bool, timeout_s: float) -> ModuleType:
-        op = self.registered_op()
-        if op is not None:
-            raise BuildError(
-                "torch.ops.gear",
-                "is registered already by another copy of deepspeed_gear in this process",
-                op,
-                "start a new process, and import deepspeed_gear from one place only",
-            )
-        prebuilt, _ = self.prebuilt()
-        if prebuilt is not None:
-            return jit.import_file(self.absolute_name(), prebuilt)
-        name, parts = self.finished(), None
-        if name is None:
-            self.require_tools()
-            name, parts = self.jit_name(), self.key_parts()
-        return jit.build_or_import(name, functools.partial(self.jit_load, verbose), timeout_s, parts)
-
-    def finished(self) -> str | None:
-        """Name the JIT build that can be loaded as it is, None where one has to be made."""
-        name = self.jit_name()
-        return name if jit.is_built(name) else None
-
-    def registered_op(self) -> str | None:
-        """Name an op that exists before this builder loaded any; torch aborts if it is registered again."""
-        return None
-
-    def require_tools(self) -> None:
-        """Check what a build needs.
-
-        Raises:
-            BuildError: Something is missing.
-        """
-        missing = self.missing()
-        if missing:
-            remedy = f"{' and '.join(missing.values())}, {toolchain.REFERENCE_REMEDY}"
-            raise BuildError(
-                f"the native op {self.NAME}", f"cannot be built: {', '.join(missing)}", remedy=remedy
-            )
+        module = self.load_finished()
+        if module is not None:
+            return module
+        self.require_tools()
+        build = functools.partial(self.jit_load, verbose)
+        return jit.build_or_import(self.jit_name(), build, timeout_s, self.key_parts())
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
         """Compile and import through DeepSpeed, under the name that holds the key.
@@ -168,57 +89,18 @@ class _NativeOp(ABC):
         finally:
             self.name = self.NAME
 
-    def prebuilt(self) -> tuple[Path | None, str]:
-        """Find the op that was built with the wheel.
 
-        Returns:
-            Its file, or None and why there is none or why it is not this process's.
-        """
-        folder = Path(__file__).resolve().parent
-        stem = f"{self.NAME}_op"
-        files = (folder / f"{stem}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-        found = next((file for file in files if file.is_file()), None)
-        if found is None:
-            return None, "not prebuilt"
-        try:
-            record = json.loads((folder / f"{stem}.json").read_text())
-        except (OSError, ValueError):
-            return None, f"prebuilt, but {stem}.json beside it cannot be read"
-        wanted = self.prebuilt_record()
-        differing = [
-            f"{k} {record.get(k)} instead of {wanted[k]}" for k in wanted if record.get(k) != wanted[k]
-        ]
-        return (None, f"prebuilt for {', '.join(differing)}") if differing else (found, "prebuilt")
-
-    def prebuilt_record(self) -> dict[str, str]:
-        """What is recorded beside a prebuilt op and must be equal where it is loaded."""
-        return {**toolchain.abi(), "sources": self.source_digest()}
-
-
-class GearBuilder(_NativeOp, CPUOpBuilder):
+class GearBuilder(_DeepSpeedOp, CpuOp, CPUOpBuilder):
     """Builds the CPU op: the store's arithmetic, selection and collection in C++."""
 
     BUILD_VAR = "DS_BUILD_GEAR"
-    NAME = "gear"
-    FOLDERS = ("bindings", "common", "cpu")
-
-    def sources(self) -> list[str]:
-        """List the bindings and everything in `csrc/cpu`."""
-        folder = self.csrc / "bindings"
-        more = sorted(set(folder.glob("library_*.cpp")) - set(folder.glob("library_cuda*.cpp")))
-        bindings = [folder / "library.cpp", *more, folder / "module.cpp"]
-        return _existing([*bindings, *sorted((self.csrc / "cpu").glob("*.cpp"))])
 
     def cxx_args(self) -> list[str]:
         """Flags for this machine in a JIT build, portable ones in a wheel; CPUOpBuilder's would add -g."""
-        return self.jit_flags() if self.jit_mode else [*_CXX_FLAGS, "-mtune=generic"]
-
-    def registered_op(self) -> str | None:
-        """Name an op of the namespace `gear`, whose schemas this library defines."""
-        return next((n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")), None)
+        return self.jit_flags() if self.jit_mode else [*CXX_FLAGS, "-mtune=generic"]
 
 
-class GearCudaBuilder(_NativeOp, CUDAOpBuilder):
+class GearCudaBuilder(_DeepSpeedOp, CUDAOpBuilder):
     """Builds the CUDA kernels of those ops that run on the device, and registers them beside the CPU op's."""
 
     BUILD_VAR = "DS_BUILD_GEAR_CUDA"
@@ -228,7 +110,7 @@ class GearCudaBuilder(_NativeOp, CUDAOpBuilder):
     def sources(self) -> list[str]:
         """List the bindings and everything in `csrc/cuda`."""
         cuda = self.csrc / "cuda"
-        return _existing(
+        return existing(
             [
                 self.csrc / "bindings" / "library_cuda.cpp",
                 *sorted((self.csrc / "bindings").glob("library_cuda_*.cpp")),
@@ -316,16 +198,3 @@ class GearCudaBuilder(_NativeOp, CUDAOpBuilder):
             cross_compile_archs = cross_compile_archs or _CUDA_ARCHITECTURES
         args: list[str] = super().compute_capability_args(cross_compile_archs)
         return args
-
-
-def _existing(files: Iterable[Path]) -> list[str]:
-    """Check that the sources lie where they are expected.
-
-    Raises:
-        BuildError: One is missing: the installation is damaged.
-    """
-    listed = [*files]
-    for file in listed:
-        if not file.is_file():
-            raise BuildError(str(file), "must exist", remedy="install deepspeed_gear again")
-    return [str(file) for file in listed]

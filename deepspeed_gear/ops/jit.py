@@ -212,6 +212,11 @@ def _discard(folder: Path) -> None:
     folder.mkdir(mode=0o755, exist_ok=True)
 
 
+def import_built(name: str) -> ModuleType | None:
+    """Import a build of this name if there is a finished one."""
+    return _import(name) if is_built(name) else None
+
+
 def _import(name: str) -> ModuleType:
     path = build_folder(name) / f"{name}.so"
     return import_file(name, path)

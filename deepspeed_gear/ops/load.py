@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 
-from .builder import GearBuilder, GearCudaBuilder
-from .jit import BUILD_TIMEOUT_S, loaded
+from .jit import BUILD_TIMEOUT_S, load_once, loaded
+from .native_op import CpuOp
 
 
 def load_native(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
@@ -13,13 +17,23 @@ def load_native(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
 
     Registers `torch.ops.gear.*` and returns the module with the plain C functions. The first call on a node
     compiles (tens of seconds; the node's other processes wait for it), the next ones take milliseconds, a
-    second one in the same process nothing. Needs no process group. Thread safe.
+    second one in the same process nothing. Needs no process group; DeepSpeed is imported only to compile.
+    Thread safe.
 
     Args:
         timeout_s: How long to wait for another process that builds it.
     Raises:
         BuildError: No compiler, a compile error, or a wait that was too long; names the remedy.
     """
+    return load_once(CpuOp.NAME, partial(_load_cpu, timeout_s))
+
+
+def _load_cpu(timeout_s: float) -> ModuleType:
+    module = CpuOp().load_finished()
+    if module is not None:
+        return module
+    with _without_accelerator_warning():
+        from .builder import GearBuilder
     return GearBuilder().load(timeout_s=timeout_s)
 
 
@@ -32,8 +46,25 @@ def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
         BuildError: torch has no CUDA, there is no device, or no finished build and no toolkit, or they do not
             compile.
     """
+    with _without_accelerator_warning():
+        from .builder import GearCudaBuilder
     builder = GearCudaBuilder()
     if loaded(builder.NAME) is None and builder.finished() is None:
         builder.require_tools()
     load_native(timeout_s)
     return builder.load(timeout_s=timeout_s)
+
+
+@contextmanager
+def _without_accelerator_warning() -> Iterator[None]:
+    """Import DeepSpeed without its warning that it has found no GPU, which says nothing of a replay."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Setting accelerator to CPU")
+
+    logger = logging.getLogger("DeepSpeed")  # which DeepSpeed uses as it is
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)

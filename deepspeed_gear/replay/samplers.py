@@ -131,7 +131,7 @@ def _late_columns(sampler: Sampler, fields: Sequence[ResolvedField]) -> tuple[st
 
 
 def _kind(sampler: Sampler) -> str:
-    kind: str = sampler.kind
+    kind: str = sampler.kind  # type: ignore[attr-defined]  # each of its subclasses has one
     return KINDS.get(kind, "stratified" if getattr(sampler, "stratified", False) else "random")
 
 

@@ -143,7 +143,7 @@ def test_a_prebuilt_op_of_another_torch_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder = GearBuilder()
-    monkeypatch.setattr("deepspeed_gear.ops.builder.__file__", str(tmp_path / "builder.py"))
+    monkeypatch.setattr("deepspeed_gear.ops.native_op.__file__", str(tmp_path / "native_op.py"))
     assert builder.prebuilt() == (None, "not prebuilt")
     (tmp_path / "gear_op.so").touch()
     path, why = builder.prebuilt()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_gear.ops import load_backend
+
 PACKAGE = "deepspeed_gear"
 LAYERS = "errors timeouts schema config ops store selection collection parallel replay engine cli".split()
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
@@ -94,10 +96,45 @@ def test_a_right_arrow_passes(source: str, module: str) -> None:
     assert wrong_arrows(source, module) == []
 
 
-def test_importing_the_package_leaves_torchs_compiler_alone(
+# Takes no engine: every public name but those of the engine, and a batch by each backend.
+WITHOUT_ENGINE = """
+import sys
+import deepspeed_gear
+names = [n for n in deepspeed_gear.__all__ if n not in ("attach", "disable", "enable", "initialize")]
+for name in names:
+    getattr(deepspeed_gear, name)
+assert set(deepspeed_gear.__all__) <= set(dir(deepspeed_gear))
+table = {"capacity_steps": 9, "schema": {"columns": {"x": {"dtype": "float32"}}}}
+for backend in ("reference", "auto"):
+    with deepspeed_gear.Replay({"batch_size": 2, "backend": backend, "tables": {"main": table}}) as replay:
+        replay.add({"x": [1.0]})
+        replay.sample()
+for name in ("deepspeed", "torch._dynamo"):
+    assert name not in sys.modules, name
+"""
+
+
+def test_without_an_engine_neither_deepspeed_nor_torchs_compiler_is_imported(
     run_python: Callable[..., subprocess.CompletedProcess[str]], checkout: Path
 ) -> None:
-    """It takes two seconds of each process, and only tables on devices need it."""
-    program = "import sys; from deepspeed_gear import Replay; print('torch._dynamo' in sys.modules, 'Replay')"
-    found = run_python("-c", program, env={"PYTHONPATH": str(checkout)})
-    assert found.stdout.split() == ["False", "Replay"], found.stderr
+    """Either takes seconds of each process; DeepSpeed also warns where it finds no GPU."""
+    load_backend()  # builds the op if that is still to be done, which needs DeepSpeed
+    found = run_python("-c", WITHOUT_ENGINE, env={"PYTHONPATH": str(checkout), "DS_ACCELERATOR": None})
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+def test_a_build_does_not_print_the_warning_of_deepspeed(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], checkout: Path
+) -> None:
+    program = """
+import logging
+from deepspeed_gear.ops.load import _without_accelerator_warning
+with _without_accelerator_warning():
+    from deepspeed_gear.ops.builder import GearBuilder
+assert logging.getLogger("DeepSpeed").filters == []
+logging.getLogger("DeepSpeed").warning("another warning")
+"""
+    found = run_python("-c", program, env={"PYTHONPATH": str(checkout), "DS_ACCELERATOR": None})
+    assert found.returncode == 0, found.stderr
+    assert "accelerator" not in found.stdout + found.stderr
+    assert "another warning" in found.stdout + found.stderr
