@@ -175,11 +175,12 @@ def random_cuts(seed: int, count: int, most: int) -> list[int]:
     return sorted(random.Random(seed).sample(range(2_000, most), count))
 
 
-def openssl_certificate(folder: Path, address: str = "IP:127.0.0.1") -> tuple[Path, Path]:
-    """Make a certificate that signs itself, for localhost and an address."""
-    chain, key = folder / "cert.pem", folder / "key.pem"
-    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    names = f"subjectAltName=DNS:localhost,{address}"
-    files = ["-addext", names, "-keyout", str(key), "-out", str(chain)]
-    subprocess.run(["openssl", *options.split(), *files], check=True, capture_output=True, timeout=20)
+def openssl_certificate(folder: Path, address: str = "IP:127.0.0.1", days: int = 2) -> tuple[Path, Path]:
+    """Make a certificate that signs itself, for localhost and an address; one of -1 days has expired."""
+    chain, key, request = folder / "cert.pem", folder / "key.pem", folder / "request.pem"
+    asked = "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost -addext".split()
+    asked += [f"subjectAltName=DNS:localhost,{address}", "-keyout", str(key), "-out", str(request)]
+    signed = ["x509", "-req", "-in", str(request), "-signkey", str(key), "-copy_extensions", "copyall"]
+    for arguments in (asked, [*signed, "-days", str(days), "-out", str(chain)]):
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=20)
     return chain, key

@@ -104,9 +104,45 @@ def test_an_answer_that_is_lost_is_asked_for_again() -> None:
     assert added == list(range(5))
     with pytest.raises(DataError, match="go on behind 4"):
         sessions.put("a", -1, [(6, {})])
-    with pytest.raises(StoreError, match="connected to"):
+    with pytest.raises(StoreError, match="must have called within"):
         sessions.put("b", -1, batch)
     sessions.end(StoreError("x", "y"))
+    sessions.close()
+
+
+def test_sessions_expire_unless_their_writers_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "IDLE_S", 0.05)
+    with served(section()) as (replay, gateway):
+        with connect(gateway.url) as writer:
+            writer.add(trajectory(0))
+            writer.flush()
+            gateway.sessions.open("gone")
+            (name,) = (client for client in gateway.sessions._sessions if client != "gone")
+            begin = gateway.sessions._sessions[name].called_at
+            wait_until(lambda: gateway.sessions._sessions[name].called_at > begin + 0.5, "idle calls", 20)
+            assert gateway.sessions.expire(0.5) == 1
+            assert list(gateway.sessions._sessions) == [name]
+            writer.add(trajectory(1))
+            writer.flush()
+            monkeypatch.setattr(wire, "IDLE_S", 600.0)
+            gateway.sessions.forget(name)
+            writer.add(trajectory(2))
+            with pytest.raises(StoreError, match=r"must have called within 3600 s.*trajectories 2 to 2 "):
+                writer.flush()
+            with pytest.raises(StoreError):
+                writer.close()
+        assert_same(stored(replay), range(2))
+
+
+def test_a_session_that_adds_does_not_expire() -> None:
+    goes_on = threading.Event()
+    sessions = Sessions(lambda _: goes_on.wait(20.0) and 0)
+    sessions.open("a")
+    assert sessions.put("a", -1, [(0, {})])["busy"]
+    assert sessions.expire(0.0) == 0
+    goes_on.set()
+    wait_until(lambda: sessions.ask("a", -1)["upto"] == 0, "adding")
+    assert sessions.expire(0.0) == 1
     sessions.close()
 
 
@@ -226,6 +262,17 @@ def test_a_rate_holds_back_until_somebody_samples() -> None:
         assert_same(stored(replay), range(taken))
 
 
+def test_a_message_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(section()) as (replay, gateway), connect(gateway.url) as writer:
+        monkeypatch.setattr(wire, "MOST_MESSAGE_BYTES", 1000)
+        answer = _raw(writer._sender._line, bytes(1001))
+        assert answer["error"]["rule"] == "must have at most 1000 bytes"
+        monkeypatch.undo()
+        writer.add(trajectory(0))
+        writer.flush()
+        assert_same(stored(replay), range(1))
+
+
 def test_garbage_is_refused_and_harms_nobody() -> None:
     with served(section()) as (replay, gateway), connect(gateway.url) as writer:
         line, who = writer._sender._line, writer._sender._who
@@ -263,6 +310,16 @@ def test_tls(tmp_path: Path) -> None:
             connect(url, timeout_s=1.0)  # signed by nobody whom this machine knows
         with pytest.raises(LostNodeError):
             connect(f"grpc://127.0.0.1:{gateway.port}", timeout_s=1.0)
+
+
+def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate of this test")
+    chain, key = openssl_certificate(tmp_path, days=-1)
+    with served(section(), certificate=Certificate.read(chain, key)) as (replay, gateway):
+        with pytest.raises(LostNodeError, match=r"must answer within 1 s.*(?i:certificate|handshake|ssl)"):
+            connect(f"grpc+tls://localhost:{gateway.port}", ca=chain, timeout_s=1.0)
+        assert len(replay) == 0
 
 
 def test_the_network_wants_tls(tmp_path: Path) -> None:

@@ -111,18 +111,22 @@ class Outbox:
 
     # ---- the side of the line --------------------------------------------------------------------
 
-    def batch(self, most_bytes: int, linger_s: float) -> list[Item] | None:
+    def batch(self, most_bytes: int, linger_s: float, idle_s: float) -> list[Item] | None:
         """Return the first trajectories that fit into a batch; they stay. Waits for some to come.
 
         Args:
             most_bytes: Of the batch, but at least one trajectory.
             linger_s: How long the first may wait for others.
+            idle_s: Longest wait for the first.
         Returns:
-            At least one; None: the outbox is closed.
+            At least one; none if none has come; None: the outbox is closed.
         """
         with self._changed:
+            until = time.monotonic() + idle_s
             while not self._closed:
                 now = time.monotonic()
+                if not self._items and now >= until:
+                    return []
                 left = self._items[0].since + linger_s - now if self._items else _LOOK_S
                 if self._items and (self._flushes or self._num_bytes >= most_bytes or left <= 0):
                     return self._first(most_bytes)

@@ -106,10 +106,13 @@ class Sender:
     def _run(self) -> None:
         try:
             while True:
-                items = self._outbox.batch(self._sizes.batch_bytes, self._sizes.linger_s)
+                items = self._outbox.batch(self._sizes.batch_bytes, self._sizes.linger_s, wire.IDLE_S)
                 if items is None:
                     break
-                self._send(items)
+                if items:
+                    self._send(items)
+                else:
+                    self._keep_session()
             self._say_bye()
         except GearError as error:
             self._outbox.fail(self._with_loss(error))
@@ -135,6 +138,17 @@ class Sender:
             return
         self._patience.reset()
         self._take(answer)
+
+    def _keep_session(self) -> None:
+        """Call the gateway without anything to send, so that it keeps the session.
+
+        Raises:
+            GearError: The gateway ends, or is another.
+        """
+        try:
+            self._take(self._line.call("ask", {**self._who, "known": self._upto}, self._sizes.timeout_s))
+        except Lost:
+            LOG.debug("an idle remote writer got no answer")  # nothing is under way: the next batch finds out
 
     def _take(self, answer: Mapping[str, Any]) -> None:
         """Take note of an answer.

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
-from deepspeed_gear.errors import ConfigError, GearError, SchemaError, StoreError
+from deepspeed_gear.errors import ConfigError, DataError, GearError, SchemaError, StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.writer.remote import wire
 from deepspeed_gear.writer.remote.security import check_plain
@@ -116,6 +116,7 @@ class Gateway(flight.FlightServerBase):
                 self._writer.check_goes_on()
             except GearError as error:
                 self.sessions.end(error)
+            self.sessions.expire()
             if is_over():
                 self.sessions.end(StoreError("the gateway", "must run", None, "it was told to end"))
         self.end(self.sessions.error)
@@ -136,6 +137,9 @@ class Gateway(flight.FlightServerBase):
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
         """Answer a call; an error of ours is in the answer, with its parts."""
         try:
+            if action.body.size > wire.MOST_MESSAGE_BYTES:
+                rule = f"must have at most {wire.MOST_MESSAGE_BYTES} bytes"
+                raise DataError("message", rule, action.body.size, "lower batch_bytes, or cut the trajectory")
             handle = self._actions.get(action.type)
             if handle is None:
                 raise StoreError("action", f"must be one of {', '.join(self._actions)}", action.type)

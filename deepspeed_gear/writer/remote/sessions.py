@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.errors import DataError, GearError, NotReadyError, StoreError, StoreFullError
-from deepspeed_gear.writer.remote.wire import error_to_json
+from deepspeed_gear.writer.remote.wire import SESSION_S, error_to_json
 
 LOG = logging.getLogger("deepspeed_gear")
 ANSWER_S = 1.0  # longest that a request waits for its trajectories to be added
@@ -30,6 +31,7 @@ class Session:
         self.task: Future[None] | None = None  # adds the last batch
         self.lock = threading.Lock()  # around what reads and replaces the task
         self.is_told = False  # of the end
+        self.called_at = time.monotonic()
 
     def is_busy(self, timeout_s: float) -> bool:
         """Return whether the last batch is still being added, after at most so long."""
@@ -66,6 +68,20 @@ class Sessions:
         if self.error is not None:
             raise self.error
         self._sessions.setdefault(client, Session())
+
+    def expire(self, after_s: float = SESSION_S) -> int:
+        """End the sessions whose writers have not called for some time; return how many.
+
+        A session whose last batch is still being added goes on.
+        """
+        before = time.monotonic() - after_s
+        found = list(self._sessions.items())
+        ended = [client for client, one in found if one.called_at < before and not one.is_busy(0.0)]
+        for client in ended:
+            self._sessions.pop(client, None)
+        if ended:
+            LOG.info("gear serve: %d sessions have expired", len(ended))
+        return len(ended)
 
     def forget(self, client: str) -> None:
         """End the session of a writer that has closed."""
@@ -109,7 +125,10 @@ class Sessions:
     def _of(self, client: str) -> Session:
         found = self._sessions.get(client)
         if found is None:
-            raise session_lost()
+            rule = f"must have called within {SESSION_S:g} s, and not have closed"
+            remedy = "what was not acknowledged may be stored or not; connect again, and decide"
+            raise StoreError("the session of this remote writer", rule, None, remedy)
+        found.called_at = time.monotonic()
         return found
 
     # ---- adding ----------------------------------------------------------------------------------

@@ -20,6 +20,9 @@ from deepspeed_gear.errors import DataError, GearError, PeerError
 from deepspeed_gear.schema import Column, Schema
 
 VERSION = 1
+SESSION_S = 3600.0  # a writer that has not called for so long has no session any more
+IDLE_S = 600.0  # a writer that has nothing to send calls so often
+MOST_MESSAGE_BYTES = (1 << 30) + (1 << 24)  # a batch, and what surrounds it
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
 Arrays = Mapping[str, np.ndarray]
