@@ -5,7 +5,9 @@ Loading a library runs its code. In a folder that another user can write, that u
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import stat
 from collections.abc import Collection
 from pathlib import Path
@@ -77,9 +79,6 @@ def check_owner(path: Path, owners: Collection[int] = ()) -> None:
 
 def _is_private(group: int, user: int) -> bool:
     """Return whether a group is the private one of a user."""
-    import grp
-    import pwd
-
     try:
         owner, found = pwd.getpwuid(user), grp.getgrgid(group)
     except KeyError:

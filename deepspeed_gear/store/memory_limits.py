@@ -132,8 +132,8 @@ def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, s
 
 def _own_cgroups(text: str) -> Iterator[tuple[int, str]]:
     """Yield version and path of this process's memory cgroups."""
-    for line in text.splitlines():
-        number, controllers, path = line.split(":", 2)
+    entries = [line.split(":", 2) for line in text.splitlines() if line.count(":") >= 2]
+    for number, controllers, path in entries:
         if number == "0" and not controllers:
             yield 2, path
         elif "memory" in controllers.split(","):

@@ -11,9 +11,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gear_support import prefix, wait_until
+from gear_support import SCHEMA, prefix, trajectory, wait_until
 from process_support import exit_status, in_child, kill
 
+from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.store.layout import HEADER_BYTES, HOLDER_OFFSET
@@ -159,6 +160,47 @@ def test_a_stopped_holder_is_waited_for_and_then_named(scene: Scene) -> None:
         assert scene.words[0] == 2
         assert scene.recoveries == 0, "its work was whole"
     assert exit_status(child) == 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_writer_that_is_stopped_with_the_lock(backend: str) -> None:
+    """Continued in time it ends nothing; else the error names it, and the run goes on after SIGCONT."""
+    section = {
+        "tables": {"main": {"capacity_steps": 1000, "capacity_trajectories": 20, "writers": 1}},
+        "batch_size": 4,
+        "backend": backend,
+        "timeout_s": 2.0,
+        "shared_memory": {"prefix": prefix()},
+    }
+    with Replay(section, schemas={"main": SCHEMA}) as replay:
+        replay.add(trajectory(0, 5))
+        replay.sample()
+
+        def write() -> None:
+            with TrajectoryWriter.attach(section, wait_s=20) as writer:
+                for number in (1, 2):
+                    with writer._table.lock:
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    writer.add(trajectory(number, 5))
+                    os.read(turn, 1)
+
+        turn, give_turn = os.pipe()
+        child = in_child(write)
+        os.waitpid(child, os.WUNTRACED)
+        threading.Timer(0.5, lambda: os.kill(child, signal.SIGCONT)).start()
+        for _ in range(3):
+            replay.sample()
+        os.write(give_turn, b"..")
+        os.waitpid(child, os.WUNTRACED)
+        with pytest.raises(StoreError, match=rf"held by process {child}, which is stopped'; continue it"):
+            replay.sample()
+        os.kill(child, signal.SIGCONT)
+        assert exit_status(child) == 0
+        for _ in range(3):
+            replay.sample()
+        assert len(replay) == 3
+        os.close(turn)
+        os.close(give_turn)
 
 
 def test_threads_exclude_each_other(scene: Scene) -> None:

@@ -145,7 +145,7 @@ def stop_and_continue(children: list[int], count: int, is_over: list[int]) -> di
     while stops < count and not is_over:
         stops += 1
         child = children[int(random.integers(len(children)))]
-        time.sleep(random.uniform(0.05, 0.15))
+        time.sleep(random.uniform(0.5, 1.5))  # what has waited for the last one gets its turn
         os.kill(child, signal.SIGSTOP)
         time.sleep(0.02)
         held += int(holder[0]) == child
