@@ -49,7 +49,7 @@ class OpenTrajectory:
         self._row = {column.name: replace(column, rows="1") for column in steps}  # what one row must be
         self._native, self._index = native, {column.name: i for i, column in enumerate(steps)}
         self._targets = None if native is None else native.rows_targets([(0, *form_of(c)) for c in steps])
-        # Numbers of Python's up to here are rows of these columns without a further look.
+        # Largest values: floats of Python up to these are converted without a check for overflow.
         floats = [c for c in steps if c.must_be_finite and c.dtype != "bfloat16" and not c.shape]
         self._floats = {c.name: (c.numpy_dtype, float(np.finfo(c.numpy_dtype).max)) for c in floats}
         self._ends = {column.name for column in steps if column.rows == "T+1"}
@@ -102,17 +102,18 @@ class OpenTrajectory:
         Raises:
             DataError: It does not fit, or is not finite and must be.
         """
-        if type(row) is float and column in self._floats:
-            dtype, largest = self._floats[column]
-            if abs(row) <= largest:  # neither NaN nor infinite
-                return np.array(row, dtype)
-        given = np.asarray(row) if type(row) in (bool, int) else row
-        if self._native is not None and self._native.row_fits(self._targets, self._index[column], given):
-            return np.asarray(given).copy()
-        form = self._row[column]
-        stored = as_stored(row, form, self._name)
-        check_finite(f"{self._name}: step {len(self._rows[column])}", [form], {column: stored})
-        return stored.copy()
+        dtype, largest = self._floats.get(column, (None, -1.0))
+        given = row
+        if type(row) is float and abs(row) <= largest:
+            given = np.array(row, dtype)
+        elif type(row) in (bool, int):
+            given = np.array(row)
+        if self._native is None or not self._native.row_fits(self._targets, self._index[column], given):
+            given = as_stored(row, self._row[column], self._name)
+            step = f"{self._name}: step {len(self._rows[column])}"
+            check_finite(step, [self._row[column]], {column: given})
+        stored: np.ndarray = np.array(given)
+        return stored
 
     # ---- publishing ------------------------------------------------------------------------------
 
