@@ -80,7 +80,7 @@ class ColumnConfig(GearModel):
         default=False,
         description=(
             "A floating column may hold NaN and infinities. Without it, adding them is refused and names the "
-            "step."
+            "step; values in tables on devices are not looked at."
         ),
     )
 

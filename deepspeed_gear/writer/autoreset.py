@@ -27,7 +27,7 @@ def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
         DataError: No mode is given, two differ, or `envs` is neither a number nor an environment.
     """
     given = None if autoreset is None else _mode(autoreset)
-    if not hasattr(envs, "step"):
+    if not callable(getattr(envs, "step", None)):
         if isinstance(envs, bool) or not hasattr(envs, "__index__") or int(envs) < 1:
             rule = "must be a number of at least 1, or an environment"
             raise DataError("the environments", rule, envs)

@@ -146,6 +146,7 @@ class Inserter:
             if slot >= 0:
                 with self.table.lock:
                     self.table.free(np.array([slot]))
+                slot = -1
             self._refuse_not_finite(columns)
         if slot >= 0:  # written already: only the commit is missing
             with self.table.lock:

@@ -13,7 +13,7 @@ import numpy as np
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native import form_of
-from deepspeed_gear.store.trajectory import as_stored, check_finite
+from deepspeed_gear.store.trajectory import as_stored, check_finite, not_finite
 from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
 
 Tell = Callable[[object, np.ndarray], None]
@@ -108,12 +108,22 @@ class OpenTrajectory:
             given = np.array(row, dtype)
         elif type(row) in (bool, int):
             given = np.array(row)
-        if self._native is None or not self._native.row_fits(self._targets, self._index[column], given):
+        if not self._fits(column, given):
             given = as_stored(row, self._row[column], self._name)
             step = f"{self._name}: step {len(self._rows[column])}"
             check_finite(step, [self._row[column]], {column: given})
         stored: np.ndarray = np.array(given)
         return stored
+
+    def _fits(self, column: str, row: Any) -> bool:
+        """Return whether a row is as it is stored, and finite where it must be."""
+        if self._native is not None:
+            return bool(self._native.row_fits(self._targets, self._index[column], row))
+        form = self._row[column]
+        if not isinstance(row, (np.ndarray, np.generic)) or row.shape != form.shape:
+            return False
+        is_stored = row.dtype == form.numpy_dtype
+        return is_stored and not (form.must_be_finite and not_finite(np.asarray(row), form).any())
 
     # ---- publishing ------------------------------------------------------------------------------
 
