@@ -234,6 +234,17 @@ def test_what_a_table_refuses_is_raised_later_and_the_rest_is_stored() -> None:
         assert_same(stored(replay), range(3))
 
 
+def test_the_gateway_refuses_what_a_writer_has_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_gear.writer.remote.client.check_finite", lambda *_: None)
+    with served(section()) as (replay, gateway), connect(gateway.url) as writer:
+        wrong = trajectory(0)
+        wrong["half"][7, 1] = 0x7F80
+        writer.add(wrong)
+        with pytest.raises(DataError, match=r"trajectory 0: .*half must be finite, got 'inf at step 7'"):
+            writer.flush()
+        assert len(replay) == 0
+
+
 def test_a_full_table_is_an_error_of_the_writer() -> None:
     config = section(capacity_trajectories=4, remove="none")
     with served(config) as (replay, gateway):

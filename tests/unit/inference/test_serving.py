@@ -198,6 +198,10 @@ def test_wrong_answers_are_refused(scene: tuple[InferenceLoader, Simulators]) ->
     answers = policy(request["observation"])
     with pytest.raises(DataError, match="column code must be one of the answers"):
         request.reply(action=answers["action"])
+    spoiled = answers["action"].clone()
+    spoiled[-1, 0] = torch.nan
+    with pytest.raises(DataError, match="column action must be finite, got 'nan at step 0 of environment"):
+        request.reply(**{**answers, "action": spoiled})
     with pytest.raises(DataError, match="column action must have shape"):
         request.reply(action=answers["action"][:1], code=answers["code"])
     request.reply(
