@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from deepspeed_gear.collection.batch import Batch
-    from deepspeed_gear.engine import attach, disable, enable, initialize
+    from deepspeed_gear.engine.attach import attach, disable, enable, initialize
     from deepspeed_gear.errors import GearError
     from deepspeed_gear.parallel.topology import Place, Topology
     from deepspeed_gear.replay import DeviceReplay, Replay

@@ -40,6 +40,12 @@ class DataError(GearError, ValueError):
     """A data file or trajectory is missing, foreign, truncated, changed or malformed."""
 
 
+class FieldError(GearError, KeyError):
+    """A batch has no field or part of a name."""
+
+    __str__ = Exception.__str__  # KeyError's shows quotes
+
+
 class ShapeError(GearError, ValueError):
     """An argument of an op has a wrong shape, dtype or device."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -56,7 +57,18 @@ class Column:
     allow_nan: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        if not isinstance(self.name, str):
+            raise SchemaError("column name", "must be a string", type(self.name).__name__)
+        for what in ("dtype", "role", "rows"):
+            if not isinstance(given := getattr(self, what), str):
+                raise SchemaError(f"column {self.name}: {what}", "must be a string", type(given).__name__)
+        try:
+            if isinstance(self.shape, bytes):
+                raise TypeError
+            object.__setattr__(self, "shape", tuple(operator.index(n) for n in self.shape))
+        except TypeError:
+            rule = "must be integers"
+            raise SchemaError(f"column {self.name}: shape", rule, type(self.shape).__name__) from None
         legal = (
             self.name and all(c.isalnum() or c in "_-." for c in self.name) and not self.name.startswith(".")
         )
@@ -107,7 +119,12 @@ class Schema:
     """The columns of a table, in a fixed order. Immutable and hashable."""
 
     def __init__(self, columns: Iterator[Column] | list[Column] | tuple[Column, ...]) -> None:
+        if isinstance(columns, torch.Tensor) or not isinstance(columns, Iterable):
+            raise SchemaError("schema", "must be a list of Columns", type(columns).__name__)
         self.columns: tuple[Column, ...] = tuple(columns)
+        for column in self.columns:
+            if not isinstance(column, Column):
+                raise SchemaError("schema", "must be a list of Columns", type(column).__name__)
         self._by_name = {column.name: column for column in self.columns}
         if not self.columns:
             raise SchemaError("schema", "must have at least one column")
@@ -162,7 +179,7 @@ class Schema:
         return next((c for c in self.columns if c.role == role), None)
 
     def __getitem__(self, name: str) -> Column:
-        if name not in self._by_name:
+        if not isinstance(name, str) or name not in self._by_name:
             raise SchemaError(
                 f"column {name}", "must be in the schema", None, f"known are {', '.join(self.names)}"
             )
@@ -201,8 +218,12 @@ class Schema:
         Raises:
             SchemaError: An entry is malformed.
         """
+        if not isinstance(data, Mapping):
+            raise SchemaError("schema", "must be a mapping that has columns", type(data).__name__)
         entries = data.get("columns")
         if isinstance(entries, Mapping):
+            if not all(isinstance(entry, Mapping) for entry in entries.values()):
+                raise SchemaError("schema.columns", "must hold name, dtype, shape, role and rows", entries)
             entries = [{"name": name, **entry} for name, entry in entries.items()]
         if not isinstance(entries, list):
             raise SchemaError("schema.columns", "must be a list or a mapping of columns", entries)
@@ -210,7 +231,7 @@ class Schema:
         for entry in entries:
             try:
                 columns.append(Column(**{**entry, "shape": tuple(entry.get("shape", ()))}))
-            except TypeError as error:
+            except (TypeError, AttributeError) as error:
                 raise SchemaError(
                     "schema.columns", "must hold name, dtype, shape, role and rows", entry
                 ) from error

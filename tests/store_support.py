@@ -234,7 +234,14 @@ def killed_at(line: int, action: Callable[[], None]) -> bool:
         sys.settrace(trace)
         action()
 
-    status = exit_status(in_child(run))
+    from deepspeed_gear.store import forks
+
+    bound = set(forks._living)
+    forks._living.clear()  # the child dies in place of this process, with what this one has made
+    try:
+        status = exit_status(in_child(run))
+    finally:
+        forks._living.update(bound)
     assert status in (0, -signal.SIGKILL)
     return status != 0
 

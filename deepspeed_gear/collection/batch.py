@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.config.fields import LEARNS, MASK, SAMPLE_NAMES
-from deepspeed_gear.errors import StaleBatchError
+from deepspeed_gear.errors import FieldError, StaleBatchError
 
 _ID, _SLOT, _GENERATION, _FIRST_ROW, _NUM_STEPS, _ANCHOR, _MASS, _NUMBER = range(8)  # of common/slot.h
 
@@ -79,8 +80,9 @@ class Batch(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         try:
             return self._tensors[name]
-        except KeyError:
-            raise KeyError(f"{name}: no such field in the batch; it has {', '.join(self._tensors)}") from None
+        except (KeyError, TypeError):  # a slice has no hash
+            has = f"it has {', '.join(self._tensors)}"
+            raise FieldError(f"field {name!r}", "must be in the batch", None, has) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -111,16 +113,18 @@ class Batch(Mapping[str, torch.Tensor]):
         """Return what a name of `gear.pipeline` stands for: a field, `mask.<field>`, `id`, ...
 
         Raises:
-            KeyError: The batch has nothing of this name.
+            FieldError: The batch has nothing of this name.
         """
+        if not isinstance(name, str):
+            raise FieldError(f"{name!r}", "must be a field or part of the batch")
         if name in self._tensors:
             return self._tensors[name]
         if name.startswith(MASK):
-            return self.mask[name.removeprefix(MASK)]
+            return self._mask_of(name.removeprefix(MASK))
         if name.startswith(LEARNS):
             return self.learns(name.removeprefix(LEARNS))
         if name not in SAMPLE_NAMES:
-            raise KeyError(f"{name}: no such part of the batch")
+            raise FieldError(f"{name!r}", "must be a field or part of the batch")
         found: torch.Tensor = getattr(self, name)
         return found
 
@@ -128,10 +132,17 @@ class Batch(Mapping[str, torch.Tensor]):
         """Return which steps of a field are to be learnt from: its mask without what `gear.burn_in` warms up.
 
         Raises:
-            KeyError: There is no such field.
+            FieldError: There is no such field.
         """
-        mask = self.mask[name]
+        mask = self._mask_of(name)
         return mask if self._burn_in is None else self._burn_in.learns(name, mask, self._records)
+
+    def _mask_of(self, name: str) -> torch.Tensor:
+        try:
+            return self.mask[name]
+        except (KeyError, TypeError):
+            has = f"it has {', '.join(self.mask)}"
+            raise FieldError(f"mask {name!r}", "must be in the batch", None, has) from None
 
     @property
     def num_samples(self) -> int:
@@ -212,7 +223,12 @@ class Batch(Mapping[str, torch.Tensor]):
     # ---- forms -----------------------------------------------------------------------------------
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """Return a batch with a function applied to every tensor; shared masks stay shared."""
+        """Return a batch with a function applied to every tensor; shared masks stay shared.
+
+        Raises:
+            ConfigError: It is no function.
+        """
+        arguments.function("function", function)
         done: dict[int, torch.Tensor] = {}
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,8 +279,13 @@ class Batch(Mapping[str, torch.Tensor]):
         return self.map(torch.Tensor.clone)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device; itself if it is there already."""
-        return self if self.device == torch.device(device) else self.map(lambda tensor: tensor.to(device))
+        """Return the batch on a device; itself if it is there already.
+
+        Raises:
+            ConfigError: There is no such device.
+        """
+        there = arguments.device("device", device)
+        return self if self.device == there else self.map(lambda tensor: tensor.to(there))
 
     def tree(self) -> dict[str, Any]:
         """Return nested dictionaries: field `observation.image` is `["observation"]["image"]`."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.stream import Stream
@@ -54,7 +55,7 @@ def add(table: Table, streams: list[Stream], trajectory: Mapping[str, Any], max_
 
 def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torch.Tensor]]:
     """Copy whole trajectories, under the lock, so that none is torn."""
-    numbers = np.asarray(ids, np.int64).reshape(-1)
+    numbers = arguments.integers("ids", ids)
     with table.lock:
         slots = table.slots_of(numbers)
         if (slots < 0).any():
@@ -67,9 +68,10 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torc
 def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
     """Retire trajectories; ids that are not stored are ignored. Returns how many there were."""
     refuse_read_only(table)
+    numbers = arguments.integers("ids", ids)
     room = Room(table, Readers(table), table.lock.timeout_s)
     with quiet(table, table.lock.timeout_s):
-        slots = table.slots_of(np.asarray(ids, np.int64).reshape(-1))
+        slots = table.slots_of(numbers)
         slots = distinct(slots[slots >= 0])
         for slot in slots.tolist():
             room.retire(slot)

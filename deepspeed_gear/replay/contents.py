@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.replay import content, versions
 from deepspeed_gear.replay.inference import InferenceLoader, open_loader
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset
 from deepspeed_gear.writer.inserter import Inserter
@@ -21,7 +24,7 @@ from deepspeed_gear.writer.vector import VectorWriter
 from deepspeed_gear.writer.writer import TrajectoryWriter
 
 
-class Contents:
+class Contents(ProcessBound):
     """The tables of a Replay, which is made by `Replay`."""
 
     config: GearConfig
@@ -30,6 +33,7 @@ class Contents:
     _streams: dict[str, dict[str, Stream]]
     _inserters: dict[str, Inserter]
     _loaders: list[InferenceLoader]
+    _writers: weakref.WeakSet[TrajectoryWriter]
     device: torch.device
     _closed: bool
 
@@ -70,6 +74,7 @@ class Contents:
             NotReadyError: This process has such a trajectory open, or an actor has not ended it in time.
         """
         self._check_open()
+        version = arguments.count("version", version, least=0)
         versions.set_version(self._table(table), version, self.config.timeout_s, self._parts.check)
 
     def fill(self, number: int, table: str | None = None, **columns: Any) -> None:
@@ -113,9 +118,12 @@ class Contents:
         """
         self._check_open()
         target = self._table(table)
+        if envs is not None:
+            arguments.count("envs", envs)
         for stream in self._streams.get(target.spec.name, {}).values():
             stream.collect()
         writer = TrajectoryWriter(target, self._inserter(table))
+        self._writers.add(writer)
         return writer if envs is None else writer.vector(envs, autoreset)
 
     def inference_loader(
@@ -196,8 +204,8 @@ class Contents:
         known = ", ".join(self.tables)
         if name is None and len(self.config.sampled_tables) > 1:
             raise ConfigError("table", "must be given where there are several", None, f"one of {known}")
-        name = name or self.config.sampled_tables[0]
-        if name not in self.tables:
+        name = self.config.sampled_tables[0] if name is None else name
+        if not isinstance(name, str) or name not in self.tables:
             raise ConfigError("table", f"must be one of {known}", name)
         return self.tables[name]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.collector import Collector
@@ -42,9 +43,10 @@ from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.on_ring import RingSelection
+from deepspeed_gear.store.forks import ProcessBound
 
 
-class DeviceReplay:
+class DeviceReplay(ProcessBound):
     """The replay system of a config whose table has `"placement": "device"`.
 
     Table, tree, cursors and counters lie in the memory of this rank's device. `sample_`, `add_` and
@@ -84,6 +86,7 @@ class DeviceReplay:
         place: Place | None = None,
         engine_dtype: torch.dtype = torch.float32,
     ) -> None:
+        arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         plan = agree_on(config, process_group, schemas, info, place)
         self._plan, self.config, self.topology, self.batch_info = plan, plan.config, plan.topology, plan.info
         try:
@@ -154,6 +157,8 @@ class DeviceReplay:
                 does not answer in `gear.timeout_s`.
         """
         self._check_filled()
+        if not isinstance(out, DeviceBatch):
+            raise DataError("out", "must be from new_batch", type(out).__name__)
         self._feed.fill_(out)
 
     def sample(self) -> Batch:
@@ -179,6 +184,7 @@ class DeviceReplay:
             ConfigError: There is no such stream.
         """
         self._check_open()
+        arguments.one_of("stream", stream, str, "a name")
         return iter(self) if stream == TRAIN else self._passes.batches(stream)
 
     def num_batches(self, stream: str) -> int:
@@ -187,7 +193,8 @@ class DeviceReplay:
         Raises:
             ConfigError: There is no such split.
         """
-        return self._passes.num_batches(stream)
+        self._check_open()
+        return self._passes.num_batches(arguments.one_of("stream", stream, str, "a name"))
 
     # ---- adding ----------------------------------------------------------------------------------
 
@@ -233,6 +240,9 @@ class DeviceReplay:
             StoreError: The table holds a data set.
         """
         self._check_changes()
+        if not isinstance(ids, Tensor) or ids.is_nested or ids.dtype != torch.int64 or ids.dim() != 1:
+            form = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ShapeError("ids", "must be a tensor [n], int64", form)
         self.table.check_fill(ids, columns)
         if self._sharing.is_spread:
             replica, replicas = self.topology.data_rank, self.batch_info.data_world
@@ -265,6 +275,14 @@ class DeviceReplay:
         sampler = self.config.item_sampler
         if not isinstance(sampler, PrioritizedSampler):
             raise ConfigError("gear.sampler.kind", 'must be "prioritized"', sampler.kind)
+        if not isinstance(priorities, Tensor):  # so that nothing is copied to a device unasked
+            raise DataError("priorities", "must be a tensor", type(priorities).__name__)
+        arguments.dense("priorities", priorities)
+        if priorities.is_complex():
+            raise DataError("priorities", "must hold real numbers", str(priorities.dtype))
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
+            form = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
+            raise DataError("mask", "must be a tensor of bools", form)
         if priorities.dim() == 2 and self.batch_info.sequence_world > 1:
             rule = "must have shape [B] where ranks share the time axis"
             raise ShapeError("priorities", rule, list(priorities.shape), "reduce them over these ranks")
@@ -335,6 +353,8 @@ class DeviceReplay:
             CheckpointError: It is of another format, config, size or data set; nothing has changed.
         """
         self._check_open()
+        arguments.mapping("state", state, "give what state_dict has returned")
+        arguments.tensors("the state's content", state.get("content"))
         device_state.restore(self._plan, self.table, state)
         self._go_on()
 
@@ -349,8 +369,10 @@ class DeviceReplay:
             CheckpointError: A file cannot be written; the save before this one stays.
             StoreError: Some micro batches of a global batch were used, and not all.
         """
+        self._check_open()
+        path = arguments.folder("folder", folder)
         self._settle()
-        at = os.path.realpath(folder)
+        at = os.path.realpath(path)
         state = device_state.save(self._plan, self.table, Path(at), self._last_saves.get(at))
         self._last_saves[at] = state
         return state
@@ -366,7 +388,9 @@ class DeviceReplay:
                 every rank.
         """
         self._check_open()
-        at = os.path.realpath(folder)
+        at = os.path.realpath(arguments.folder("folder", folder))
+        if state is not None:
+            arguments.mapping("state", state, "give what save has returned")
         self._last_saves[at] = device_state.load(self._plan, self.table, Path(at), state)
         self._go_on()
 

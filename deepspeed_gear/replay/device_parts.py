@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.config.schedules import end_of
 from deepspeed_gear.errors import ConfigError
@@ -48,10 +49,7 @@ def device_of(given: torch.device | str) -> torch.device:
     Raises:
         ConfigError: There is none of this name, or torch does not see it.
     """
-    try:
-        device = torch.device(given)
-    except RuntimeError as error:
-        raise ConfigError("device", "must be a CPU or CUDA device", str(given)) from error
+    device = arguments.device("device", given)
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():

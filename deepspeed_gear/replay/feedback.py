@@ -8,6 +8,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.lane import refuse_capture
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
@@ -18,6 +19,23 @@ from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.reports import check_priorities
 from deepspeed_gear.store.split import split_of
 from deepspeed_gear.store.table import FIRST_ROW
+
+
+def as_given(
+    batch: Batch | None, priorities: object, mask: object
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return priorities and mask as tensors, with what a program gives checked.
+
+    Raises:
+        DataError: One is of a wrong type.
+    """
+    if not isinstance(batch, Batch):
+        rule = "must be from this replay's sample or iterator"
+        raise DataError("batch", rule, type(batch).__name__)
+    counts = None if mask is None else arguments.tensor("mask", mask)
+    if counts is not None and counts.dtype != torch.bool:
+        raise DataError("mask", "must be bool", str(counts.dtype))
+    return arguments.tensor("priorities", priorities), counts
 
 
 def report(
@@ -38,7 +56,7 @@ def report(
         mask: Which steps of [B, T] count. [B, T], bool.
         late: Reports what a device has yet to compute.
     """
-    values = priorities.detach() if priorities.requires_grad else priorities
+    values = priorities
     if values.is_cuda:
         _report_later(tables, sampler, batch, values, mask, late)
         return
@@ -170,9 +188,7 @@ def as_float32(values: torch.Tensor | Sequence[float]) -> torch.Tensor:
     Raises:
         DataError: One is negative, infinite or NaN, seen in float64.
     """
-    given = values if isinstance(values, torch.Tensor) else torch.as_tensor(np.asarray(values))
-    if given.requires_grad:
-        given = given.detach()
+    given = arguments.tensor("priorities", values)
     if given.dtype == torch.float32 and given.is_cpu:
         return given.contiguous()
     given = given.to("cpu")
@@ -274,9 +290,10 @@ def report_by_id(
 ) -> int:
     """Report priorities of items by id; see `Replay.set_priorities`."""
     numbers, anchors = _items(masses, ids, steps)
-    values = as_float32(priorities).numpy()
-    if values.shape != numbers.shape:
-        raise ShapeError("priorities", f"must have shape [{len(numbers)}]", list(values.shape))
+    given = arguments.tensor("priorities", priorities)
+    if tuple(given.shape) != numbers.shape:
+        raise ShapeError("priorities", f"must have shape [{len(numbers)}]", list(given.shape))
+    values = as_float32(given).numpy()
     check_priorities(values)
     with masses.table.lock:
         updates, known = masses.handles_of(numbers, anchors)
@@ -325,7 +342,7 @@ def priorities_of(
 def _items(
     masses: PriorityMasses, ids: Sequence[int] | torch.Tensor, steps: Sequence[int] | torch.Tensor | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    numbers = np.asarray(ids, np.int64).reshape(-1)
+    numbers = arguments.integers("ids", ids)
     if masses.by_step != (steps is not None):
         need = (
             "must be given, as an item is a step"
@@ -333,7 +350,7 @@ def _items(
             else "must not be given, as an item is a trajectory"
         )
         raise ShapeError("steps", need, None)
-    anchors = np.zeros_like(numbers) if steps is None else np.asarray(steps, np.int64).reshape(-1)
+    anchors = np.zeros_like(numbers) if steps is None else arguments.integers("steps", steps)
     if anchors.shape != numbers.shape:
         raise ShapeError("steps", f"must have shape [{len(numbers)}]", list(anchors.shape))
     return numbers, anchors

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.columns import as_tensor
+from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.store.layout import read_header
 from deepspeed_gear.store.request_slots import Places, RequestSlots
 from deepspeed_gear.store.staging import StagedRows
@@ -73,7 +75,7 @@ class Request:
         self._open = False
 
 
-class InferenceLoader:
+class InferenceLoader(ProcessBound):
     """An iterator over requests of simulators, the oldest first; it ends when it is closed.
 
     A request comes as soon as `batch_size` simulators wait, or all that are attached, or the oldest waits for
@@ -197,11 +199,13 @@ def open_loader(
     limit = config.resolved_tables[name].max_length
     if not table.spec.num_writers:
         raise ConfigError(f"gear.tables.{name}.writers", "must be positive for simulators to attach", 0)
+    batch_size = arguments.count("inference_loader: batch_size", batch_size)
     count = 2 * batch_size if num_simulators is None else num_simulators
-    steps = length or limit or _LENGTH
-    for what, value in (("batch_size", batch_size), ("num_simulators", count), ("length", steps)):
-        if value < 1:
-            raise ConfigError(f"inference_loader: {what}", "must be at least 1", value)
+    count = arguments.count("inference_loader: num_simulators", count)
+    steps = arguments.count("inference_loader: length", (limit or _LENGTH) if length is None else length)
+    arguments.one_of("inference_loader: timeout", timeout_s, (int, float, type(None)), "seconds or None")
+    if timeout_s is not None and not timeout_s >= 0:
+        raise ConfigError("inference_loader: timeout", "must be at least 0", timeout_s)
     columns = _columns(schema, asks, answers)
     library = None if table.ops.native is None else str(table.ops.native.__file__)
     steps = steps if limit is None else min(steps, limit)
@@ -224,6 +228,7 @@ def _columns(
     given = [c.name for c in steps if c.role == "action"] if answers is None else answers
     seen = [*state, *(c.name for c in schema.trajectory_columns)]
     for what, names, known in (("asks", asked, seen), ("answers", given, free)):
+        arguments.one_of(f"inference_loader: {what}", names, (list, tuple), "a list of columns")
         wrong = [name for name in names if name not in known]
         if wrong or not names:
             rule = f"must name some of {', '.join(known) or 'no columns: there are none'}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.prefetch import Prefetcher
 from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
@@ -149,6 +150,11 @@ def agree_on(
     Raises:
         ConfigError, DataError, BuildError: On every rank.
     """
+    if schemas is not None:
+        for name, schema in arguments.mapping("schemas", schemas, "table -> Schema").items():
+            arguments.one_of(f"schemas: {name}", schema, Schema, "a Schema")
+    arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
+    arguments.one_of("place", place, (Place, type(None)), "a Place")
     exchange = Exchange(process_group)
     agree = exchange.agree
     checked = setup.read_config(exchange, agree("reading the config", lambda: setup.section_of(config)))

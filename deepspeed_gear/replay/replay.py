@@ -8,10 +8,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
+import numpy as np
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
@@ -70,11 +72,15 @@ class Replay(Contents):
         engine_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        to = arguments.device("device", device)
+        arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
+        if not isinstance(turns, str) or turns not in get_args(Turns):
+            raise ConfigError("turns", f"must be one of {', '.join(get_args(Turns))}", turns)
         plan = agree_on(config, process_group, schemas, info, place)
         self.config, self.topology, self.batch_info = plan.config, plan.topology, plan.info
         refuse_device(plan)
         self.datasets, self.schemas, self.fields = plan.datasets, plan.schemas, plan.fields
-        self.device = torch.device(device)
+        self.device = to
         parts = build(plan, None if info is None else turns, engine_dtype, self.device)
         self._parts, self._maker, self._train = parts, parts.maker, parts.train
         self.tables, self._streams = parts.tables, parts.streams
@@ -83,6 +89,7 @@ class Replay(Contents):
         self._inserters = {}
         self._loaders: list[InferenceLoader] = []
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
+        self._writers = weakref.WeakSet()
         self.metrics, self._late = Metrics(), LateReports(plan.config.timeout_s)
         self._passes = Passes(parts)
         self._feed = Feed(
@@ -135,7 +142,7 @@ class Replay(Contents):
     @transform.setter
     def transform(self, transform: Transform | None) -> None:
         self._check_open()
-        self._maker.transform = transform
+        self._maker.transform = None if transform is None else arguments.function("transform", transform)
 
     # ---- sampling --------------------------------------------------------------------------------
 
@@ -178,6 +185,7 @@ class Replay(Contents):
             PeerError: Another rank failed, died, ended, or has not come in time.
         """
         self._check_open()
+        arguments.function("action", action)
         status = self._parts.status
         return action() if status is None else status.agree(action, self._feed.take_digest)
 
@@ -194,6 +202,7 @@ class Replay(Contents):
             ConfigError: There is no such stream.
         """
         self._check_reads()
+        arguments.one_of("stream", stream, str, "a name")
         return self._endless() if stream == TRAIN else self._passes.batches(stream, self._check_open)
 
     def num_batches(self, stream: str) -> int:
@@ -203,7 +212,7 @@ class Replay(Contents):
             ConfigError: There is no such split.
         """
         self._check_open()
-        return self._passes.num_batches(stream)
+        return self._passes.num_batches(arguments.one_of("stream", stream, str, "a name"))
 
     def _endless(self) -> Iterator[Batch]:
         while True:
@@ -212,7 +221,10 @@ class Replay(Contents):
     # ---- priorities ------------------------------------------------------------------------------
 
     def update_priorities(
-        self, batch: Batch | None, priorities: torch.Tensor, mask: torch.Tensor | None = None
+        self,
+        batch: Batch | None,
+        priorities: torch.Tensor | np.ndarray | Sequence[Any],
+        mask: torch.Tensor | np.ndarray | Sequence[Any] | None = None,
     ) -> None:
         """Report the priorities of a batch's items, as of their TD errors.
 
@@ -227,7 +239,7 @@ class Replay(Contents):
         Args:
             batch: From `sample`; None is possible on a rank that reports nothing.
             priorities: [B], or [B, T] to be reduced over a window as `sampler.reduce` says; of any
-                floating dtype and device, finite, at least 0.
+                real dtype and any device, finite, at least 0; lists and NumPy arrays are taken too.
             mask: Which steps count. None: the batch's mask of this shape without steps that only warm up
                 (`batch.learns`), or every step. [B, T], bool.
         Raises:
@@ -240,12 +252,13 @@ class Replay(Contents):
         masses = self._all_priorities
         if not self._place.reports:
             return
+        priorities, mask = feedback.as_given(batch, priorities, mask)
         if priorities.dim() == 2 and self._place.sequence_world > 1:
             rule = "must have shape [B] where ranks share the time axis"
             raise ShapeError(
                 "priorities", rule, list(priorities.shape), "reduce them over the sequence ranks"
             )
-        assert batch is not None
+        assert batch is not None  # as_given has looked
         self._late.check()
         feedback.report(masses, self.config.item_sampler, batch, priorities, mask, self._late)
 
@@ -326,8 +339,9 @@ class Replay(Contents):
             CheckpointError: A file cannot be written; the save before this one stays.
         """
         self._check_open()
+        path = arguments.folder("folder", folder)
         self._parts.plan.exchange.agree("what was reported", self._late.drain)
-        at = os.path.realpath(folder)
+        at = os.path.realpath(path)
         kept = self._last_saves.get(at)
         state = continuation.save(self._parts, self._feed, self._passes.begun, Path(at), kept)
         self._last_saves[at] = state
@@ -347,7 +361,9 @@ class Replay(Contents):
             StoreFullError: A table is too small; nothing has changed.
         """
         self._check_open()
-        at = Path(os.path.realpath(folder))
+        at = Path(os.path.realpath(arguments.folder("folder", folder)))
+        if state is not None:
+            arguments.mapping("state", state, "give what save has returned")
         known = continuation.newest_state(self._parts, at) if state is None else state
         self._drain_and_check(known)
         loading = continuation.read(self._parts, at, known)
@@ -363,6 +379,7 @@ class Replay(Contents):
             CheckpointError: It is of another format, of other data or of options that select other samples.
         """
         self._check_open()
+        arguments.mapping("state", state, "give what state_dict or save has returned")
         self._drain_and_check(state)
         self._passes.begun = continuation.go_on(self._parts, self._feed, state)
 
@@ -420,6 +437,8 @@ class Replay(Contents):
             error = sys.exc_info()[1]
             if error is not None and id(error) != self._around:
                 self._parts.explain(error)
+            for writer in self._writers:
+                writer.end_with_replay()
             for loader in self._loaders:
                 loader.close()
             self._finalizer()

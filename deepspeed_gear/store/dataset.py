@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.dataset_files import (
@@ -97,7 +98,7 @@ class Dataset:
             DataError: The folder or a file of it is missing, truncated, foreign or changed; names it.
         Cost: 16 bytes per trajectory and 128 KiB per column read, whatever the size of the data.
         """
-        path = Path(path)
+        path = arguments.folder("path", path)
         if not path.is_dir():
             remedy = "make one with gear ingest SOURCE DEST"
             if path.with_name(path.name + ".partial").is_dir():

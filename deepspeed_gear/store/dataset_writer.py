@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.dataset_files import (
@@ -68,8 +69,10 @@ class DatasetWriter:
             ConfigError: The split is malformed.
             DataError: `dest` exists, or cannot be written.
         """
-        self.dest, self.schema = Path(os.path.abspath(dest)), schema
-        self._split, self._source = check_split(split or {}), dict(source or {})
+        arguments.one_of("schema", schema, Schema, "a Schema")
+        self.dest, self.schema = Path(os.path.abspath(arguments.folder("dest", dest))), schema
+        self._split = check_split({} if split is None else arguments.mapping("split", split))
+        self._source = dict(source or {})
         self._overwrite = overwrite
         self._lengths = packed("q")
         self._num_rows = 0

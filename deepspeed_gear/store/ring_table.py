@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import DataError, SchemaError, ShapeError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import (
@@ -241,6 +242,7 @@ class RingTable:
             SchemaError, ShapeError, DataError: A column is missing, unknown, or of another shape, dtype or
                 device.
         """
+        arguments.tensors("columns", columns)
         missing = [column.name for column in self.schema if column.name not in columns]
         unknown = [name for name in columns if name not in self.columns]
         if missing or unknown:
@@ -268,6 +270,10 @@ class RingTable:
         most = min(self.num_slots, self.num_rows // (self.most_steps + self.shape[2]) - 1)
         if not 1 <= count <= most:
             raise ShapeError("trajectories", f"must be in [1, {most}], so that they fit at once", count)
+        if lengths is not None:
+            if not isinstance(lengths, torch.Tensor):
+                raise DataError("lengths", "must be a tensor", type(lengths).__name__)
+            arguments.dense("lengths", lengths)
         if lengths is not None and (lengths.shape != (count,) or lengths.dtype != torch.int64):
             raise ShapeError(
                 "lengths", f"must be [{count}], int64", f"{list(lengths.shape)}, {lengths.dtype}"
@@ -279,9 +285,13 @@ class RingTable:
     ) -> dict[str, Tensor]:
         """Return transitions as trajectories of one step. [E, *shape] -> [E, 1 or 2, *shape]."""
         named: dict[str, Tensor] = {}
-        for name, values in columns.items():
+        arguments.tensors("following", following)
+        for name, values in arguments.tensors("columns", columns).items():
             rows = self.schema[name].rows if name in self.columns else "1"
             if rows == "T+1" and name in following:
+                if following[name].shape != values.shape:
+                    given = list(following[name].shape)
+                    raise ShapeError(f"following: column {name}", f"must be {list(values.shape)}", given)
                 named[name] = torch.stack([values, following[name]], 1)
             else:
                 named[name] = values if rows == "1" else values.unsqueeze(1)
@@ -334,7 +344,7 @@ class RingTable:
             SchemaError, ShapeError, DataError: A column is unknown, others follow from it, or it has another
                 dtype, shape or device.
         """
-        for name, values in columns.items():
+        for name, values in arguments.tensors("columns", columns).items():
             if name not in self.columns or values.dtype != self.columns[name].dtype:
                 rule = "must be of the table, and of its dtype"
                 raise SchemaError(f"column {name}", rule, str(values.dtype))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 
@@ -29,6 +30,7 @@ def check_trajectory(
         DataError: A column is missing, unknown, or has a wrong shape, dtype or length, or a value that the
             stored dtype cannot hold.
     """
+    arguments.mapping(f"{name}: trajectory", trajectory, "column -> rows")
     unknown = sorted(set(trajectory) - set(schema.names))
     if unknown:
         raise DataError(
@@ -98,10 +100,7 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
     name = f"{table}: column {column.name}"
     are_bits = False  # of bfloat16, which is stored as uint16
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.is_meta:
-            kind = "meta" if value.is_meta else str(value.layout)
-            raise DataError(name, "must be a dense tensor with data", kind, "call to_dense()")
-        value = value.detach().cpu()
+        value = arguments.dense(name, value).cpu()
         if value.dtype == torch.bfloat16:
             are_bits = column.dtype == "bfloat16"
             value = value.view(torch.uint16) if are_bits else value.float()
@@ -109,7 +108,7 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
     else:
         try:
             array = np.asarray(value)
-        except ValueError as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise DataError(name, "must be an array", None, str(error)) from error
         are_bits = array.dtype == np.uint16
     # Lists have no dtype of their own; of them, and of what "same_kind" admits, `_cast` checks the values.

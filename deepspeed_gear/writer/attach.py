@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.store.layout import read_header
@@ -56,6 +57,10 @@ def attach(
         ConfigError: The config says of no such table that takes writers, or an argument is wrong.
         StoreError: There is no such store in time, there are several, or all places of writers are taken.
     """
+    if isinstance(name, str) and "/" in name:
+        raise ConfigError("name", "must be the name of a file in /dev/shm", name)
+    for what, given in (("table", table), ("name", name)):
+        arguments.one_of(what, given, (str, type(None)), "a name")
     check_timeout("wait_s", wait_s)
     found = name or _find(_prefix_of(config), _table_of(config, table), wait_s)
     memory = SharedMemory.attach_one_of(found, writer_places(file_path(found)))
@@ -76,26 +81,41 @@ def attach(
 
 
 def _section(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(config, Mapping):
+    if isinstance(config, (str, Path)):
         try:
             config = json.loads(Path(config).read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"config {config}", "must be a readable JSON file", None, str(error)) from error
-    assert isinstance(config, Mapping)
-    section: Mapping[str, Any] = config.get("gear", config)
-    return section
+    section = _object("the config", config)
+    return _object("gear", section.get("gear", section))
+
+
+def _object(name: str, value: object) -> Mapping[str, Any]:
+    """Return a JSON object of the config.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(value, Mapping):
+        remedy = "give the ds_config or the gear section that the ranks have"
+        raise ConfigError(name, "must be a JSON object", value, remedy)
+    return value
 
 
 def _prefix_of(config: str | Path | Mapping[str, Any] | None) -> str:
-    memory = {} if config is None else _section(config).get("shared_memory", {})
-    return str(memory.get("prefix", DEFAULT_PREFIX))
+    section = {} if config is None else _section(config)
+    memory = _object("gear.shared_memory", section.get("shared_memory", {}))
+    prefix = memory.get("prefix", DEFAULT_PREFIX)
+    if not isinstance(prefix, str):
+        raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
+    return prefix
 
 
 def _table_of(config: str | Path | Mapping[str, Any] | None, table: str | None) -> str | None:
     if config is None:
         return table
-    tables = _section(config).get("tables", {})
-    known = [name for name, options in tables.items() if options.get("writers")]
+    tables = _object("gear.tables", _section(config).get("tables", {}))
+    known = [name for name, table in tables.items() if _object(f"gear.tables.{name}", table).get("writers")]
     if table is None and len(known) == 1:
         return str(known[0])
     if table not in known:

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepspeed_gear.errors import DataError, StoreError
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.errors import ConfigError, DataError, StoreError
+from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.store.layout import Layout, Region, read_header, write_header
 from deepspeed_gear.store.memory import SharedMemory
 
@@ -27,7 +29,7 @@ _POLL_S = 50e-6
 _PATIENCE_S = 10.0
 
 
-class PolicyBoard:
+class PolicyBoard(ProcessBound):
     """Parameters in a node's shared memory: one process publishes them, any number of others load them.
 
     Nobody waits for anybody. A version is written beside the newest one and checked by its number and its
@@ -59,6 +61,7 @@ class PolicyBoard:
             StoreFullError: There is no room.
             DataError: A parameter is partitioned.
         """
+        _check_name("prefix", prefix)
         shapes = [(name, list(tensor.shape)) for name, tensor in _state_of(module)]
         length = sum(tensor.numel() for _, tensor in _state_of(module))
         regions = [
@@ -87,6 +90,7 @@ class PolicyBoard:
         Raises:
             StoreError: There is no such board, or too many read it.
         """
+        _check_name("name", name)
         memory = SharedMemory.attach_one_of(name, range(1, 1 + MAX_READERS))
         try:
             layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
@@ -129,7 +133,7 @@ class PolicyBoard:
         """
         if self._memory.peer != _PUBLISHER:
             raise StoreError(f"board {self.name}", "must be published by the process that made it")
-        number = self.version + 1 if version is None else version
+        number = self.version + 1 if version is None else arguments.count("version", version)
         if number <= self.version:
             raise DataError("version", f"must be more than {self.version}", number)
         state = self._check(module)
@@ -212,8 +216,15 @@ class PolicyBoard:
         self.close()
 
 
+def _check_name(what: str, name: object) -> None:
+    """Raise unless this is the name of a file in a folder."""
+    if not arguments.one_of(what, name, str, "a name") or "/" in str(name) or "\0" in str(name):
+        raise ConfigError(what, "must be the name of a file", name)
+
+
 def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the floating-point parameters and buffers of a module by name."""
+    arguments.one_of("module", module, nn.Module, "a torch.nn.Module")
     for name, parameter in module.named_parameters():
         status: Any = getattr(parameter, "ds_status", None)
         if status is not None and parameter.numel() == 0:

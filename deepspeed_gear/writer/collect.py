@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from deepspeed_gear.errors import ConfigError, PeerError
+from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.writer.actor import Job, gymnasium_module
 from deepspeed_gear.writer.board import PolicyBoard
 
@@ -29,7 +30,7 @@ _OF_RANKS = (
 )
 
 
-class Actors:
+class Actors(ProcessBound):
     """Running actor processes; leave the `with` block, or call `stop`, to end them.
 
     They also end when this process does, and when the run whose store they write to has ended.

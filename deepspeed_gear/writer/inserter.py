@@ -107,7 +107,7 @@ class Inserter:
         try:
             columns = [trajectory[name] for name in self._names]
             num_steps = len(trajectory[self._measured]) - self._extra
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, IndexError):
             return None
         if len(trajectory) != len(columns) or num_steps < 1:
             return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.extents import OPEN
 from deepspeed_gear.store.life import PRESENT
@@ -32,6 +33,7 @@ def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float
         StoreError: The trajectory is not stored on this node.
     """
     name, schema = f"table {table.spec.name}", table.spec.schema
+    number = arguments.count("number", number, least=0)
     arrays = {}
     for column_name, value in columns.items():
         if column_name not in schema or not schema[column_name].late:

@@ -12,6 +12,7 @@ import numpy as np
 
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.store.native import form_of
 from deepspeed_gear.store.trajectory import as_stored, check_finite, not_finite
 from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
@@ -20,7 +21,7 @@ Tell = Callable[[object, np.ndarray], None]
 NOTHING_OPEN = np.empty(0, np.int64)
 
 
-class OpenTrajectory:
+class OpenTrajectory(ProcessBound):
     """A trajectory that grows step by step in this process.
 
     Args:

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.store.staging import Staging
 from deepspeed_gear.store.trajectory import as_stored, check_finite
 from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
@@ -20,7 +22,7 @@ from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publis
 _FIRST_LENGTH = 256
 
 
-class VectorWriter:
+class VectorWriter(ProcessBound):
     """Keeps the open trajectories of N environments, and adds each when its episode ends.
 
     Columns of observations, and those of T+1 rows, say how an environment is: `reset` gives the first of an
@@ -54,6 +56,7 @@ class VectorWriter:
         staging: Staging | None = None,
         publisher: Publisher | None = None,
     ) -> None:
+        num_envs = arguments.count("num_envs", num_envs)
         self._schema, self._add, self._native = schema, add, native
         self.num_envs, self.autoreset, self._max_length = num_envs, autoreset, max_length
         steps = [column for column in schema if column.rows != "1" and not column.late]
@@ -126,7 +129,9 @@ class VectorWriter:
         Raises:
             DataError: A column is missing, does not fit, or is not finite and must be; nothing has changed.
         """
-        which = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask, bool)
+        which = np.ones(self.num_envs, bool) if mask is None else arguments.array("mask", mask).astype(bool)
+        if which.shape != (self.num_envs,):
+            raise DataError("mask", f"must have shape [{self.num_envs}]", list(which.shape))
         once = self._values_in(columns, which, self.num_envs, which)
         state, first = self._pick(self._state, columns, "reset"), self._staging.first
         self._state_rows.put(state, np.where(which, first, -1))
@@ -165,7 +170,7 @@ class VectorWriter:
                 come first: nothing has changed, and the step may be taken again. Or what adding raises.
             StoreFullError, NotReadyError: The step is taken, but not published; the next one tries again.
         """
-        envs = None if envs is None else np.asarray(envs, np.int64)
+        envs = None if envs is None else self._numbers(envs)
         which: Any = slice(None) if envs is None else envs
         waits = self._waits[which]
         if self._any_waits:
@@ -196,6 +201,13 @@ class VectorWriter:
             self._publish()
         return added
 
+    def _numbers(self, envs: object) -> np.ndarray:
+        """Return numbers of environments. [n], int64."""
+        found = arguments.integers("envs", envs)
+        if len(found) and not (found.min() >= 0 and found.max() < self.num_envs):
+            raise DataError("envs", f"must be in [0, {self.num_envs})", found.tolist())
+        return found
+
     def _ended(self, columns: Mapping[str, Any], num_envs: int) -> np.ndarray:
         """Return which environments' episodes end. [n], bool, a new array."""
         if self._names["terminated"] not in columns:
@@ -203,7 +215,10 @@ class VectorWriter:
         ended = np.zeros(num_envs, bool)
         for name in self._names.values():
             if name in columns:
-                ended |= np.asarray(columns[name], bool)
+                given = arguments.array(f"column {name}", columns[name])
+                if given.shape != ended.shape:
+                    raise DataError(f"column {name}", f"must have shape [{num_envs}]", list(given.shape))
+                ended |= given.astype(bool)
         return ended
 
     def _check_begun(self, waiting: np.ndarray) -> None:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from deepspeed_gear.errors import StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.rules import check_weights
+from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.store.table import PEER_PID, Table
 from deepspeed_gear.writer.attach import attach
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
@@ -29,7 +30,7 @@ Grows = TypeVar("Grows", OpenTrajectory, VectorWriter, Simulators)
 _LOOK_S = 0.5  # how often a writer looks whether the run goes on
 
 
-class TrajectoryWriter:
+class TrajectoryWriter(ProcessBound):
     """Adds trajectories to a table of this node's store.
 
     In an actor: `TrajectoryWriter.attach(...)`; it needs no DeepSpeed, CUDA or process group. In a rank:
@@ -148,6 +149,7 @@ class TrajectoryWriter:
         Raises:
             DataError, StoreError: As `writer.late.fill`.
         """
+        self._look()
         fill(self._table, number, columns, self._table.lock.timeout_s)
 
     def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
@@ -229,7 +231,9 @@ class TrajectoryWriter:
     # ---- end -------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Refuse to write for nobody, looking now and then."""
+        """Refuse to write for nobody: whether this is open at each call, for others now and then."""
+        if not self._open:
+            self._refuse_closed()
         if self._owns and time.monotonic() - self._looked > _LOOK_S:
             self.check_goes_on()
 
@@ -239,12 +243,16 @@ class TrajectoryWriter:
         Raises:
             StoreError: No rank is attached to the store any more, or this writer is closed.
         """
-        name = f"table {self._table.spec.name}"
         if not self._open:
-            raise StoreError(name, "must be open", None, "the writer was closed")
+            self._refuse_closed()
         self._looked = time.monotonic()
         if not self.run_goes_on:
+            name = f"table {self._table.spec.name}"
             raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
+
+    def _refuse_closed(self) -> NoReturn:
+        remedy = "the writer was closed, by itself or with its Replay"
+        raise StoreError(f"table {self._table.spec.name}", "must be open", None, remedy)
 
     @property
     def run_goes_on(self) -> bool:
@@ -252,6 +260,10 @@ class TrajectoryWriter:
         ranks = range(self._table.spec.num_peers)
         attached = [peer for peer in ranks if self._table.peers[peer, PEER_PID] != 0]
         return any(self._table.memory.is_alive(peer) for peer in attached)
+
+    def end_with_replay(self) -> None:
+        """Refuse what comes later: the replay whose table this is has been closed."""
+        self._open = False
 
     def close(self) -> None:
         """Detach, also its simulators; what was added or published stays. Safe to call twice."""

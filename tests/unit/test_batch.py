@@ -39,7 +39,7 @@ def test_is_a_mapping() -> None:
     assert batch.num_samples == 3
     assert "reward" in batch
     assert {**batch}["reward"] is batch["reward"]
-    with pytest.raises(KeyError, match=r"rewards: no such field in the batch; it has observation.image"):
+    with pytest.raises(KeyError, match=r"field 'rewards' must be in the batch; it has observation.image"):
         batch["rewards"]
 
 

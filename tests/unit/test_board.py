@@ -86,7 +86,8 @@ def test_a_partitioned_parameter_is_refused() -> None:
 
 
 def test_a_board_is_no_store(board: PolicyBoard) -> None:
-    child = in_child(lambda: (PolicyBoard.attach(board.name), time.sleep(60)))
+    name = board.name
+    child = in_child(lambda: (PolicyBoard.attach(name), time.sleep(60)))
     try:
         wait_until(lambda: any(board.name in os.readlink(f) for f in files_of(child)), "attaching")
         assert living_stores(child) == []

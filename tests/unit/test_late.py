@@ -108,7 +108,7 @@ def test_wrong_fills_change_nothing() -> None:
 
 def test_a_death_while_filling_is_not_seen() -> None:
     with replay() as found:
-        number = found.add(trajectory(4))
+        number, table = found.add(trajectory(4)), found.tables["main"]
 
         def die() -> None:
             from deepspeed_gear.writer import late
@@ -120,7 +120,7 @@ def test_a_death_while_filling_is_not_seen() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
             late._write = half
-            found.fill(number, advantage=np.full(3, 9, np.float32))
+            late.fill(table, number, {"advantage": np.full(3, 9, np.float32)}, 20.0)
 
         assert exit_status(in_child(die)) == -signal.SIGKILL
         assert not found.can_sample()

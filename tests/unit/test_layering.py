@@ -12,7 +12,9 @@ import pytest
 from deepspeed_gear.ops import load_backend
 
 PACKAGE = "deepspeed_gear"
-LAYERS = "errors timeouts schema config ops store selection collection parallel replay engine cli".split()
+LAYERS = (
+    "errors timeouts arguments schema config ops store selection collection parallel replay engine cli"
+).split()
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 RANK["writer"] = RANK["replay"]  # the two sides of the same layer
 

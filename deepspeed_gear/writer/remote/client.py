@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.store.trajectory import check_finite, check_trajectory
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
@@ -30,7 +32,7 @@ _MIB = 1 << 20
 MOST_BYTES = 1 << 30  # of a batch and of a trajectory: a message of gRPC's is less than 2 GiB
 
 
-class RemoteWriter:
+class RemoteWriter(ProcessBound):
     """Adds trajectories to a table of another machine, through the gateway that `gear serve` runs there.
 
     As TrajectoryWriter, but for two things: `add` returns before the trajectory is stored, so an error of one
@@ -85,6 +87,10 @@ class RemoteWriter:
         """
         check_timeout("timeout_s", timeout_s)
         check_timeout("linger_s", linger_s)
+        arguments.one_of("url", url, str, "a string")
+        arguments.one_of("token", token, (str, Path), "a string, or the Path of a file")
+        arguments.one_of("ca", ca, (str, Path, type(None)), "a path")
+        arguments.one_of("schema", schema, (Schema, type(None)), "a Schema")
         if not 0 < batch_bytes <= MOST_BYTES:
             raise ConfigError("batch_bytes", f"must be in [1, {MOST_BYTES}]", batch_bytes)
         line, client = Line(url, token, ca, insecure), uuid.uuid4().hex

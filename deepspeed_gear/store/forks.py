@@ -1,0 +1,96 @@
+"""Objects of one process: they are neither pickled nor copied, and a forked child cannot use them.
+
+A child has the locks, the numbers of samples and the memory of its parent, but none of its threads: two
+children that sample would give the same batches, and one that ends would detach its parent from the stores.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, NoReturn, TypeVar
+
+from deepspeed_gear.errors import StoreError
+
+Bound = TypeVar("Bound", bound="ProcessBound")
+_living: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
+
+
+class ProcessBound:
+    """Base of what only the process that made it may use."""
+
+    def __new__(cls: type[Bound], *arguments: Any, **options: Any) -> Bound:
+        """Take note of an object for as long as it lives."""
+        del arguments, options
+        made = super().__new__(cls)
+        _living.add(made)
+        return made
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        name = type(self).__name__
+        rule = "must stay in the process that made it: it cannot be pickled or copied"
+        raise StoreError(f"a {name}", rule, None, f"make a {name} in the process that uses it")
+
+
+class InForkedChild:
+    """What a ProcessBound becomes in a forked child: `close` does nothing, all else raises.
+
+    Changing the class costs calls in the process that made it nothing.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "close":
+            return _nothing
+        if name.startswith("__"):  # of the language: `__class__`, `__dict__`
+            return object.__getattribute__(self, name)
+        return _refuse()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse()
+
+    def __len__(self) -> NoReturn:
+        _refuse()
+
+    def __iter__(self) -> NoReturn:
+        _refuse()
+
+    def __next__(self) -> NoReturn:
+        _refuse()
+
+    def __getitem__(self, key: object) -> NoReturn:
+        _refuse()
+
+    def __enter__(self) -> NoReturn:
+        _refuse()
+
+    def __exit__(self, *_: object) -> None:
+        """Leave a block that the parent has entered."""
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        _refuse()
+
+
+def _nothing() -> None:
+    """Leave what is the parent's as it is."""
+
+
+def _refuse() -> NoReturn:
+    raise StoreError(
+        "a replay or writer",
+        "must be used in the process that made it",
+        f"process {os.getpid()}, which was forked",
+        "make one in the child, or start it with spawn; a DataLoader over a Replay wants num_workers=0",
+    )
+
+
+def _leave_to_parent() -> None:
+    """In a child: make objects of the parent unusable, and let their end leave what they are attached to."""
+    for known in list(_living):
+        finalizer = vars(known).get("_finalizer")
+        if finalizer is not None:
+            finalizer.detach()
+        object.__setattr__(known, "__class__", InForkedChild)
+    _living.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
