@@ -80,3 +80,20 @@ class LostNodeError(PeerError):
 
 class CheckpointError(GearError, RuntimeError):
     """A checkpoint does not fit the replay that loads it."""
+
+
+_RAISED = " [raised on "
+
+
+def relayed(kind: type[GearError], text: str, where: str) -> GearError:
+    """Return the error of another rank or node as it is raised here: the cause first, then its way.
+
+    Args:
+        kind: Of the error.
+        text: Of the error there, which may have been relayed before.
+        where: The rank or node that it comes from, and what it did.
+    """
+    cause, found, way = text.rpartition(_RAISED)
+    if found and way.endswith("]"):
+        return kind(cause, f"{_RAISED.lstrip()}{way[:-1]}, relayed by {where}]")
+    return kind(text, f"{_RAISED.lstrip()}{where}]")

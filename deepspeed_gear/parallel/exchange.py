@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from deepspeed_gear.errors import GearError, PeerError
+from deepspeed_gear.errors import GearError, PeerError, relayed
 
 T = TypeVar("T")
 SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set
@@ -75,7 +75,7 @@ class Exchange:
             The action's result on this rank.
         Raises:
             Exception: What `action` raised here.
-            PeerError: It failed on another rank; the text holds that rank's error.
+            PeerError: It failed on another rank; the text begins with that rank's error.
         """
         result, error = None, None
         try:
@@ -87,7 +87,7 @@ class Exchange:
             raise error
         for rank, text in enumerate(texts):
             if text is not None:
-                raise PeerError(f"rank {rank}: {what}", "must succeed on every rank", None, text)
+                raise relayed(PeerError, text, f"rank {rank}: {what}")
         return result  # type: ignore[return-value]
 
     def close(self) -> None:
@@ -130,14 +130,21 @@ def lane(ranks: tuple[int, ...], purpose: str, timeout_s: float, backend: str = 
 def rendezvous(timeout_s: float) -> Any:
     """Return a connection of its own to the store in which the ranks have met.
 
-    A call that waits in the store blocks its connection; so another thread needs one for itself.
+    A call that waits in the store blocks its connection; so another thread needs one for itself. Its keys
+    have the prefixes of the default group's, by which launchers that keep the store tell one start of the
+    ranks from the next. (torch before `Store.clone` does not show them.)
     """
-    store = dist.distributed_c10d._get_default_store()
+    default = store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if isinstance(store, TCPStore):
-        return TCPStore(store.host, store.port, None, False, timedelta(seconds=timeout_s))
-    return store
+    timeout = timedelta(seconds=timeout_s)
+    if not isinstance(store, TCPStore):
+        return default
+    if not hasattr(default, "clone"):
+        return TCPStore(store.host, store.port, None, False, timeout)
+    connection = default.clone()
+    connection.set_timeout(timeout)
+    return connection
 
 
 def _text(error: Exception) -> str:

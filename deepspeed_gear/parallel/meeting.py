@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.errors import PeerError, StoreError, relayed
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.link import NO_WORDS, Link, message_of
@@ -154,9 +154,7 @@ class Meeting(Selector):
         if error is not None:
             raise error
         node = int(np.nonzero(heard[:, STATUS])[0][0])
-        raise PeerError(
-            self.link.name(node), "must succeed on every node", None, wire.unpack_text(texts[node])
-        )
+        raise relayed(PeerError, wire.unpack_text(texts[node]), self.link.name(node))
 
     def _apply_together(self, action: Callable[[], None]) -> None:
         """Change this node's masses, and hear what all have then."""

@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
+from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError, relayed
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.link import MUST_TAKE_ALL, Link
 from deepspeed_gear.parallel.topology import Topology
@@ -388,5 +388,5 @@ def _text_of(error: Exception) -> str:
 def _failure_of(name: str, text: str) -> GearError:
     """Return the error of a rank, or node, that has told `text`."""
     if text.startswith(_NOT_READY):
-        return NotReadyError(name, "must be ready as well", None, text.removeprefix(_NOT_READY))
-    return PeerError(name, "must succeed on every rank", None, text)
+        return relayed(NotReadyError, text.removeprefix(_NOT_READY), name)
+    return relayed(PeerError, text, name)

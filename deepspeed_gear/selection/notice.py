@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_gear.errors import GearError, NotReadyError, PeerError, StoreError
+from deepspeed_gear.errors import GearError, NotReadyError, PeerError, StoreError, relayed
 from deepspeed_gear.selection.cut import NOTICE_WORDS, StreamSpec
 from deepspeed_gear.store.table import Table
 
@@ -58,4 +58,4 @@ class Notice:
             kind = _KINDS[self._words[KIND]]
         self._seen = number
         if failed == key:
-            raise kind("the first rank of this node", "must be able to make a global batch", None, text)
+            raise relayed(kind, text, "the first rank of this node")

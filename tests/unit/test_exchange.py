@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, GearError, PeerError, StoreError, relayed
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Place, Topology, node_identity
 
@@ -43,3 +43,16 @@ def test_a_place_that_is_no_grid_is_refused(data_rank: int, data_world: int) -> 
     text = f"must give the 1 ranks one place each in a grid, got 'rank 0: data {data_rank} of {data_world}'"
     with pytest.raises(ConfigError, match=text):
         Topology.discover(Exchange(), Place(data_rank, data_world))
+
+
+def test_a_relayed_error_begins_with_its_cause() -> None:
+    """Over a rank, its node and the ranks of another node, however much of the text has come."""
+    cause = StoreError("table main", "must have items", 0, "add some")
+    there: GearError = relayed(StoreError, str(cause), "rank 3: a cut")
+    assert isinstance(there, StoreError)
+    assert str(there) == f"{cause} [raised on rank 3: a cut]"
+    for where in ("node1 (b)", "rank 0"):
+        there = relayed(PeerError, str(there), where)
+    assert str(there) == f"{cause} [raised on rank 3: a cut, relayed by node1 (b), relayed by rank 0]"
+    cut_short = relayed(PeerError, str(there)[:70], "rank 0")
+    assert str(cut_short) == str(there)[:70] + " [raised on rank 0]"

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.errors import DataError, PeerError
-from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.parallel.exchange import Exchange, rendezvous
 
 folder, section = Path(sys.argv[1]), json.loads(sys.argv[2])
 dist.init_process_group("gloo")
@@ -57,11 +57,18 @@ def failing() -> None:
         except PeerError as error:
             text = str(error)
             assert rank not in (1, 2)
-            assert (
-                text == "rank 1: looking at F must succeed on every rank; the file F must be there; copy it"
-            )
+            assert text == "the file F must be there; copy it [raised on rank 1: looking at F]"
     assert exchange.agree("nothing", lambda: rank) == rank
     exchange.close()
+
+
+def meeting() -> None:
+    """Keys in the store where ranks have met belong to this start of them, like those of torch's groups."""
+    default, connection = dist.distributed_c10d._get_default_store(), rendezvous(20.0)
+    connection.set(f"gear/{rank}", "here")
+    assert default.get(f"gear/{(rank + 1) % world}") == b"here"
+    assert connection.get(f"gear/{(rank + 1) % world}") == b"here"
+    dist.barrier()
 
 
 def transform(batch: Batch, keys: torch.Tensor) -> Batch:
@@ -103,6 +110,7 @@ def parts_of_the_world() -> None:
 
 agreeing()
 failing()
+meeting()
 training()
 parts_of_the_world()
 dist.barrier()
