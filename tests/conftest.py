@@ -1,4 +1,4 @@
-"""Settings of every test run: the machine's accelerator, few threads, reproducible hypothesis."""
+"""Settings of every test run: accelerator, threads, folder of builds, reproducible hypothesis."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ settings.register_profile(
 settings.load_profile("gear")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# Builds of torch's extensions are the checkout's own: a lock that a killed launch leaves in the user's folder
+# stops no test, and a killed test stops no launch. They are kept, and runs of tests may share them.
+BUILDS = ROOT / "build" / f"extensions-py{sys.version_info.major}{sys.version_info.minor}-{torch.__version__}"
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(BUILDS))
+
+
+def pytest_sessionstart() -> None:
+    """Remove what killed builds of earlier runs have left."""
+    from deepspeed_gear.ops import stale_locks
+
+    stale_locks.remove()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GearError
+from ..ops import stale_locks
 
 SHM = "/dev/shm"
 _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
@@ -38,6 +39,7 @@ def examine(data: str | None = None) -> dict[str, Any]:
         **_native(),
         "not_registered": _why_not_registered(),
         "collecting": _collecting(),
+        "stale_locks": [parts_of(stale_locks.as_error(lock)) for lock in stale_locks.find()],
     }
     return {**facts, "data": _data(data)} if data else facts
 

@@ -36,8 +36,8 @@ def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = 
 
 
 def _alone(host: str, facts: Facts, has_peers: bool) -> Iterator[GearError]:
-    if facts["native_error"]:
-        error = facts["native_error"]
+    native = [facts["native_error"]] if facts["native_error"] else []
+    for error in [*native, *facts.get("stale_locks", [])]:
         yield GearError(
             f"host {host}: {error['name']}", error["rule"], error["value"] or None, error["remedy"]
         )

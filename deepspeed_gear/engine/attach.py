@@ -17,6 +17,7 @@ from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import parse, refuse_batch_sizes
 from deepspeed_gear.engine.pipeline import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.register import register
 from deepspeed_gear.parallel import compat
 from deepspeed_gear.parallel.exchange import Exchange
@@ -45,6 +46,7 @@ def initialize(
     Raises:
         GearError: On every rank, with the text of the rank that has found it.
     """
+    stale_locks.remove()  # DeepSpeed's init_distributed would wait for one without end
     if options.get("training_data") is not None:
         raise ConfigError("training_data", "must not be given beside a gear section", None, "use one of them")
     _check_section_first(_config_of(arguments, options), options)
@@ -99,6 +101,7 @@ def attach(
 
 def enable() -> None:
     """Make plain `deepspeed.initialize` attach a replay where the config has a `gear` section. Idempotent."""
+    stale_locks.remove()  # a Trainer calls init_distributed before `initialize`
     deepspeed.initialize = _initialize_if_asked
 
 

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 from gear_support import SHM, lengths_of, shared_files, wait_until, write_dataset
-from process_support import Ranks, environment, launcher
+from process_support import Ranks, environment, launcher, run_ranks
 
 from deepspeed_gear import Replay
 
@@ -390,3 +391,18 @@ def test_an_error_of_the_prefetch_thread_reaches_sample(name: str, data: Path) -
 def test_exit_without_close(name: str, data: Path, tmp_path: Path) -> None:
     section = section_of(data, name, batch_size=8, prefetch=3)
     check_success(run_samples("leave", tmp_path / "leave", section))
+
+
+def test_the_lock_of_a_killed_build_stops_no_launch(data: Path, tmp_path: Path, name: str) -> None:
+    """DeepSpeed's init_distributed would wait for the lock of its own op without end."""
+    builds = tmp_path / "builds"
+    shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], builds)
+    lock = builds / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(exist_ok=True)
+    lock.touch()
+    os.utime(lock, (time.time() - 60,) * 2)
+    plan = {"sections": [section_of(data, name)] * 2, "steps": 1, "raise_on": None}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    outputs = run_ranks("faults_train.py", 2, str(tmp_path), TORCH_EXTENSIONS_DIR=str(builds))
+    assert not lock.exists()
+    assert [text.count(f"removed {lock}") for text in outputs] in ([0, 1], [1, 0])

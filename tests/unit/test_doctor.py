@@ -73,6 +73,10 @@ def test_good_machines_have_no_problems() -> None:
     [
         ({"shm_free_bytes": 64 << 20}, "host node1: /dev/shm must have 1 GiB free, got '64 MiB of 32 GiB'"),
         ({"open_files": 256}, "host node1: the limit of open files must be at least 1024, got 256"),
+        (
+            {"stale_locks": [{"name": "/x/lock", "rule": "must be held", "value": "", "remedy": "rm it"}]},
+            "host node1: /x/lock must be held; rm it",
+        ),
         ({"infiniband": ["mlx5_0"]}, "host node1: the limit of locked memory must be unlimited"),
         ({"address": "127.0.1.1"}, "host node1: its own name, node1, must not resolve to a loopback address"),
         ({"hostname": "node0"}, "hosts node0, node1 must be different machines"),
@@ -155,7 +159,9 @@ def test_what_running_processes_have_registered_is_told(tmp_path: Path) -> None:
     child = in_child(hold)
     try:
         wait_until(lambda: (tmp_path / "ready").exists(), "a store")
-        (found,) = [known for known in examine()["collecting"] if known["process"] == child]
+        facts = examine()
+        (found,) = [known for known in facts["collecting"] if known["process"] == child]
+        assert facts["stale_locks"] == []
     finally:
         (tmp_path / "end").touch()
         assert exit_status(child) == 0

@@ -1,0 +1,188 @@
+"""Locks that killed builds of torch extensions leave.
+
+torch creates the file `lock` in the folder of an extension before it compiles and removes it afterwards
+(`torch.utils.file_baton`). The file outlives a process that is killed while it compiles, such as a launch
+that compiles DeepSpeed's own communication op, and from then on every process that wants the extension waits
+for ever, without a word. The holder keeps the file open as long as it compiles; so a lock that no process has
+open is stale, where all processes that may hold it can be seen. Where they cannot, the lock is only named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import BuildError
+from .jit import BuildLock, build_folder
+
+LOG = logging.getLogger("deepspeed_gear")
+_LOCK = "lock"  # torch's name for it
+_GUARD = "gear_stale_locks.lock"  # held by the process that removes
+_GUARD_TIMEOUT_S = 60.0
+_SECOND_LOOK_S = 0.5  # between closing its lock and removing it, a holder needs some microseconds
+_LEAST_AGE_S = 2.0  # of a lock that is removed
+_LONG_BUILD_S = 180.0  # older locks, whose holders cannot be seen, are worth a warning
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux
+_LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+
+
+@dataclass(frozen=True)
+class StaleLock:
+    """A lock that no visible process holds.
+
+    Args:
+        path: The file.
+        age_s: Since it was made, in seconds.
+        unseen: Why a living process may hold it all the same; empty if none can.
+        identity: Device, inode and time of its last change, in ns.
+    """
+
+    path: Path
+    age_s: float
+    unseen: str
+    identity: tuple[int, int, int]
+
+
+def find() -> list[StaleLock]:
+    """Find locks in torch's folder of extensions that no visible process holds.
+
+    Cost: lists one folder; with a lock in it also the open files of all processes.
+    """
+    try:
+        root = build_folder("any").parent
+    except BuildError:  # torch cannot build there either
+        return []
+    found = {}
+    for path in sorted(root.glob(f"*/{_LOCK}")):
+        with contextlib.suppress(OSError):  # it has just gone
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                found[path] = status
+    held, hidden = _open_locks() if found else (set(), "")
+    return [
+        StaleLock(
+            path,
+            time.time() - status.st_mtime,
+            _why_unseen(path, status.st_uid) or hidden,
+            (status.st_dev, status.st_ino, status.st_ctime_ns),
+        )
+        for path, status in found.items()
+        if (status.st_dev, status.st_ino) not in held
+    ]
+
+
+def remove() -> list[Path]:
+    """Remove the locks whose holders are dead; log these, and old ones whose holders cannot be seen.
+
+    Safe beside other processes that do the same or build: one process of a machine removes at a time, and
+    only what it has seen twice. Costs half a second if there is a stale lock.
+
+    Returns:
+        What was removed.
+    """
+    first = find()
+    for lock in first:
+        if lock.unseen and lock.age_s > _LONG_BUILD_S:
+            LOG.warning("gear: %s", describe(lock))
+    if not any(map(_is_dead, first)):
+        return []
+    try:
+        with BuildLock(build_folder("any").with_name(_GUARD), _GUARD_TIMEOUT_S):
+            return _remove_dead()
+    except (BuildError, OSError) as error:  # this run may not need what that lock keeps from being built
+        for lock in filter(_is_dead, first):
+            LOG.warning("gear: %s; it could not be removed: %s", as_error(lock), error)
+        return []
+
+
+def _remove_dead() -> list[Path]:
+    seen = {lock.identity for lock in find() if _is_dead(lock)}
+    if not seen:  # another process has removed them
+        return []
+    time.sleep(_SECOND_LOOK_S)
+    removed = []
+    for lock in find():
+        if lock.identity in seen:
+            # No process creates the file while it exists, and only its dead holder would remove it.
+            lock.path.unlink(missing_ok=True)
+            removed.append(lock.path)
+            LOG.warning("gear: removed %s", describe(lock))
+    return removed
+
+
+def describe(lock: StaleLock) -> str:
+    """Return what is wrong with a lock."""
+    text = f"{lock.path}, made {lock.age_s:.0f} s ago by a build"
+    if lock.unseen:
+        return f"{text} of which no process can be seen here ({lock.unseen}): remove it if none builds"
+    return f"{text} that has died"
+
+
+def as_error(lock: StaleLock) -> BuildError:
+    """Return the error of a lock for which every process that wants the extension waits."""
+    value = None if not lock.unseen else f"none that can be seen ({lock.unseen})"
+    return BuildError(
+        str(lock.path),
+        "must be held by a process that builds",
+        value,
+        f"rm {lock.path}" + (", if no process builds" if lock.unseen else ""),
+    )
+
+
+def _is_dead(lock: StaleLock) -> bool:
+    return not lock.unseen and lock.age_s > _LEAST_AGE_S
+
+
+def _open_locks() -> tuple[set[tuple[int, int]], str]:
+    """Return device and inode of files named `lock` that processes have open, and why there may be more.
+
+    Other users' processes cannot be examined, nor need they be: they hold no lock of this user.
+    """
+    found, hidden = set(), ""
+    for process in os.scandir("/proc"):
+        if not process.name.isdigit():
+            continue
+        try:
+            for entry in os.scandir(f"{process.path}/fd"):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    if os.readlink(entry.path).endswith(f"/{_LOCK}"):
+                        status = os.stat(entry.path)
+                        found.add((status.st_dev, status.st_ino))
+        except PermissionError:
+            with contextlib.suppress(OSError):
+                if process.stat().st_uid == os.geteuid():  # in another user namespace
+                    hidden = f"process {process.name} cannot be examined"
+        except OSError:  # it has ended
+            continue
+    return found, hidden
+
+
+def _why_unseen(path: Path, owner: int) -> str:
+    """Return why a living holder of a lock need not be visible here; empty if it must be."""
+    if os.geteuid() not in (0, owner):
+        return f"it belongs to user {owner}"
+    mount, kind = _mount(path)
+    if kind not in _LOCAL:
+        return f"other machines may use its file system, {kind}"
+    is_own_root = mount == "/" and kind == "overlay"  # no other container has it
+    if os.readlink("/proc/self/ns/pid") != _FIRST_PID_NAMESPACE and not is_own_root:
+        return "processes outside this container may use its folder"
+    return ""
+
+
+def _mount(path: Path) -> tuple[str, str]:
+    """Return mount point and type of the file system that holds a file."""
+    real, found = str(path.resolve()), ("", "unknown")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        head, _, tail = line.partition(" - ")
+        point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), head.split()[4])
+        below = point if point.endswith("/") else f"{point}/"
+        if real.startswith(below) and len(point) >= len(found[0]):  # later mounts hide earlier ones
+            found = point, tail.split()[0]
+    return found

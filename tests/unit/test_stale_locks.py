@@ -1,0 +1,134 @@
+"""Locks of killed extension builds: removed if their holder is dead, and only then."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspeed_gear.ops import stale_locks
+
+HOLDER = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+assert FileBaton(sys.argv[1]).try_acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Start a process that holds the lock of an extension as torch does; its age is an hour."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock, started = lock_of(tmp_path), []
+    lock.parent.mkdir()
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLDER, str(lock)]
+        holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(holder)
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        os.utime(lock, (time.time() - 3600,) * 2)
+        return holder
+
+    yield start
+    for holder in started:
+        end(holder)
+
+
+def end(holder: subprocess.Popen[str]) -> None:
+    holder.kill()
+    holder.wait()
+    assert holder.stdout is not None
+    holder.stdout.close()
+
+
+def lock_of(folder: Path) -> Path:
+    return folder / "deepspeed_shm_comm" / "lock"
+
+
+def test_the_lock_of_a_dead_build_is_removed(
+    tmp_path: Path, hold: Callable[[], subprocess.Popen[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = lock_of(tmp_path)
+    assert stale_locks.find() == []
+    assert stale_locks.remove() == []
+    holder = hold()
+    assert stale_locks.find() == []
+    assert stale_locks.remove() == []
+    assert lock.exists(), "its holder lives"
+    end(holder)
+    assert [found.path for found in stale_locks.find()] == [lock]
+    error = str(stale_locks.as_error(stale_locks.find()[0]))
+    assert error == f"{lock} must be held by a process that builds; rm {lock}"
+    assert stale_locks.remove() == [lock]
+    assert not lock.exists()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(f"gear: removed {lock}, made 36.. s ago by a build that has died", message)
+
+
+def test_a_lock_that_was_just_made_stays(tmp_path: Path, hold: Callable[[], subprocess.Popen[str]]) -> None:
+    end(hold())
+    os.utime(lock_of(tmp_path))
+    assert stale_locks.remove() == []
+    assert lock_of(tmp_path).exists()
+
+
+def test_a_lock_that_changes_hands_between_two_looks_stays(
+    tmp_path: Path, hold: Callable[[], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removes the stale lock, and a third one builds and closes its own a moment ago."""
+    end(hold())
+
+    def change_hands(seconds: float) -> None:
+        lock_of(tmp_path).unlink()
+        lock_of(tmp_path).touch()
+        os.utime(lock_of(tmp_path), (time.time() - 3600,) * 2)
+
+    monkeypatch.setattr(stale_locks.time, "sleep", change_hands)
+    assert stale_locks.remove() == []
+    assert lock_of(tmp_path).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("_FIRST_PID_NAMESPACE", "pid:[1]", "processes outside this container may use its folder"),
+        ("_LOCAL", frozenset(), "other machines may use its file system"),
+    ],
+)
+def test_a_lock_whose_holder_may_be_unseen_is_only_named(
+    name: str,
+    value: object,
+    why: str,
+    tmp_path: Path,
+    hold: Callable[[], subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(stale_locks, name, value)
+    if name == "_FIRST_PID_NAMESPACE" and stale_locks._mount(tmp_path) == ("/", "overlay"):
+        pytest.skip("the root of a container is its own")
+    end(hold())
+    assert stale_locks.remove() == []
+    assert lock_of(tmp_path).exists()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"gear: {lock_of(tmp_path)}, made 36")
+    assert why in message
+    error = str(stale_locks.as_error(stale_locks.find()[0]))
+    assert why in error
+    assert error.endswith(f"rm {lock_of(tmp_path)}, if no process builds")
+
+
+def test_a_folder_that_cannot_be_made_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
+    assert stale_locks.remove() == []
