@@ -15,6 +15,7 @@ from deepspeed.utils import logger
 
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.config import parse, refuse_batch_sizes
+from deepspeed_gear.engine import resume
 from deepspeed_gear.engine.pipeline import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import stale_locks
@@ -25,8 +26,6 @@ from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
 from deepspeed_gear.schema import Schema
 
-CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state
-TABLES = "gear"  # our folder in a tag's folder
 _plain_initialize = deepspeed.initialize
 
 
@@ -60,6 +59,7 @@ def attach(
     replay: Replay | DeviceReplay | None = None,
     config: Any = None,
     schemas: Mapping[str, Schema] | None = None,
+    checkpoint: resume.Checkpoint = None,
 ) -> Any:
     """Give an engine that somebody else made what `initialize` gives to its own. Collective.
 
@@ -69,11 +69,16 @@ def attach(
             DeviceReplay where the table has `"placement": "device"`.
         config: The gear section; None takes it from the engine's config.
         schemas: Schemas of tables that have a capacity and no schema in the config.
+        checkpoint: Of an engine that has trained or loaded a checkpoint already: the folder that its
+            `load_checkpoint` got, or that of the tag, of which the replay's part is loaded; False starts at
+            the first batch.
     Returns:
         The engine. An engine that is attached already stays as it is.
     Raises:
-        ConfigError: There is no gear section, the engine is of a kind that is not supported, or the shared
-            Replay belongs to an engine of other sizes or another place in the grid.
+        ConfigError: There is no gear section, the engine is of a kind that is not supported, the shared
+            Replay belongs to an engine of other sizes or another place in the grid, or `checkpoint` is
+            missing.
+        CheckpointError: The checkpoint is not the engine's, or holds no part of a replay that fits.
     """
     if "gear" in engine.__dict__:
         return engine
@@ -81,9 +86,14 @@ def attach(
     register()
     owns = replay is None
     if replay is None:
-        replay = _make_replay(engine, config, schemas)
+        replay = _make_replay(engine, config, schemas, checkpoint)
+        try:
+            resume.load_late(engine, replay, checkpoint)
+        except BaseException:
+            replay.close()
+            raise
     else:
-        _check_shared(engine, replay)
+        _check_shared(engine, replay, checkpoint)
     engine.gear = replay
     engine.gear_sample = replay.sample if replay.topology.place.reads else nothing
     engine.gear_update_priorities = replay.update_priorities
@@ -143,6 +153,7 @@ def _check_section_first(config: Any, options: Mapping[str, Any]) -> None:
     def check() -> None:
         if path is not None:
             raise ConfigError(f"config {path}", "must be JSON", None, "correct the file")
+        compat.check_elasticity(config)
         refuse_batch_sizes(parse(_section_in(config)))
 
     try:
@@ -158,12 +169,16 @@ def _section_in(config: Mapping[str, Any]) -> Any:
     return config["gear"]
 
 
-def _make_replay(engine: Any, config: Any, schemas: Mapping[str, Schema] | None) -> Replay | DeviceReplay:
+def _make_replay(
+    engine: Any, config: Any, schemas: Mapping[str, Schema] | None, checkpoint: resume.Checkpoint
+) -> Replay | DeviceReplay:
     section = _section_in({"gear": compat.gear_section(engine) if config is None else config})
     exchange = Exchange()
 
     def sizes() -> tuple[Place, BatchInfo, bool]:
         checked = parse(section)
+        compat.check_elasticity(engine.config)
+        resume.check_start(engine, checkpoint)
         if compat.is_pipeline(engine):
             check_section(checked)
         return *_sizes_of(engine), checked.on_device
@@ -198,8 +213,11 @@ def _sizes_of(engine: Any) -> tuple[Place, BatchInfo]:
     return place, BatchInfo(micro, compat.accumulation_of(engine), *worlds)
 
 
-def _check_shared(engine: Any, replay: Replay | DeviceReplay) -> None:
-    """Refuse a Replay whose batches are cut for another engine."""
+def _check_shared(engine: Any, replay: Replay | DeviceReplay, checkpoint: resume.Checkpoint) -> None:
+    """Refuse a Replay whose batches are cut for another engine, and a second position for it."""
+    if checkpoint is not None:
+        remedy = "the engine that the Replay was made for loads and saves its position"
+        raise ConfigError("checkpoint", "must not be given with a shared replay", str(checkpoint), remedy)
     place, info = _sizes_of(engine)
     if (place, info) != (replay.topology.place, replay.batch_info):
         rule = f"must be of an engine like this one ({place}; {info})"
@@ -238,7 +256,8 @@ def _carry_state(engine: Any, replay: Replay | DeviceReplay) -> None:
         ) -> Any:
             tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
             # Complete on every rank before DeepSpeed moves `latest`.
-            state = {**(client_state or {}), CLIENT_STATE: replay.save(Path(save_dir) / tag / TABLES)}
+            kept = resume.save(replay, Path(save_dir) / tag)
+            state = {**(client_state or {}), resume.CLIENT_STATE: kept}
             return original(save_dir, tag, state, *rest, **options)
 
         return save_checkpoint
@@ -250,13 +269,13 @@ def _carry_state(engine: Any, replay: Replay | DeviceReplay) -> None:
             path, client_state = original(*arguments, **options)
             if path is None:
                 return path, client_state
-            state = client_state.pop(CLIENT_STATE, None)
+            state = client_state.pop(resume.CLIENT_STATE, None)
             if signature.bind(*arguments, **options).arguments.get("load_module_only"):
                 return path, client_state
             if state is None:
                 logger.warning("gear: %s holds no replay state; sampling starts at the first batch", path)
             else:
-                replay.load(Path(path).parent / TABLES, state)
+                resume.load(replay, Path(path).parent, state)
             return path, client_state
 
         return load_checkpoint

@@ -6,6 +6,8 @@ by its name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,6 +30,7 @@ REQUIRED = (
     "autotp_size",
     "save_checkpoint",
     "load_checkpoint",
+    "load_universal_checkpoint",
     "destroy",
 )
 PIPELINE = "PipelineEngine"  # engines of a subclass have schedules of their own
@@ -64,7 +67,10 @@ CONTRACT = {
 }
 # Attributes that exist on instances only: set in the engine's constructor.
 ATTRIBUTES = {
-    "DeepSpeedEngine": ("mpu", "mesh_device", "dp_world_size", "monitor", "global_rank", "config"),
+    "DeepSpeedEngine": (
+        *("mpu", "mesh_device", "dp_world_size", "monitor", "global_rank", "config"),
+        *("global_steps", "loaded_checkpoint_mp_world_size"),
+    ),
     "PipelineEngine": ("grid", "micro_batches"),
 }
 
@@ -214,6 +220,33 @@ def compute_dtype(engine: Any) -> torch.dtype:
     if engine.bfloat16_enabled():
         return torch.bfloat16
     return torch.float16 if engine.fp16_enabled() else torch.float32
+
+
+def is_under_way(engine: Any) -> bool:
+    """Tell whether an engine has trained or has loaded a position, not only the weights of a module."""
+    return engine.global_steps > 0 or engine.loaded_checkpoint_mp_world_size is not None
+
+
+def model_states(folder: Path) -> list[Path]:
+    """List the files in the folder of a checkpoint's tag that hold client states."""
+    patterns = "mp_rank_*_model_states.pt", "zero_pp_rank_*_mp_rank_*_model_states.pt"
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+
+
+def check_elasticity(config: Mapping[str, Any]) -> None:
+    """Refuse DeepSpeed's elastic training, which chooses batch sizes itself and which newer versions lack.
+
+    Raises:
+        ConfigError: The config asks for it.
+    """
+    section = config.get("elasticity")
+    if section is not None and (not isinstance(section, Mapping) or section.get("enabled", True)):
+        raise ConfigError(
+            "elasticity",
+            "must not be a section of the DeepSpeed config beside gear",
+            None,
+            "leave it out; torchrun --max-restarts starts ranks again, on any number of nodes",
+        )
 
 
 def gear_section(engine: Any) -> Any:

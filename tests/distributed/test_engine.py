@@ -111,8 +111,9 @@ def saved(
     sampler, table = {"kind": "epoch", "unit": "trajectory"}, config_of(fields=FIELDS, seed=3, timeout_s=60.0)
     gear = {"data": section(dataset, sampler=sampler, prefetch=2), "table": {**table, "prefetch": 2}}
     gear["table"]["sampler"] = sampler
-    task = {"gear": gear, "out": str(out), "checkpoints": str(out / "checkpoints"), "save": True}
-    deepspeed_run("engine_resume.py", 2, task)
+    gear["universal"] = {**gear["data"], "sampler": {"kind": "prioritized", "unit": "step"}}
+    task = {"gear": gear, "out": str(out), "checkpoints": str(out / "checkpoints"), "names": list(gear)}
+    deepspeed_run("engine_resume.py", 2, {**task, "action": "save"})
     return task, out
 
 
@@ -130,14 +131,35 @@ def test_a_run_that_saves_goes_on_undisturbed(saved: tuple[dict[str, Any], Path]
     assert table["id"].max() >= 20, "what was added under way is sampled"
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    ("ranks", "action", "names"),
+    [
+        (1, "load", ["data", "table"]),
+        (4, "load", ["data", "table"]),
+        (2, "attach late", ["data", "table"]),
+        (1, "load", ["universal"]),
+        (3, "attach late", ["universal"]),
+    ],
+)
 def test_a_checkpoint_continues_on_another_number_of_ranks(
-    ranks: int, saved: tuple[dict[str, Any], Path], tmp_path: Path, deepspeed_run: Callable[..., str]
+    ranks: int,
+    action: str,
+    names: list[str],
+    saved: tuple[dict[str, Any], Path],
+    tmp_path: Path,
+    deepspeed_run: Callable[..., str],
+    run_python: Callable[..., Any],
 ) -> None:
     """Exactly the batches that would have come, with the table's content as it was."""
     task, out = saved
-    deepspeed_run("engine_resume.py", ranks, {**task, "out": str(tmp_path), "save": False})
-    for name in ("data", "table"):
+    if names == ["universal"]:
+        tag = out / "checkpoints" / "universal" / "global_step3"
+        folders = "--input_folder", str(tag), "--output_folder", f"{tag}_universal"
+        module = "deepspeed.checkpoint.ds_to_universal"
+        done = run_python("-m", module, "--inject_missing_state", *folders)
+        assert done.returncode == 0, done.stderr
+    deepspeed_run("engine_resume.py", ranks, {**task, "out": str(tmp_path), "action": action, "names": names})
+    for name in names:
         found, wanted = (
             seen_by_all(*where) for where in ((tmp_path, f"{name}.after", ranks), (out, f"{name}.after", 2))
         )

@@ -93,6 +93,8 @@ def enabling(gear: dict[str, Any], out: str) -> None:
     refused(
         ConfigError, "training_data must not be given", config=ds_config(gear), training_data=data, **call
     )
+    elastic = {**ds_config(gear), "elasticity": {"enabled": True, "micro_batch_sizes": [6]}}
+    refused(ConfigError, "elasticity must not be a section", config=elastic, **call)
     wrong = ds_config({**gear, "batch_size": BATCH})
     refused(ConfigError, "batch_size", config=wrong, **call)
 

@@ -1,34 +1,58 @@
 """Save in the middle of an epoch and go on, or load on another number of ranks and go on.
 
-Engine "data" reads a data set; engine "table" has a table that rank 0 adds to, under way as well.
+Engine "data" reads a data set; engine "table" has a table that rank 0 adds to, under way as well; engine
+"universal" is of ZeRO stage 1, for a conversion between saving and loading.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import deepspeed
+import pytest
 from deepspeed import comm as dist
-from engine_parts import Model, ds_config, dump, rank, task, train
+from engine_parts import BATCH, Model, ds_config, dump, rank, task, train
 from gear_support import SCHEMA, trajectory
 
 import deepspeed_gear
+from deepspeed_gear.errors import ConfigError, GearError
 
 BEFORE, AFTER, ACCUMULATION = 3, 5, 3
 
 
 def main(wanted: dict[str, Any]) -> None:
-    for name, gear in wanted["gear"].items():
-        model = Model(12)
-        engine, *_ = deepspeed_gear.initialize(
-            model=model,
-            model_parameters=model.parameters(),
-            config=ds_config(gear, ACCUMULATION, zero_optimization={"stage": 0}),
-            schemas={"main": SCHEMA} if name == "table" else None,
-        )
-        save(engine, name, wanted) if wanted["save"] else load(engine, name, wanted)
+    actions = {"save": save, "load": load, "attach late": attach_late}
+    for name in wanted["names"]:
+        engine = actions[wanted["action"]](name, wanted)
         seen, _ = train(engine, AFTER)
         dump(wanted["out"], f"{name}.after", seen)
         engine.destroy()
+
+
+def config_of(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    gear = wanted["gear"][name]
+    if name != "universal":
+        return ds_config(gear, ACCUMULATION, zero_optimization={"stage": 0})
+    # The optimizer of the other stages has no universal form.
+    options: dict[str, Any] = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    if wanted["action"] != "save":
+        options["checkpoint"] = {"load_universal": True}
+    return ds_config(gear, **options)
+
+
+def schemas_of(name: str) -> dict[str, Any] | None:
+    return {"main": SCHEMA} if name == "table" else None
+
+
+def made(name: str, wanted: dict[str, Any]) -> Any:
+    model = Model(12)
+    return deepspeed_gear.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config=config_of(name, wanted),
+        schemas=schemas_of(name),
+    )[0]
 
 
 def add(engine: Any, numbers: range) -> None:
@@ -38,7 +62,8 @@ def add(engine: Any, numbers: range) -> None:
     dist.barrier()
 
 
-def save(engine: Any, name: str, wanted: dict[str, Any]) -> None:
+def save(name: str, wanted: dict[str, Any]) -> Any:
+    engine = made(name, wanted)
     if name == "table":
         add(engine, range(20))
     seen, _ = train(engine, BEFORE)
@@ -49,15 +74,15 @@ def save(engine: Any, name: str, wanted: dict[str, Any]) -> None:
             engine.gear.remove([3, 4])
         dist.barrier()
     engine.save_checkpoint(f"{wanted['checkpoints']}/{name}", client_state={"mine": 5})
+    return engine
 
 
-def load(engine: Any, name: str, wanted: dict[str, Any]) -> None:
+def load(name: str, wanted: dict[str, Any]) -> Any:
+    engine = made(name, wanted)
     if name == "table":
         add(engine, range(50, 53))  # is replaced
     train(engine, 1)  # prefetching is under way
-    path, client_state = engine.load_checkpoint(
-        f"{wanted['checkpoints']}/{name}", load_optimizer_states=False
-    )
+    path, client_state = load_into(engine, name, wanted)
     assert path is not None
     assert client_state["mine"] == 5
     assert "deepspeed_gear" not in client_state
@@ -65,6 +90,46 @@ def load(engine: Any, name: str, wanted: dict[str, Any]) -> None:
     if name == "table":
         assert len(engine.gear) == 28
         assert engine.gear.read([29])[0]["code"].tolist() == trajectory(29, 6)["code"].tolist()
+    return engine
+
+
+def load_into(engine: Any, name: str, wanted: dict[str, Any]) -> tuple[Any, Any]:
+    optimizer = name == "universal"  # only that fits another number of ranks
+    found: tuple[Any, Any] = engine.load_checkpoint(
+        f"{wanted['checkpoints']}/{name}", load_optimizer_states=optimizer
+    )
+    return found
+
+
+def attach_late(name: str, wanted: dict[str, Any]) -> Any:
+    """Load before the engine is attached, as Trainers do: that is refused unless the checkpoint is named."""
+    model = Model(12)
+    config, folder = config_of(name, wanted), f"{wanted['checkpoints']}/{name}"
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    assert load_into(engine, name, wanted)[0] is not None
+
+    def refused(kind: type[GearError], text: str, **options: Any) -> None:
+        with pytest.raises(kind, match=re.escape(text)):
+            deepspeed_gear.attach(engine, schemas=schemas_of(name), **options)
+        assert "gear" not in engine.__dict__
+
+    refused(
+        ConfigError,
+        "checkpoint must be given: this engine has trained or loaded a checkpoint (global step 3)",
+    )
+    refused(GearError, "must name the checkpoint's tag", checkpoint=wanted["out"])
+    refused(ConfigError, "must be the same on all ranks", checkpoint=f"{folder}{'/' * rank()}")
+    engine.global_steps += 1
+    refused(GearError, "that the engine has loaded, of global step 4, got 3", checkpoint=folder)
+    engine.global_steps -= 1
+    if name == "data":
+        deepspeed_gear.attach(engine, checkpoint=False)
+        assert int(engine.gear_sample().number.min()) < BATCH
+        engine.destroy()
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        load_into(engine, name, wanted)
+    deepspeed_gear.attach(engine, schemas=schemas_of(name), checkpoint=folder)
+    return engine
 
 
 if __name__ == "__main__":

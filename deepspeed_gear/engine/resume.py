@@ -1,0 +1,162 @@
+"""The replay's part of a DeepSpeed checkpoint: position in the client state, tables in a folder of the tag.
+
+`ds_to_universal` copies the client state but not the tables: so the client state names the tag's folder, and
+the tables of a converted checkpoint are found there. DeepSpeed keeps neither the path nor the client state of
+a checkpoint that it has loaded: so `attach` has to be given the checkpoint of an engine that has loaded it
+already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from deepspeed_gear.errors import CheckpointError, ConfigError
+from deepspeed_gear.parallel import compat
+from deepspeed_gear.parallel.exchange import Exchange
+from deepspeed_gear.replay import DeviceReplay, Replay
+
+CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state
+TABLES = "gear"  # our folder in a tag's folder
+_POSITION, _FOLDER, _HAS_TABLES = "position", "folder", "has_tables"
+
+Checkpoint = str | Path | Literal[False] | None
+
+
+def save(replay: Replay | DeviceReplay, folder: Path) -> dict[str, Any]:
+    """Write the tables into a tag's folder. Collective.
+
+    Returns:
+        What the client state holds under `CLIENT_STATE`.
+    """
+    position = replay.save(folder / TABLES)
+    return {_POSITION: position, _FOLDER: str(folder.absolute()), _HAS_TABLES: (folder / TABLES).is_dir()}
+
+
+def load(replay: Replay | DeviceReplay, folder: Path, saved: Mapping[str, Any]) -> None:
+    """Load what `save` has returned, and the tables that belong to it. Collective.
+
+    Args:
+        replay: Gets them.
+        folder: Of the tag; of one that `ds_to_universal` has made too.
+        saved: Of the client state.
+    Raises:
+        CheckpointError: It is of another version, or tables are missing, changed or of another save.
+    """
+    if not {_POSITION, _FOLDER, _HAS_TABLES} <= saved.keys():
+        rule, remedy = "must hold a position and the folder of its tables", "save it with this version"
+        raise CheckpointError(f"client state of {folder}", rule, sorted(saved), remedy)
+    exchange = Exchange()
+    try:
+        # One rank looks, so that all take the same.
+        tables, is_missing = exchange.broadcast(_find_tables(folder, Path(saved[_FOLDER])))
+    finally:
+        exchange.close()
+    if is_missing and saved[_HAS_TABLES]:
+        source = Path(saved[_FOLDER]) / TABLES
+        rule = f"must hold the replay's tables, which were saved in {source} and are not there any more"
+        remedy = f"copy them from where that tag lies now: cp -r .../{source.parent.name}/{TABLES} {tables}"
+        raise CheckpointError(str(tables), rule, None, remedy)
+    replay.load(tables, saved[_POSITION])
+
+
+def _find_tables(folder: Path, saved_in: Path) -> tuple[Path, bool]:
+    """Return where the tables of a tag lie, and whether they are nowhere.
+
+    In order: in the tag; beside it in the tag that it was converted from; where they were saved.
+    """
+    places = [folder / TABLES, folder.parent / saved_in.name / TABLES, saved_in / TABLES]
+    found = [place for place in places if place.is_dir()]
+    return (found[0], False) if found else (places[0], True)
+
+
+# ---- engines that have loaded before they were attached ------------------------------------------
+
+
+class _Saved(NamedTuple):
+    folder: Path  # of the tag
+    state: Mapping[str, Any] | None
+
+
+def check_start(engine: Any, checkpoint: Checkpoint) -> None:
+    """Raise if an engine is under way, and nothing tells where its batch stream goes on.
+
+    Raises:
+        ConfigError: `checkpoint` must be given.
+    """
+    if not (checkpoint is None or checkpoint is False or isinstance(checkpoint, (str, Path))):
+        raise ConfigError("checkpoint", "must be a folder or False", checkpoint, "see deepspeed_gear.attach")
+    if checkpoint is not None or not compat.is_under_way(engine):
+        return
+    raise ConfigError(
+        "checkpoint",
+        f"must be given: this engine has trained or loaded a checkpoint (global step {engine.global_steps}), "
+        "and DeepSpeed does not keep which",
+        None,
+        "attach before load_checkpoint, or call deepspeed_gear.enable() before the engine or Trainer is "
+        "made, or give attach checkpoint=FOLDER, which load_checkpoint got (of a Trainer: "
+        "OUTPUT_DIR/checkpoint-N), or checkpoint=False to start at the first batch",
+    )
+
+
+def load_late(engine: Any, replay: Replay | DeviceReplay, checkpoint: Checkpoint) -> None:
+    """Load the replay's part of the checkpoint that an engine has loaded already. Collective.
+
+    Args:
+        engine: Has loaded it.
+        replay: Of the engine.
+        checkpoint: The folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
+    Raises:
+        CheckpointError: It is not the engine's checkpoint, or holds no part of a replay.
+    """
+    exchange = Exchange()
+    try:
+        given = exchange.gather(str(checkpoint))
+        if len(set(given)) > 1:
+            raise ConfigError("checkpoint", "must be the same on all ranks", given, "give one to attach")
+        if checkpoint is None or checkpoint is False:
+            return
+        read = exchange.agree(
+            "the checkpoint", lambda: _read(engine, Path(checkpoint)) if exchange.rank == 0 else None
+        )
+        folder, state = exchange.broadcast(read)
+    finally:
+        exchange.close()
+    if state is None:
+        raise CheckpointError(
+            str(folder),
+            "must hold the part of a replay",
+            None,
+            "give attach checkpoint=False to start at the first batch",
+        )
+    load(replay, folder, state)
+
+
+def _read(engine: Any, given: Path) -> _Saved:
+    folder = given if compat.model_states(given) else _latest(engine, given)
+    files = compat.model_states(folder)
+    if not files:
+        remedy = "give attach the folder that load_checkpoint got, or that of the tag"
+        raise CheckpointError(str(folder), "must hold *_model_states.pt of DeepSpeed", None, remedy)
+    try:  # weights stay in the file; like DeepSpeed, this trusts it
+        state = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
+    except Exception as error:
+        remedy = "take another checkpoint"
+        raise CheckpointError(str(files[0]), "must be readable", str(error), remedy) from error
+    if state.get("global_steps") != engine.global_steps:
+        rule = f"must be the checkpoint that the engine has loaded, of global step {engine.global_steps}"
+        raise CheckpointError(str(folder), rule, state.get("global_steps"), "give attach that one")
+    return _Saved(folder, state.get(CLIENT_STATE))
+
+
+def _latest(engine: Any, folder: Path) -> Path:
+    """Return the folder of the tag that `load_checkpoint` takes by default."""
+    name = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+    try:
+        return folder / name.read_text().strip()
+    except OSError as error:
+        remedy = "give attach the folder that load_checkpoint got, or that of the tag"
+        raise CheckpointError(str(name), "must name the checkpoint's tag", str(error), remedy) from error

@@ -1,0 +1,71 @@
+"""The replay's part of a DeepSpeed checkpoint: where its tables are found. With engines: test_engine.py."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from gear_support import SCHEMA, config_of, trajectory
+
+from deepspeed_gear import Replay
+from deepspeed_gear.engine import resume
+from deepspeed_gear.errors import CheckpointError
+
+
+def made() -> Replay:
+    table = {"tables": {"main": {"capacity_steps": 500}}, "sampler": {"kind": "uniform", "unit": "step"}}
+    fields = {"observation": {}, "code": {}}
+    return Replay({**config_of(fields=fields, seed=3), **table, "batch_size": 4}, schemas={"main": SCHEMA})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, object], list[int]]:
+    """The folder of a tag, what its client state holds, and the ids of the batch that comes next."""
+    folder = tmp_path / "run" / "t5"
+    with made() as replay:
+        for number in range(9):
+            replay.add(trajectory(number, 3 + number))
+        replay.sample()
+        state = resume.save(replay, folder)
+        return folder, state, replay.sample().id.tolist()
+
+
+@pytest.mark.parametrize("where", ["the tag", "a tag beside it", "another folder", "moved together"])
+def test_tables_are_found(
+    where: str, saved: tuple[Path, dict[str, object], list[int]], tmp_path: Path
+) -> None:
+    folder, state, ids = saved
+    if where == "a tag beside it":
+        folder = folder.parent / "t5_universal"
+    elif where == "another folder":
+        folder = tmp_path / "elsewhere"
+    elif where == "moved together":
+        folder = shutil.move(tmp_path / "run", tmp_path / "moved") / "t5_universal"
+    with made() as replay:
+        resume.load(replay, folder, state)
+        assert len(replay) == 9
+        assert replay.sample().id.tolist() == ids
+
+
+def test_tables_that_are_gone_are_named_with_the_copy_that_helps(
+    saved: tuple[Path, dict[str, object], list[int]], tmp_path: Path
+) -> None:
+    folder, state, ids = saved
+    shutil.move(folder, tmp_path / "kept")
+    universal = folder.parent / "t5_universal"
+    with made() as replay:
+        with pytest.raises(CheckpointError) as caught:
+            resume.load(replay, universal, state)
+        assert str(caught.value) == (
+            f"{universal}/gear must hold the replay's tables, which were saved in {folder}/gear and are not "
+            f"there any more; copy them from where that tag lies now: cp -r .../t5/gear {universal}/gear"
+        )
+        shutil.copytree(tmp_path / "kept" / "gear", universal / "gear")
+        resume.load(replay, universal, state)
+        assert replay.sample().id.tolist() == ids
+
+
+def test_what_another_version_has_saved_is_refused(tmp_path: Path) -> None:
+    with made() as replay, pytest.raises(CheckpointError, match="must hold a position and the folder"):
+        resume.load(replay, tmp_path, {"seed": 3})
