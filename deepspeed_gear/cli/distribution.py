@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
 from deepspeed_gear.replay import saves
 from deepspeed_gear.replay.snapshot import check_rows, read_table
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.by_row import rows_of
+from deepspeed_gear.selection.exclusions import Exclusion, count_exclusions, rule_of_json
 from deepspeed_gear.store.living import LivingStore
 from deepspeed_gear.store.table import COMMITTED, NUM_STEPS, STATE
+from deepspeed_gear.store.trajectory import as_numbers
 
 TRAIN = "stream/train/"
 _GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
@@ -35,6 +38,7 @@ class Distribution:
         masses: Of what the tree draws: items, or their trajectories. [n], float64, above 0.
         priorities: Of the items. [n], float32; None without.
         draws: How often each item was drawn. [m], int32; None if not counted.
+        excluded: What cannot be drawn, by reason; None where it is not counted.
     """
 
     table: str
@@ -45,6 +49,7 @@ class Distribution:
     masses: np.ndarray
     priorities: np.ndarray | None
     draws: np.ndarray | None
+    excluded: list[Exclusion] | None = None
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers that `gear inspect` prints; JSON-able."""
@@ -66,6 +71,7 @@ class Distribution:
             "priorities": None if self.priorities is None else _spread(self.priorities),
             "histogram": {str(k): n for k, n in histogram(self.weights).items()},
             "draws": None if self.draws is None or not len(self.draws) else _draws(self.draws),
+            "excluded": None if self.excluded is None else [asdict(one) for one in self.excluded],
         }
 
     @property
@@ -121,7 +127,21 @@ def of_living(store: LivingStore) -> Distribution | None:
         leaves[drawable].astype(np.float64),
         None if priorities is None else np.array(priorities[drawable]),
         counted,
+        _excluded(store, known),
     )
+
+
+def _excluded(store: LivingStore, known: dict[str, Any]) -> list[Exclusion] | None:
+    """Count what the training stream of a living store cannot draw, by reason."""
+    if not known:
+        return None
+    schema, views = Schema.from_json(store.layout.meaning["schema"]), store.views
+
+    def values(name: str, slots: np.ndarray) -> np.ndarray:
+        return as_numbers(views[f"column/{name}"][slots], schema[name])
+
+    is_readable = all(f"column/{column.name}" in views for column in schema)  # else they are in files
+    return count_exclusions(rule_of_json(known), schema, TRAIN, views, values if is_readable else None)
 
 
 def _admitted_rows(records: np.ndarray, anchors: list[int]) -> np.ndarray:

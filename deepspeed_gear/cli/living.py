@@ -76,6 +76,9 @@ def _lines(summary: dict[str, Any] | None) -> list[str]:
     if summary["steps"] is not None:
         lines.append(f"  steps         {summary['steps']:,}")
     lines.append(f"  drawable      {summary['drawable']:,}")
+    for one in summary["excluded"] or []:
+        what = f"{one['trajectories']:,} trajectories ({one['steps']:,} steps) {one['reason']}"
+        lines.append(f"  excluded      {what}; {one['remedy']}")
     if summary["effective"] is not None:
         shares = ", ".join(
             f"top {float(part):.0%}: {share:.1%}" for part, share in summary["share_of_top"].items()

@@ -114,10 +114,9 @@ class NodeSelector(Meeting):
         said = np.stack([words[:JOINT_WORDS] for words in self._heard])
         self._heard = [words[JOINT_WORDS:] for words in self._heard]
         with self._table.lock:
-            is_open = joint.hear(said, count)
-        if is_open:
-            return
-        error = joint.given_up(said, key, count)
+            if joint.hear(said, count):
+                return
+            error = joint.given_up(said, key, count)
         raise GateClosedError if error is None else error
 
     def _new_cut(self, key: int, entry: int, count: int) -> NodeCut:

@@ -13,8 +13,9 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.life import TIMES_SAMPLED
 from deepspeed_gear.store.sets import distinct
-from deepspeed_gear.store.table import COMMITTED, STATE, Table
+from deepspeed_gear.store.table import COMMITTED, ID, STATE, Table
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 from deepspeed_gear.writer.room import Room, quiet
 
@@ -58,11 +59,34 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torc
     numbers = arguments.integers("ids", ids)
     with table.lock:
         slots = table.slots_of(numbers)
+        if (slots < 0).any() and table.spec.life.max_times_sampled:
+            slots = _with_used_up(table, numbers, slots)
         if (slots < 0).any():
-            raise StoreError(f"table {table.spec.name}: id", "must be stored", int(numbers[slots < 0][0]))
+            remedy = ""
+            if table.spec.life.max_times_sampled:
+                remedy = "read what was sampled before more is added: rows of evicted trajectories make room"
+            raise StoreError(
+                f"table {table.spec.name}: id", "must be stored", int(numbers[slots < 0][0]), remedy
+            )
         found = [{name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots]
     schema = table.spec.schema
     return [{name: _as_column(rows, schema[name].torch_dtype) for name, rows in t.items()} for t in found]
+
+
+def _with_used_up(table: Table, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Return the slots of ids, also those evicted because of `max_times_sampled` whose rows are not free yet.
+
+    Args:
+        table: With such a limit.
+        ids: [n], int64.
+        slots: What `Table.slots_of` has found. [n], int64.
+    """
+    evicted = table.retired()
+    times = table.views["life"][evicted, TIMES_SAMPLED]
+    evicted = evicted[times >= table.spec.life.max_times_sampled]
+    place = dict(zip(table.slots[evicted, ID].tolist(), evicted.tolist(), strict=True))
+    found = [place.get(number, -1) for number in ids.tolist()]
+    return np.where(slots >= 0, slots, np.array(found, np.int64))
 
 
 def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:

@@ -171,8 +171,11 @@ class Contents(ProcessBound):
     ) -> list[dict[str, torch.Tensor]]:
         """Return copies of whole trajectories: column -> [T, *shape], [T+1, *shape] or [*shape].
 
+        A trajectory that was evicted, as one of a queue when it was sampled, can be read until its rows are
+        freed: once all ranks have their batch, an addition by any process may do that where it needs room.
+
         Raises:
-            StoreError: An id is not stored.
+            StoreError: An id is not stored, or its rows were freed.
         """
         self._check_open()
         return content.read(self._table(table), ids)

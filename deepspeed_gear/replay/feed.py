@@ -22,6 +22,7 @@ from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.sizes import BatchInfo
 from deepspeed_gear.replay.status import NO_DIGEST, Status
 from deepspeed_gear.selection.cut import COUNT, EPOCH, Cut
+from deepspeed_gear.selection.gate import EmptyTableError
 from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.stream import Stream
 
@@ -166,7 +167,8 @@ class Feed:
             self._late()
             return self._prepared() if self._prefetch else self._make(self._used)
         except Exception as error:
-            if isinstance(error, StoreError) and not isinstance(error, NotReadyError):
+            is_early = isinstance(error, NotReadyError) and not isinstance(error, EmptyTableError)
+            if isinstance(error, StoreError) and not is_early:
                 for stream in self._streams:  # so that new priorities can mend what was wrong with the old
                     if not stream.stopped:
                         stream.masses.give_up()

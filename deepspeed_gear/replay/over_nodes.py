@@ -311,7 +311,7 @@ def meet(exchange: Exchange, leads: bool, stream: Stream, key: int, fixed: bool 
     mine = None
     if leads:
         with stream.table.lock:
-            mine = joint.index, stream.prepare(key), joint.say(count, fixed)
+            mine = joint.index, stream.prepare(key), joint.say(count, fixed, exact=True)
     found = sorted((one for one in exchange.gather(mine) if one is not None), key=lambda one: one[0])
     said = np.stack([words for _, _, words in found])
     alone = leads and not joint.is_fixed(said)

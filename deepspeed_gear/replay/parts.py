@@ -257,8 +257,8 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
     for stream in parts.all_streams:
         stream.check = parts.check
         rate = config.resolved_tables[stream.table.spec.name].rate
-        if rate is not None:
-            stream.gate_wait.timeout_s = rate.timeout_s
+        if stream.is_gated:
+            stream.gate_wait.timeout_s = config.timeout_s if rate is None else rate.timeout_s
     if status is not None:
         for stream in train:
             stream.check = _both(maker.settle, status.check)

@@ -69,8 +69,7 @@ class StreamSpec:
     def describe(self) -> dict[str, Any]:
         """Return what a reader of the store has to know; JSON-able."""
         most_bits = {} if self.priorities is None else {"most_bits": self.priorities.most_bits}
-        anchors = self.rule.anchors.as_list()
-        return {"kind": self.kind, "unit": self.rule.unit, "anchors": anchors, **most_bits}
+        return {"kind": self.kind, **self.rule.describe(), **most_bits}
 
     def regions(self, num_peers: int) -> list[Region]:
         """Return what the cuts of the stream keep in the store; its masses have regions of their own."""

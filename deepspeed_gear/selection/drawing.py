@@ -20,7 +20,8 @@ from deepspeed_gear.selection.cut import (
     TOTAL,
     StreamSpec,
 )
-from deepspeed_gear.selection.gate import Gate
+from deepspeed_gear.selection.exclusions import summary_of
+from deepspeed_gear.selection.gate import EmptyError, Gate
 from deepspeed_gear.selection.kinds import stratify_
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.priorities import PriorityMasses
@@ -69,7 +70,10 @@ class Drawing:
         assert gate is not None
         while done < len(rows):
             coordinates = self._coordinates[: len(rows) - done]
-            total = self._checked(self.selector.total)
+            try:
+                total = self._checked(self.selector.total)
+            except EmptyError as empty:  # what was taken out stays so: this cut cannot be tried again
+                raise empty.error from None
             self.ops.draw_(coordinates, self.spec.seed, self.spec.key, first + done, total)
             done += self.selector.resolve_until(rows, done, coordinates, first + done, gate, counted)
 
@@ -80,11 +84,13 @@ class Drawing:
         else:
             coordinates = self.selector.extreme(len(rows), self.spec.kind == "newest")
         if len(coordinates) < len(rows):
-            raise StoreError(
-                f"stream {self.spec.name}: table {self.table.spec.name}",
-                f"must hold as many items as a global batch ({len(rows)}), each with a mass",
-                len(coordinates),
-                "lower the batch size, or add trajectories first",
+            raise EmptyError(
+                StoreError(
+                    f"stream {self.spec.name}: table {self.table.spec.name}",
+                    f"must hold as many items as a global batch ({len(rows)}), each with a mass",
+                    len(coordinates),
+                    "lower the batch size, or add trajectories first",
+                )
             )
         self.selector.resolve(rows, 0, coordinates, first)
 
@@ -141,14 +147,15 @@ class Drawing:
     def _checked(self, total: int) -> int:
         """Return the sum of all masses if a cut can draw from it."""
         if total == 0:
-            remedy = "check sampler.where, sampler.anchors and the split, or add trajectories first"
-            if self.has_item_masses:
-                remedy = f"all masses are 0: report priorities, or give weights, above 0; {remedy}"
-            raise StoreError(
-                f"stream {self.spec.name}: table {self.table.spec.name}",
-                "must hold at least one item that the sampler admits",
-                f"{self.table.num_trajectories} trajectories, none admitted",
-                remedy,
+            with self.table.lock:
+                held, remedy = summary_of(self.masses)
+            raise EmptyError(
+                StoreError(
+                    f"stream {self.spec.name}: table {self.table.spec.name}",
+                    "must hold at least one item that the sampler admits",
+                    held,
+                    remedy or "add trajectories first",
+                )
             )
         if not 0 < total < 1 << MOST_TOTAL_BITS:
             raise StoreError(
@@ -161,9 +168,11 @@ class Drawing:
 
     def _check_epoch(self, size: int) -> None:
         if size < self.spec.batch:
-            raise StoreError(
-                f"stream {self.spec.name}: an epoch",
-                f"must hold a global batch ({self.spec.batch} items) where its tail is dropped",
-                size,
-                'lower the batch size, or use sampler.tail = "wrap"',
+            raise EmptyError(
+                StoreError(
+                    f"stream {self.spec.name}: an epoch",
+                    f"must hold a global batch ({self.spec.batch} items) where its tail is dropped",
+                    size,
+                    'lower the batch size, or use sampler.tail = "wrap"',
+                )
             )

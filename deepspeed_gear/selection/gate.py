@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import numpy as np
 
-from deepspeed_gear.errors import NotReadyError
+from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.constants import R_SLOT
 from deepspeed_gear.selection.cut import SAMPLES, StreamSpec
+from deepspeed_gear.selection.exclusions import summary_of
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.store.life import TIMES_SAMPLED, UNLIMITED
-from deepspeed_gear.store.table import COMMITTED, STATE, Table
+from deepspeed_gear.store.table import COMMITTED, PEER_PID, STATE, Table
 
 DEFAULT_TIMEOUT_S = 600.0
+
+
+class EmptyTableError(NotReadyError):
+    """Nothing can be sampled from a table that takes writers. Reports made after it mend it if they can."""
+
+
+class EmptyError(Exception):
+    """A cut finds too little to draw. Never leaves the stream.
+
+    Args:
+        error: What is raised where no other process may add something.
+    """
+
+    def __init__(self, error: StoreError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Gate:
@@ -39,11 +57,11 @@ class Gate:
         """Whether it is always open."""
         return self.life.rate is None and not self.most
 
-    def is_open(self, count: int) -> bool:
-        """Return whether so many samples may be drawn."""
+    def is_open(self, count: int, exact: bool = True) -> bool:
+        """Return whether so many samples may be drawn; arguments as `left`."""
         rate = self.life.rate
         size, inserted = (0, 0) if rate is None else rate.counted(self._table.control)[:2]
-        return self.admits(size, inserted, self.sampled, count) and self.left(count) >= count
+        return self.admits(size, inserted, self.sampled, count) and self.left(count, exact) >= count
 
     def admits(self, size: int, inserted: int, sampled: int, count: int) -> bool:
         """Return whether there is no rate or it admits so many samples; arguments as `Rate.may_sample`."""
@@ -55,11 +73,17 @@ class Gate:
         """Samples ever drawn."""
         return int(self._position[SAMPLES])
 
-    def left(self, count: int) -> int:
-        """Return how many samples the table is good for, or `count` if for as many."""
+    def left(self, count: int, exact: bool = True) -> int:
+        """Return how many samples the table is good for, or `count` if for as many.
+
+        Args:
+            count: Samples wanted.
+            exact: Look at all slots; else what has changed since the latest cut may be left out.
+        """
         each_once = self._spec.kind in ("oldest", "newest", "top")
         if not self.most and not each_once:
-            return count if self._masses.total > 0 or self._masses.will_have_mass() else 0
+            has_mass = (self._masses.total > 0 and not exact) or self._masses.will_have_mass()
+            return count if has_mass else 0
         drawable = self._drawable()
         return len(drawable) if each_once else int((self.most - self._times[drawable]).sum())
 
@@ -99,15 +123,38 @@ class Gate:
             self._table.retire(slot)
             self._readers.forget(slot)
 
-    def too_late(self, key: int, count: int, waited_s: float, size: str = "") -> NotReadyError:
-        """Return the error of a batch that may not be drawn yet; `size` is what all nodes hold."""
-        here = f"{self._table.num_trajectories} trajectories, {self._table.num_steps} steps held"
+    @property
+    def has_writers(self) -> bool:
+        """Whether another process is attached that only writes, and lives."""
+        spec, table = self._table.spec, self._table
+        pids = table.peers[spec.num_peers :, PEER_PID]
+        others = np.nonzero((pids != 0) & (pids != os.getpid()))[0] + spec.num_peers
+        return any(table.memory.is_alive(peer) for peer in others.tolist())
+
+    def too_late(
+        self, key: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
+    ) -> NotReadyError:
+        """Return the error of a batch that cannot be drawn yet. Wants the table's lock.
+
+        Args:
+            key: Number of the global batch.
+            count: Its samples.
+            waited_s: For how long it has waited; 0: it cannot wait.
+            size: What all nodes hold; "": this node holds everything.
+            is_empty: Whether nothing can be sampled, though the rate admits it.
+        """
+        held, remedy = summary_of(self._masses)
         within = f" within {waited_s:g} s" if waited_s else " first"
-        rule = f"must be filled{within}, as its rate says, for the {count} samples of global batch {key}"
-        remedy = (
-            "look whether the actors run" if waited_s else "ask can_sample() first, and collect meanwhile"
-        )
-        return NotReadyError(f"table {self._table.spec.name}", rule, size or here, remedy)
+        if is_empty or self.is_plain:
+            rule = f"must hold what the sampler admits{within}, for the {count} samples of global batch {key}"
+        else:
+            rule = f"must be filled{within}, as its rate says, for the {count} samples of global batch {key}"
+        found = f"{size}; here {held}" if size else held
+        if not remedy:
+            waiting = "look whether the actors run"
+            remedy = waiting if waited_s else "ask can_sample() first, and collect meanwhile"
+        kind = EmptyTableError if is_empty else NotReadyError
+        return kind(f"table {self._table.spec.name}", rule, found, remedy)
 
 
 class Waiting:

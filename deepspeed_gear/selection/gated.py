@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 
 from deepspeed_gear.selection.cut import CLOSED, COLLECTS, KEY, StreamSpec
-from deepspeed_gear.selection.gate import Gate, Waiting
+from deepspeed_gear.selection.gate import EmptyError, Gate, Waiting
 from deepspeed_gear.selection.joint import JointGate
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.staleness import Staleness
-from deepspeed_gear.store.extents import CUTTING
+from deepspeed_gear.store.bells import Bells
+from deepspeed_gear.store.extents import CUTTING, LISTENING
 from deepspeed_gear.store.table import Table
 
 IDLE_S, MOST_PAUSE_S = 500e-6, 8e-3
+LISTEN_S = 0.02  # after which a wait looks whether it is to end
 _LOOK_S = 1.0  # how often a cut looks for writers that have died
 
 
@@ -30,13 +32,15 @@ class Gated:
     _staleness: Staleness | None
     _control: memoryview
     _gate: Gate | None
+    _is_limited: bool  # it is closed at times
+    _bells: Bells | None
     _pause_s: float
     _words: memoryview
 
     @property
     def is_gated(self) -> bool:
         """Whether a cut may have to wait for items."""
-        return self._gate is not None
+        return self._is_limited or self.table.spec.num_writers > 0
 
     def collect(self) -> None:
         """Say that this process writes too."""
@@ -63,15 +67,39 @@ class Gated:
         """Return the samples of a global batch."""
         return self.spec.batch if self.spec.count is None else self.spec.count(key)
 
-    def _wait_for_gate(self, key: int) -> None:
-        """Wait a moment for items that a cut may draw; not if they must come from this very process."""
+    def _wait_for_gate(self, key: int, heard: int, empty: EmptyError | None = None) -> None:
+        """Wait for items that a cut may draw, until a slot changes but not for long.
+
+        Args:
+            key: Number of the global batch.
+            heard: What `_listen` has returned, before the gate was looked at.
+            empty: Why nothing can be drawn although the gate is open; None: the gate is closed.
+        Raises:
+            NotReadyError: No other process adds items, or none came in time.
+            StoreError: Nothing can be drawn, and no process may attach that adds something.
+        """
         gate = self._gate
+        if empty is not None and (gate is None or not (self.is_gated or self.collects_here)):
+            raise empty.error
         assert gate is not None
         waited = self.gate_wait.wait()
-        if self.collects_here or waited > self.gate_wait.timeout_s:
+        waits_for_itself = self.collects_here or (gate.is_plain and not gate.has_writers)
+        if waits_for_itself or waited > self.gate_wait.timeout_s:
             self.gate_wait.end()
-            raise gate.too_late(key, self.count_of(key), 0.0 if self.collects_here else waited)
-        time.sleep(IDLE_S)
+            waited = 0.0 if waits_for_itself else waited
+            with self.table.lock:
+                raise gate.too_late(key, self.count_of(key), waited, is_empty=empty is not None)
+        if self._bells is None:
+            time.sleep(IDLE_S)
+        else:
+            self._bells.wait(0, heard, LISTEN_S)
+
+    def _listen(self) -> int:
+        """Ask to be woken by the next change of a slot; return what to wait with. Wants the lock."""
+        if self._bells is None:
+            return 0
+        self._control[LISTENING] = 1
+        return self._bells.count(0)
 
     def _wait_together(self) -> None:
         """Wait a moment before all nodes look at their gate again; the others of this node know of it."""

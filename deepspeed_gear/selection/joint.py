@@ -16,7 +16,8 @@ from deepspeed_gear.store.table import Table
 
 # Words of what a node says.
 SIZE, INSERTED, ADMITTED, HAS_REACH, WANTS, LEFT, FEWEST, GIVES_UP, TURN, IS_FIXED, SAMPLED = range(11)
-JOINT_WORDS = 11
+HAS_WRITERS = 11
+JOINT_WORDS = 12
 LATE, COLLECTING = 1, 2  # why a node gives up: it has waited for long enough, or would wait for itself
 
 
@@ -41,25 +42,28 @@ class JointGate:
         self._turn, self._admitted = 0, 0
         self.fewest = 0  # draws after which the first trajectory of any node may be used up
 
-    def say(self, count: int, fixed: bool = False) -> np.ndarray:
+    def say(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
         """Return what the other nodes must know, and keep only a part of what this node's writers have left.
 
         Args:
             count: Samples wanted.
             fixed: Change nothing: another thread of this process may be in a cut. Then nobody may `hear`.
+            exact: As `Gate.left`.
         Returns:
             [JOINT_WORDS], int64.
         """
         words, control = np.zeros(JOINT_WORDS, np.int64), self._table.control
         self._turn += 1
         words[TURN], words[IS_FIXED], words[SAMPLED] = self._turn, fixed, self._gate.sampled
-        words[LEFT] = self._gate.left(count)
+        words[LEFT] = self._gate.left(count, exact)
         if self._gate.most:
             words[FEWEST] = self._gate.fewest()
         if self._position[COLLECTS]:
             words[GIVES_UP] = COLLECTING
         elif self._waiting.waited_s > self._waiting.timeout_s:
             words[GIVES_UP] = LATE
+        if self._gate.is_plain and not words[LEFT]:
+            words[HAS_WRITERS] = self._gate.has_writers
         if self._rate is None:
             return words
         if control[PENDING] and not self._is_open:  # what the dead have reserved holds nobody back
@@ -109,10 +113,13 @@ class JointGate:
     def given_up(self, said: np.ndarray, key: int, count: int) -> NotReadyError | None:
         """Return the error that all nodes raise if one of them waits no longer for a closed gate."""
         why = int(said[:, GIVES_UP].max())
+        if self._gate.is_plain and not said[:, HAS_WRITERS].any():
+            why = why or COLLECTING
         if not why:
             return None
         waited_s = self._waiting.timeout_s if why == LATE else 0.0
-        return self._gate.too_late(key, count, waited_s, self._held(said))
+        is_empty = self._gate.is_plain
+        return self._gate.too_late(key, count, waited_s, self._held(said), is_empty)
 
     def _held(self, said: np.ndarray) -> str:
         size, inserted, left = said[:, [SIZE, INSERTED, LEFT]].sum(0).tolist()

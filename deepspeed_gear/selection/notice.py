@@ -6,10 +6,16 @@ import numpy as np
 
 from deepspeed_gear.errors import GearError, NotReadyError, PeerError, StoreError, relayed
 from deepspeed_gear.selection.cut import NOTICE_WORDS, StreamSpec
+from deepspeed_gear.selection.gate import EmptyTableError
 from deepspeed_gear.store.table import Table
 
 NUMBER, KEY, KIND, SIZE = range(4)  # words in front of the text
-_KINDS: tuple[type[GearError], ...] = (NotReadyError, StoreError, PeerError)  # what others raise
+_KINDS: tuple[type[GearError], ...] = (
+    EmptyTableError,
+    NotReadyError,
+    StoreError,
+    PeerError,
+)  # what others raise: the first that fits
 _TEXT_BYTES = 8 * (NOTICE_WORDS - 4)
 
 

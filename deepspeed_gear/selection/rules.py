@@ -158,6 +158,20 @@ class MassRule:
             return None
         return UNIT_LENGTH if self.unit == "trajectory" and self.by_length else UNIT_CODES[self.unit]
 
+    def describe(self) -> dict[str, Any]:
+        """Return what keeps a trajectory from being sampled, for readers of a store; JSON-able."""
+        where = [[c.column, c.minimum, c.maximum, c.among and list(c.among)] for c in self.where]
+        return {
+            "unit": self.unit,
+            "anchors": self.anchors.as_list(),
+            "late": list(self.late),
+            "where": where,
+            "split": dict(self.split),
+            "split_index": self.split_index,
+            "weight": None if self.weight is None else list(self.weight),
+            "has_window": self.window is not None,
+        }
+
     def check(self, name: str, columns: Mapping[str, np.ndarray]) -> None:
         """Refuse a new trajectory whose weight is none.
 

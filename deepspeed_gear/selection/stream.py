@@ -49,7 +49,7 @@ from deepspeed_gear.selection.cut import (
 )
 from deepspeed_gear.selection.drawing import Drawing
 from deepspeed_gear.selection.draws import Draws
-from deepspeed_gear.selection.gate import Gate, Waiting
+from deepspeed_gear.selection.gate import EmptyError, Gate, Waiting
 from deepspeed_gear.selection.gated import IDLE_S, Gated
 from deepspeed_gear.selection.joint import JointGate
 from deepspeed_gear.selection.kinds import DRAWS, ORDERS, masses_of
@@ -109,10 +109,11 @@ class Stream(Drawing, Gated):
         if self.draws is not None or self._staleness is not None:
             self.masses.on_change = self._note_new
         gate = Gate(spec, table, self.masses, self.position) if trains else None
-        self._gate = None if gate is None or gate.is_plain else gate
+        self._gate, self._is_limited = gate, gate is not None and not gate.is_plain
+        self._bells = None if not trains or table.ops.native is None else table.bells
         self.gate_wait = Waiting()
         self.joint = None
-        if self._gate is not None and spec.num_shards > 1:
+        if self._gate is not None and self.is_gated and spec.num_shards > 1:
             self.joint = JointGate(table, self._gate, self.position, self.gate_wait)
         self._pause_s = IDLE_S
         self.collects_here = False
@@ -162,7 +163,7 @@ class Stream(Drawing, Gated):
             StoreError: No item has mass, or the cut is older than the ring.
         """
         until = None
-        entry = key % self.spec.depth
+        entry, heard = key % self.spec.depth, 0
         while self.masses.too_early(key):  # a thread that prepares ahead: as long as a training step takes
             self._check_going_on()
             time.sleep(IDLE_S)
@@ -171,8 +172,7 @@ class Stream(Drawing, Gated):
                 self.catch_up()
                 held, at = self._heads[entry][KEY], self._words[KEY]
                 if held == key:
-                    if self.joint is not None:
-                        self.gate_wait.end()
+                    self.gate_wait.end()
                     return self._seen(key, entry)
                 skips = key > at and self.spec.kind != "pass"
                 if held > key or key < at or skips:
@@ -184,22 +184,27 @@ class Stream(Drawing, Gated):
                     )
                 late, slow = self.peers.late(held), self.masses.late(key)
                 self.prepare(key)
-                alone = self._gate if self.joint is None else None
-                closed = alone is not None and not late and not alone.is_open(self.count_of(key))
+                alone = self._gate if self._is_limited and self.joint is None else None
+                closed = alone is not None and not late and not alone.is_open(self.count_of(key), False)
+                if closed:
+                    heard = self._listen()
                 ready = not late and not slow and not closed and not self.follows
-                if ready and alone is not None:
-                    self.gate_wait.end()
+                empty = None
                 if ready and self.selector.in_store:
-                    self._cut(key, entry)
-                    return self._seen(key, entry)
-            if ready:
+                    try:
+                        self._cut(key, entry)
+                        self.gate_wait.end()
+                        return self._seen(key, entry)
+                    except EmptyError as error:
+                        empty, heard = error, self._listen()
+            if ready and empty is None:
                 self._cut_together(key, entry)
                 continue
             self._check_going_on()
             if self.follows and self.notice is not None:
                 self.notice.check(key)
-            if closed:
-                self._wait_for_gate(key)
+            if closed or empty is not None:
+                self._wait_for_gate(key, heard, empty)
                 continue
             if self.follows and self._words[CLOSED]:  # the first rank of this node waits
                 until = None
@@ -243,6 +248,13 @@ class Stream(Drawing, Gated):
             self._cut(key, entry)
         except GateClosedError:
             is_closed = True
+        except EmptyError as empty:  # on all nodes: the next cut begins with what they agree on
+            is_closed = self.joint is not None
+            self._forget(entry)
+            if not is_closed:
+                self._end_wait()
+                self.selector.fail(key, empty.error)
+                raise empty.error from None
         except Exception as error:
             self._end_wait()
             self._forget(entry)
@@ -341,7 +353,7 @@ class Stream(Drawing, Gated):
         words, entry = self._words, key % self.spec.depth
         if self._num_peers == 1 or self.spec.kind not in DRAWS or words[KEY] != key:
             return
-        if not self.selector.in_store or self.follows or self._gate is not None:
+        if not self.selector.in_store or self.follows or self._is_limited:
             return
         if self.spec.count is not None:  # which may fail, or be 0, and is not this batch's business
             return

@@ -23,6 +23,8 @@ INSERTED, STEPS_INSERTED, RECOVERIES, CUTTING, POLICY, ROWS_HELD, LOADS = range(
 # of rates: what is reserved and not committed; over several nodes, how many items its writers may ever
 # add, by what all nodes have agreed on last; the most that one has wanted to add since then, and could not
 PENDING, STEPS_PENDING, REACH, WANTED = range(16, 20)
+# whether a sampler waits for a change; the bell that is rung then, once
+LISTENING, BELL = 20, 21
 OPEN = 3  # word of a slot's life: its trajectory still grows
 BEFORE, AFTER, OLDER, NEWER = range(4)
 LINK_WORDS = 4
@@ -277,6 +279,12 @@ class NativeExtents(Extents):
 
     def retire(self, slot: int) -> None:
         self._native.store_retire(self._handle, slot)
+
+    def note(self, slot: int) -> None:
+        super().note(slot)
+        if self.control[LISTENING]:
+            self.control[LISTENING] = 0
+            self._native.bell_ring(int(self.control[BELL:].ctypes.data))
 
     def free(self, slot: int) -> None:
         self._native.store_free(self._handle, slot)

@@ -17,8 +17,10 @@ import torch
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.bells import Bells
 from deepspeed_gear.store.columns import Columns, as_tensor
 from deepspeed_gear.store.extents import (
+    BELL,
     BORN,
     COMMITTED,
     FIRST_ROW,
@@ -103,6 +105,8 @@ class Table:
         self.extents = self._open_extents() if spec.dataset is None else None
         if self.extents is not None:
             self.unfinished = Unfinished(itself, self.extents)
+        # Rung by the next change of a slot if a sampler listens.
+        self.bells = Bells(self.control[BELL : BELL + 1].view(np.uint32).reshape(1, 2), ops.native)
 
     @classmethod
     def create(

@@ -291,7 +291,7 @@ def refused_cases(name: str) -> list[tuple[str, list[Any], list[str], list[str],
             [other(sampler={"where": {"task": {"min": 1e9}}})] * 2,
             same,
             ["StoreError"] * 2,
-            ["none admitted"],
+            ["outside of sampler.where.task"],
         ),
         (
             "no room",

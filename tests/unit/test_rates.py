@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
+from gear_support import config_of
+from process_support import environment
 
 from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.errors import ConfigError, NotReadyError
+from deepspeed_gear.cli.distribution import of_living
+from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
+from deepspeed_gear.store.living import living_stores
 
 SCHEMA = Schema([Column("observation", "float32", (2,), "observation", "T+1"), Column("which", "int64")])
 
@@ -158,6 +167,105 @@ def test_a_wait_ends_with_an_error() -> None:
             found.sample()
         found.add(trajectory(1))
         found.sample()
+
+
+WRITER = """
+import json, sys, time, numpy as np
+from deepspeed_gear import TrajectoryWriter
+with TrajectoryWriter.attach(json.loads(sys.argv[1]), wait_s=60) as writer:
+    print("attached", flush=True)
+    for number in range(int(sys.argv[2])):
+        time.sleep(0.3)
+        writer.add({"which": np.full(3, number)})
+    sys.stdin.readline()
+"""
+
+
+def writing(backend: str, adds: int, **options: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the section of a table that takes writers, and the command of a process that adds to it."""
+    columns = {"which": {"dtype": "int64"}, "late": {"dtype": "int64", "late": True}}
+    table = {"capacity_steps": 90, "writers": 2, "remove": "fifo", "schema": {"columns": columns}}
+    section = config_of(tables={"main": table}, fields={"which": {}}, batch_size=4, backend=backend)
+    section = {**section, **options}
+    return section, [sys.executable, "-c", WRITER, json.dumps(section), str(adds)]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_empty_table_waits_for_a_writer_that_lives(backend: str, prefetch: int) -> None:
+    section, command = writing(backend, 1, timeout_s=20.0, prefetch=prefetch)
+    with Replay(section) as found:
+        with pytest.raises(NotReadyError, match=r"must hold what the sampler admits first.*0 trajectories"):
+            found.sample()  # no writer
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment(), stdin=pipe, stdout=pipe, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "attached\n"
+            assert numbers(found.sample()) == [0] * 4
+            found.clear()
+            for _ in range(prefetch + 1):  # the batches that were prefetched
+                with contextlib.suppress(NotReadyError):
+                    found._parts.train[0].gate_wait.timeout_s = 0.3
+                    found.sample()
+            with pytest.raises(NotReadyError, match=r"must hold what the sampler admits within 0\.[3-9]"):
+                found.sample()  # it lives, but adds no more
+            process.communicate("end")
+        with pytest.raises(NotReadyError, match="must hold what the sampler admits first"):
+            found.sample()
+        found.add({"which": np.full(3, 7)})
+        assert numbers(found.sample()) == [7] * 4
+
+
+@pytest.mark.parametrize("rate", [None, {"min_size": 10, "timeout_s": 0.2}])
+def test_a_late_column_that_lacks_is_named(rate: dict[str, Any] | None) -> None:
+    section, _ = writing("cpu", 0, fields={"which": {}, "late": {}})
+    section["tables"]["main"] |= {} if rate is None else {"rate": rate}
+    with Replay(section) as found:
+        ids = [found.add({"which": np.full(3, 7)}) for _ in range(10)]
+        text = r"10 trajectories, 30 steps held; 10 trajectories \(30 steps\) without the late column late"
+        with pytest.raises(NotReadyError, match=text):
+            found.sample()
+        living = [of_living(store) for store in living_stores(os.getpid())]
+        seen = [[str(one) for one in store.excluded or []] for store in living if store is not None]
+        assert ["10 trajectories (30 steps) without the late column late"] in seen
+        del living
+        found.fill(ids[3], late=np.arange(3))
+        assert set(found.sample().id.tolist()) == {ids[3]}
+
+
+def test_each_reason_is_counted() -> None:
+    columns = {"which": {"dtype": "int64"}, "task": {"dtype": "int64", "rows": "1"}}
+    table = {"capacity_steps": 900, "schema": {"columns": columns}}
+    sampler = {"kind": "prioritized", "unit": "step", "where": {"task": {"min": 1}}}
+    fields = {"which": {"offset": 0, "length": 4}}
+    sampler["anchors"] = "fits"
+    section = config_of(tables={"main": table}, fields=fields, sampler=sampler, batch_size=4)
+    with Replay(section) as found:
+        for number, steps in enumerate([3, 3, 9, 9]):
+            found.add({"which": np.full(steps, number), "task": np.array(number % 2)})
+        found.sample()
+        found.set_priorities([3] * 6, [0.0] * 6, range(6))
+        with pytest.raises(StoreError) as caught:
+            found.sample()
+        assert str(caught.value.value) == (
+            "4 trajectories, 24 steps held; 2 trajectories (12 steps) outside of sampler.where.task; "
+            '1 trajectories (3 steps) without an anchor (too short for the windows of "fields"); '
+            "1 trajectories (6 steps) of priority 0"
+        )
+
+
+def test_what_a_queue_gave_can_be_read() -> None:
+    with replay(2, "fifo", rate={"queue": 6}, capacity_trajectories=7) as found:
+        for number in range(6):
+            found.add(trajectory(number))
+        batch = found.sample()
+        assert len(found) == 4
+        read = found.read(batch.id)
+        assert [int(one["which"][0]) for one in read] == [0, 1]
+        for number in range(6, 8):
+            found.add(trajectory(number))
+        with pytest.raises(StoreError, match="before more is added"):
+            found.read(batch.id)
 
 
 @pytest.mark.parametrize("kind", ["rate", "times"])

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "cpu/bell.h"
+
 namespace gear::cpu {
 
 namespace {
@@ -40,6 +42,11 @@ void Note(Store& store, int64_t slot) {
   int64_t& changed = store.control[kChanged];
   store.log[changed % store.log_size] = slot;
   ++changed;
+  int64_t& listening = store.control[kListening];
+  if (listening != 0) {  // set and cleared with the lock held, so none waits for what came before
+    listening = 0;
+    BellRing(reinterpret_cast<uint32_t*>(&store.control[kBell]));
+  }
 }
 
 // The extent behind which so many rows are free; -1 if there is none.

@@ -39,6 +39,8 @@ enum Control : int64_t {
   kStepsPending,
   kReach,
   kWanted,
+  kListening,  // whether a sampler waits for a change, with the lock held; whoever rings clears it
+  kBell,       // what it waits for; cpu/bell.h
 };
 
 // Words of a slot's links. Two lists, each with a sentinel: extents by address, and trajectories

@@ -144,7 +144,10 @@ def test_where(data: Path, where: dict[str, Any], admits: Callable[[int], bool],
 def test_where_nothing_is_admitted(data: Path) -> None:
     with (
         offline(data, sampler={"where": {"task": {"min": 1000}}}) as replay,
-        pytest.raises(StoreError, match=r"got '40 trajectories, none admitted'; check sampler.where"),
+        pytest.raises(
+            StoreError,
+            match=r"40 trajectories \(\d+ steps\) outside of sampler.where.\w+'; check sampler.where",
+        ),
     ):
         replay.sample()
 

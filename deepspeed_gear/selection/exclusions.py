@@ -1,0 +1,170 @@
+"""Why trajectories of a table cannot be sampled: how many each reason excludes.
+
+Counted from the regions of a store, when an error is raised or a store is inspected: nothing is kept for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deepspeed_gear.selection.anchors import AnchorRule
+from deepspeed_gear.selection.rules import Condition, MassRule, Window
+from deepspeed_gear.store.extents import COMMITTED, FIRST_ROW, GENERATION, ID, NUM_STEPS, RESERVED, STATE
+from deepspeed_gear.store.life import PRESENT
+from deepspeed_gear.store.split import split_of
+
+if TYPE_CHECKING:
+    from deepspeed_gear.schema import Schema
+    from deepspeed_gear.selection.masses import Masses
+
+Values = Callable[[str, np.ndarray], np.ndarray]  # column, slots [n] -> [n]
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Items that one reason keeps from being sampled.
+
+    Args:
+        reason: What is so of them.
+        remedy: What makes them samplable.
+        trajectories: How many there are; those whose steps have priorities, with a step that is excluded.
+        steps: Of these trajectories, or of those with priority 0 the steps.
+    """
+
+    reason: str
+    remedy: str
+    trajectories: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.trajectories} trajectories ({self.steps} steps) {self.reason}"
+
+
+def count_exclusions(
+    rule: MassRule, schema: Schema, stream: str, views: Mapping[str, np.ndarray], values: Values | None
+) -> list[Exclusion]:
+    """Count what a stream cannot draw, each trajectory under the first reason that holds.
+
+    Args:
+        rule: Masses of its trajectories.
+        schema: Of the table.
+        stream: What the names of the stream's regions begin with.
+        views: The regions of the store; they are only read.
+        values: Gives a column's values of slots; None: columns cannot be read.
+    Returns:
+        Those that exclude something, in the order in which they are looked at.
+    Cost: one pass over the slots; with priorities of steps one over the rows.
+    """
+    slots = views["slots"]
+    found: list[Exclusion] = []
+    reserved = slots[:, STATE] == RESERVED
+    _add(found, slots, np.nonzero(reserved)[0], "being written and not published", "commit or publish them")
+    left = np.nonzero(slots[:, STATE] == COMMITTED)[0]
+
+    def exclude(excluded: np.ndarray, reason: str, remedy: str) -> None:
+        nonlocal left
+        _add(found, slots, left[excluded], reason, remedy)
+        left = left[~excluded]
+
+    if "life" in views:
+        for column in schema.late_columns:
+            if column.name in rule.late:
+                bit = schema.late_bits([column.name])
+                absent = views["life"][left, PRESENT] & bit == 0
+                remedy = f'write {column.name} with fill(), or leave it out of "fields"'
+                exclude(absent, f"without the late column {column.name}", remedy)
+    if rule.split:
+        other = split_of(slots[left, ID], rule.split) != rule.split_index
+        exclude(other, "of another split", "lower the shares of data.split")
+    for condition in rule.where:
+        if values is not None:
+            fails = ~condition.holds(values(condition.column, left))
+            exclude(fails, f"outside of sampler.where.{condition.column}", "check sampler.where")
+    short = rule.anchors.num_anchors(slots[left, NUM_STEPS]) == 0
+    exclude(short, 'without an anchor (too short for the windows of "fields")', "check sampler.anchors")
+    if values is not None and rule.has_weights:
+        masses = rule.masses(slots[left, ID], slots[left, NUM_STEPS], lambda name: values(name, left))
+        exclude(masses == 0, "of weight or mass 0", "give weights, or masses, above 0")
+    _exclude_undrawable(found, rule, stream, views, left)
+    return found
+
+
+def _exclude_undrawable(
+    found: list[Exclusion],
+    rule: MassRule,
+    stream: str,
+    views: Mapping[str, np.ndarray],
+    left: np.ndarray,
+) -> None:
+    """Add what the tree of the latest cut leaves out although the rule admits it."""
+    slots = views["slots"]
+    sums = views[stream + "sums"]
+    if stream + "priorities" not in views:
+        if rule.window is not None:
+            is_out = (sums[left] == 0) & (views[stream + "queued"][left] <= 0)
+            reason = "too old for the window of the sampler, or newer than the latest cut"
+            _add(found, slots, left[is_out], reason, "check sampler.newest and sampler.within")
+        return
+    left = left[
+        views[stream + "generations"][left] == slots[left, GENERATION]
+    ]  # others come with the next cut
+    reason, remedy = "of priority 0", "report priorities above 0"
+    if rule.unit == "trajectory":
+        _add(found, slots, left[sums[left] == 0], reason, remedy)
+        return
+    ends = np.append(0, np.cumsum(sums[: len(views[stream + "priorities"])] > 0))
+    first = slots[left, FIRST_ROW]
+    drawable = ends[first + slots[left, NUM_STEPS]] - ends[first]
+    fewer = rule.anchors.num_anchors(slots[left, NUM_STEPS]) - drawable
+    if (fewer > 0).any():
+        found.append(Exclusion(reason, remedy, int((fewer > 0).sum()), int(fewer[fewer > 0].sum())))
+
+
+def _add(found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: str, remedy: str) -> None:
+    if len(which):
+        found.append(Exclusion(reason, remedy, len(which), int(slots[which, NUM_STEPS].sum())))
+
+
+def exclusions_of(masses: Masses) -> list[Exclusion]:
+    """Return `count_exclusions` of a stream in this process. Wants the table's lock."""
+    table, spec = masses.table, masses.spec
+    return count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)
+
+
+def summary_of(masses: Masses) -> tuple[str, str]:
+    """Return what a store holds and what excludes it, and the remedy of the reason that excludes most.
+
+    Wants the table's lock.
+    """
+    table, found = masses.table, exclusions_of(masses)
+    held = f"{table.num_trajectories} trajectories, {table.num_steps} steps held"
+    remedy = max(found, key=lambda one: one.steps).remedy if found else ""
+    return "; ".join([held, *map(str, found)]), remedy
+
+
+def rule_of_json(described: Mapping[str, Any]) -> MassRule:
+    """Return the rule of a stream from what its store says of it; a program's own masses are left out.
+
+    Args:
+        described: What `StreamSpec.describe` returned.
+    """
+    where = tuple(
+        Condition(column, low, high, None if among is None else tuple(among))
+        for column, low, high, among in described["where"]
+    )
+    weight = described["weight"]
+    return MassRule(
+        described["unit"],
+        False,
+        AnchorRule(*described["anchors"]),
+        where,
+        described["split"],
+        described["split_index"],
+        None if weight is None else (weight[0], weight[1]),
+        window=Window() if described["has_window"] else None,
+        late=tuple(described["late"]),
+    )
