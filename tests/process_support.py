@@ -167,3 +167,14 @@ def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 
             left.unlink(missing_ok=True)
     assert process.returncode == 0, output
     return output
+
+
+def reapers(prefix: str) -> list[int]:
+    """Return the process ids of the reapers of files of a prefix."""
+    found = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if any(word.startswith(f"{SHM}/{prefix}-".encode()) for word in words):
+                found.append(int(process.name))
+    return found

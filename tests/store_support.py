@@ -43,12 +43,13 @@ class StoreScene:
         from deepspeed_gear.ops import load_backend
         from deepspeed_gear.selection.kinds import regions_of
         from deepspeed_gear.selection.stream import Stream
+        from deepspeed_gear.store.layout import Run
         from deepspeed_gear.store.life import Life
         from deepspeed_gear.store.spec import TableSpec, table_layout
         from deepspeed_gear.store.table import Table
 
         self.ops, self.specs, self.timeout_s = load_backend(backend), list(specs), timeout_s
-        self.name, self.nonce = f"{prefix()}-{os.urandom(4).hex()}", "0" * 32
+        self.name, self.run = f"{prefix()}-{os.urandom(4).hex()}", Run("0" * 32)
         self.spec = TableSpec(
             "main",
             SCHEMA,
@@ -65,7 +66,7 @@ class StoreScene:
         extra = [region for spec in self.specs for region in regions_of(spec, self.spec)]
         meaning = {spec.name: spec.describe() for spec in self.specs}
         self.layout = table_layout(self.spec, extra, meaning)
-        self.table = Table.create(self.spec, extra, meaning, self.nonce, self.ops, timeout_s)
+        self.table = Table.create(self.spec, extra, meaning, self.run, self.ops, timeout_s)
         self.streams = [Stream(spec, self.table) for spec in self.specs]
         for stream in self.streams:
             stream.initialise()
@@ -79,7 +80,8 @@ class StoreScene:
         from deepspeed_gear.selection.stream import Stream
         from deepspeed_gear.store.table import Table
 
-        given = {"expected": self.layout, "nonce": self.nonce, "ops": self.ops, "timeout_s": self.timeout_s}
+        given = {"expected": self.layout, "run_id": self.run.id, "ops": self.ops}
+        given["timeout_s"] = self.timeout_s
         table = Table.attach(self.spec, self.name, peer=peer, **{**given, **changes})
         return table, [Stream(spec, table) for spec in self.specs]
 

@@ -25,6 +25,7 @@ def inspect_living(process: int | None, as_json: bool, plot: str | None) -> None
             {
                 "processes": list(store.processes),
                 "table": store.table,
+                "run": {"id": store.run.id, "name": store.run.name or None},
                 "bytes": store.layout.total_bytes,
                 "distribution": summary,
             }
@@ -36,6 +37,7 @@ def inspect_living(process: int | None, as_json: bool, plot: str | None) -> None
     for store, summary in [] if as_json else known:
         held = ", ".join(map(str, store.processes))
         print(f"table {store.table} of process {held}: {store.layout.total_bytes:,} bytes")
+        print(f"  run           {store.run}")
         print("\n".join(_lines(summary)))
     drawn = [one for _, one in found if one is not None]
     if plot and not drawn:

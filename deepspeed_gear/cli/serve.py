@@ -21,6 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", required=True, metavar="F", help="the run's ds_config.json")
     parser.add_argument("--table", metavar="T", help="which table (default: the only one that takes writers)")
+    parser.add_argument(
+        "--run",
+        dest="run_name",
+        metavar="R",
+        help="name or id of the run, where several of one config share this node",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen at (default: a free one)")
     parser.add_argument(
@@ -50,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda found, _: ended.append(found))
     gateway = _open(args)
-    print(f"serving table {gateway.table} at {gateway.url}", flush=True)
+    print(f"serving table {gateway.table} at {gateway.url}\nrun {gateway.run_id}", flush=True)
     error = gateway.run(lambda: bool(ended))
     print(f"added {gateway.sessions.num_added:,} trajectories; ended: {error}")
     return 0
@@ -72,7 +78,7 @@ def _open(args: argparse.Namespace) -> Gateway:
     certificate = Certificate.read(args.tls_cert, args.tls_key) if args.tls_cert else None
     token = read_token(args.token_file)
     Gateway.check(args.host, certificate, args.insecure)
-    writer = TrajectoryWriter.attach(args.config, table=args.table, wait_s=args.wait)
+    writer = TrajectoryWriter.attach(args.config, table=args.table, wait_s=args.wait, run=args.run_name)
     try:
         return Gateway(writer, token, args.host, args.port, certificate, args.insecure)
     except BaseException:

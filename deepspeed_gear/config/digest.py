@@ -42,7 +42,7 @@ def shared_options(config: GearConfig) -> dict[str, Any]:
             table["data"] = {option: table["data"][option] for option in ("split", "replicate")}
     if "table" in section["sampler"]:
         section["sampler"]["table"] = config.sampled_tables[0]
-    section["shared_memory"] = {"prefix": section["shared_memory"]["prefix"]}
+    section["shared_memory"] = {option: section["shared_memory"][option] for option in ("prefix", "run")}
     return section
 
 

@@ -159,6 +159,20 @@ class SharedMemoryConfig(GearModel):
         default="gear", description="First part of the names in /dev/shm."
     )
     huge_pages: Flag = Field(default=True, description="Ask for huge pages where the system grants them.")
+    run: Annotated[Name, Words("a name of at most 64 letters, digits, '_' and '-'")] | None = Field(
+        default=None,
+        description=(
+            "Name of the run, by which actors find it where several runs of one config share a node. null: "
+            "the environment's GEAR_RUN on rank 0, else none; the run's id is a name as well."
+        ),
+    )
+
+    @field_validator("run")
+    @classmethod
+    def _run_name(cls, run: str | None) -> str | None:
+        if run is not None and (len(run) > 64 or "." in run or not run.isascii()):
+            raise refuse("must be a name of at most 64 letters, digits, '_' and '-'")
+        return run
 
     @field_validator("prefix")
     @classmethod

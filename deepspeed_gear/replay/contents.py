@@ -220,6 +220,11 @@ class Contents(ProcessBound):
         self._check_open()
         return [self.tables[name] for name in self.config.sampled_tables]
 
+    @property
+    def run(self) -> str:
+        """Id of the run, the same on all ranks: `run=` or GEAR_RUN of an actor that is to write into it."""
+        return self._table(self.config.sampled_tables[0]).run.id
+
     def __len__(self) -> int:
         """Return the number of trajectories in this node's stores of the sampled tables."""
         return sum(table.num_trajectories for table in self._sampled)

@@ -17,7 +17,6 @@ from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.columns import as_tensor
 from deepspeed_gear.store.forks import ProcessBound
-from deepspeed_gear.store.layout import read_header
 from deepspeed_gear.store.request_slots import Places, RequestSlots
 from deepspeed_gear.store.staging import StagedRows
 from deepspeed_gear.store.table import Table
@@ -210,10 +209,8 @@ def open_loader(
     library = None if table.ops.native is None else str(table.ops.native.__file__)
     steps = steps if limit is None else min(steps, limit)
     places = Places(name, schema, count, steps, *columns, config.timeout_s, library)
-    memory = table.memory
-    _, nonce = read_header(memory.buffer, memory.num_bytes, str(memory.path))
-    huge_pages = config.shared_memory.huge_pages
-    slots = RequestSlots.create(places, memory.path.name, memory.peer, nonce, table.ops, huge_pages)
+    memory, huge_pages = table.memory, config.shared_memory.huge_pages
+    slots = RequestSlots.create(places, memory.path.name, memory.peer, table.run, table.ops, huge_pages)
     return InferenceLoader(slots, batch_size, timeout_s, device)
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_gear.config import GearConfig, WeightedSampler
+from deepspeed_gear.config import GearConfig, TableConfig, WeightedSampler
+from deepspeed_gear.config.life import RateConfig, VersionConfig
+from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
@@ -17,11 +19,18 @@ from deepspeed_gear.replay.status import Status
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.kinds import regions_of
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.layout import Region, Run
 from deepspeed_gear.store.memory import remove_garbage
+from deepspeed_gear.store.named import run_name
 from deepspeed_gear.store.spec import TableSpec, table_layout
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.writer_options import digest, options_of, with_schema
 
+_DEFAULTS = {
+    "table": defaults_of(TableConfig),
+    "rate": defaults_of(RateConfig),
+    "version": defaults_of(VersionConfig),
+}
 NUM_ANSWERS = 64  # of can_sample() that are kept: so far may a rank be ahead of the slowest
 
 
@@ -33,7 +42,7 @@ class StorePlan:
     streams: list[StreamSpec]
     meaning: dict[str, Any]
     file_name: str
-    nonce: str
+    run: Run
     more: list[Region]
 
     @property
@@ -45,14 +54,12 @@ class StorePlan:
     def create(self, ops: Ops, config: GearConfig) -> tuple[Table, list[Stream]]:
         """Make the store and give it its name."""
         huge_pages = config.shared_memory.huge_pages
-        table = Table.create(
-            self.spec, self.extra, self.meaning, self.nonce, ops, config.timeout_s, huge_pages
-        )
+        table = Table.create(self.spec, self.extra, self.meaning, self.run, ops, config.timeout_s, huge_pages)
         try:
             streams = [Stream(stream, table) for stream in self.streams]
             for stream in streams:
                 stream.initialise()
-            table.memory.link(self.file_name)
+            table.memory.link(self.file_name, reaped=self.spec.num_writers > 0)
         except BaseException:
             table.close()
             raise
@@ -61,7 +68,7 @@ class StorePlan:
     def attach(self, ops: Ops, config: GearConfig, peer: int) -> tuple[Table, list[Stream]]:
         """Attach to the store that the node's first rank has made."""
         layout = table_layout(self.spec, self.extra, self.meaning)
-        table = Table.attach(self.spec, self.file_name, layout, self.nonce, peer, ops, config.timeout_s)
+        table = Table.attach(self.spec, self.file_name, layout, self.run.id, peer, ops, config.timeout_s)
         return table, [Stream(stream, table) for stream in self.streams]
 
 
@@ -75,13 +82,15 @@ def attach_tables(
 ) -> tuple[dict[str, Table], dict[str, dict[str, Stream]]]:
     """Create the node's stores on one rank and attach the others. Collective.
 
-    The names are taken away as soon as everybody is attached: whatever then happens, nothing stays behind.
+    The names are taken away as soon as all ranks are attached: whatever then happens, nothing stays behind. A
+    table that takes writers keeps its name, and has a reaper for that.
 
     Raises:
         StoreFullError: There is no room in shared memory.
     """
     prefix = config.shared_memory.prefix
-    nonce = exchange.broadcast(secrets.token_hex(16))
+    named = exchange.agree("naming the run", lambda: run_name(config.shared_memory.run))
+    run_id, named = exchange.broadcast((secrets.token_hex(16), named))
     if topology.leads_node:
         remove_garbage(prefix)
     tables: dict[str, Table] = {}
@@ -100,6 +109,7 @@ def attach_tables(
             train = {s.name: s.describe() for s in streams.get(spec.name, []) if s.name == TRAIN}
             library = None if ops.native is None else ops.native.__file__
             said = {"timeout_s": config.timeout_s, "backend": ops.name, "library": library}
+            writing = writing_of(config, spec)
             plan = StorePlan(
                 spec,
                 streams.get(spec.name, []),
@@ -108,10 +118,10 @@ def attach_tables(
                     "fingerprint": fingerprint,
                     **said,
                     **train,
-                    **writing_of(config, spec),
+                    "writing": writing,
                 },
-                f"{prefix}-{nonce}-{spec.name}",
-                nonce,
+                f"{prefix}-{run_id}-{spec.name}",
+                Run(run_id, named, digest(writing["options"]) if writing else ""),
                 more,
             )
             _open_store(exchange, topology, config, ops, plan, tables, mine)
@@ -152,10 +162,17 @@ def _open_store(
 
 
 def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
-    """Return what processes that only write must know of a table."""
+    """Return what processes that only write must know of a table; empty for a data set."""
     if spec.dataset is not None:
         return {}
     table, sampler = config.resolved_tables[spec.name], config.item_sampler
     weight = sampler.weight if isinstance(sampler, WeightedSampler) else None
     timeout_s = config.timeout_s if table.rate is None else table.rate.timeout_s
-    return {"writing": {"max_length": table.max_length, "weight": weight, "timeout_s": timeout_s}}
+    given = with_schema(table.model_dump(mode="json", by_alias=True), spec.schema)
+    return {
+        "max_length": table.max_length,
+        "weight": weight,
+        "timeout_s": timeout_s,
+        "options": options_of(config.seed, spec.name, given),
+        "defaults": {"seed": defaults_of(GearConfig)["seed"], **_DEFAULTS},
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +15,19 @@ import numpy as np
 from deepspeed_gear.errors import StoreError
 
 MAGIC = b"GEARSTOR"
-FORMAT = 1
+FORMAT = 2
 ALIGNMENT = 128
 HEADER_BYTES = 4096
+_MOST_TEXT = 1 << 26  # bytes of a description
 HEADER = np.dtype(
     [
         ("magic", "S8"),
         ("format", "<i8"),
         ("total_bytes", "<i8"),
         ("layout_digest", "S64"),
-        ("nonce", "S32"),
+        ("run_id", "S32"),
+        ("run_name", "S64"),
+        ("config_digest", "S64"),
         ("description_bytes", "<i8"),
     ]
 )
@@ -31,6 +35,24 @@ MUTEX_OFFSET, MUTEX_BYTES = 256, 128
 HOLDER_OFFSET = MUTEX_OFFSET + MUTEX_BYTES  # int64: process id while the lock is held, 0 otherwise
 
 SLOT_WORDS = RESOLUTION_WORDS = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run that a store belongs to.
+
+    Args:
+        id: 32 hexadecimal digits, drawn when the run begins; no two runs have the same.
+        name: As the user has named it; may be empty.
+        digest: SHA-256 of what a writer depends on, hex; empty where no writer attaches by a config.
+    """
+
+    id: str
+    name: str = ""
+    digest: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.id})" if self.name else self.id
 
 
 @dataclass(frozen=True)
@@ -104,26 +126,52 @@ def align(offset: int) -> int:
     return (offset + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-def write_header(buffer: Any, layout: Layout, nonce: str) -> None:
+def write_header(buffer: Any, layout: Layout, run: Run) -> None:
     """Write header and description; the magic last."""
     text = layout.description.encode()
     buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = text
     header = np.ndarray((), HEADER, buffer=buffer)
     header["format"], header["total_bytes"] = FORMAT, layout.total_bytes
-    header["layout_digest"], header["nonce"] = layout.digest.encode(), nonce.encode()
+    header["layout_digest"], header["config_digest"] = layout.digest.encode(), run.digest.encode()
+    header["run_id"], header["run_name"] = run.id.encode(), run.name.encode()
     header["description_bytes"] = len(text)
     header["magic"] = MAGIC
 
 
-def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, str]:
-    """Return layout and run nonce of a store.
+def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, Run]:
+    """Return layout and run of a store.
 
     Raises:
         StoreError: It is no store, of another format version, truncated or damaged.
     """
     if num_bytes < HEADER_BYTES:
         raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", num_bytes)
-    header = np.ndarray((), HEADER, buffer=buffer)
+    header = _checked(np.ndarray((), HEADER, buffer=buffer), path)
+    if int(header["total_bytes"]) != num_bytes:
+        raise StoreError(path, f"must have {int(header['total_bytes'])} bytes", num_bytes, "it is truncated")
+    text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + int(header["description_bytes"])])
+    layout = Layout.parse(_undamaged(header, text, path))
+    if layout.total_bytes != num_bytes:
+        raise StoreError(path, f"must have the {layout.total_bytes} bytes of its layout", num_bytes)
+    return layout, _run(header)
+
+
+def read_meaning(fd: int, path: str) -> tuple[dict[str, Any], Run]:
+    """Return what the processes of a store must agree on, and its run, without mapping the file.
+
+    Raises:
+        StoreError: As `read_header`.
+    """
+    head = os.pread(fd, HEADER_BYTES, 0)
+    if len(head) < HEADER_BYTES:
+        raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", len(head))
+    header = _checked(np.frombuffer(head, HEADER, 1)[0], path)
+    text = os.pread(fd, min(max(int(header["description_bytes"]), 0), _MOST_TEXT), HEADER_BYTES)
+    return Layout.parse(_undamaged(header, text, path)).meaning, _run(header)
+
+
+def _checked(header: Any, path: str) -> Any:
+    """Return a header that is one of this version."""
     if bytes(header["magic"]) != MAGIC:
         raise StoreError(
             path, "must be a gear store", bytes(header["magic"]), "remove the file or use its right name"
@@ -132,25 +180,16 @@ def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, str]:
         raise StoreError(
             path, f"must have store format {FORMAT}", int(header["format"]), "use one version everywhere"
         )
-    if int(header["total_bytes"]) != num_bytes:
-        raise StoreError(path, f"must have {int(header['total_bytes'])} bytes", num_bytes, "it is truncated")
-    text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + int(header["description_bytes"])])
+    return header
+
+
+def _undamaged(header: Any, text: bytes, path: str) -> str:
+    """Return the description whose digest the header holds."""
     if hashlib.sha256(text).hexdigest().encode() != bytes(header["layout_digest"]):
         raise StoreError(path, "must have an undamaged layout", None, "remove it with `gear clean`")
-    layout = Layout.parse(text.decode())
-    if layout.total_bytes != num_bytes:
-        raise StoreError(path, f"must have the {layout.total_bytes} bytes of its layout", num_bytes)
-    return layout, bytes(header["nonce"]).decode(errors="replace")
+    return text.decode()
 
 
-def description_of(head: bytes, path: str) -> dict[str, Any]:
-    """Return what the processes of a store must agree on, of the first bytes of its file.
-
-    Raises:
-        StoreError: It is no store.
-    """
-    header = np.frombuffer(head, HEADER, 1)[0] if len(head) >= HEADER_BYTES else None
-    if header is None or bytes(header["magic"]) != MAGIC:
-        raise StoreError(path, "must be a gear store", None, "remove the file or use its right name")
-    text = head[HEADER_BYTES : HEADER_BYTES + int(header["description_bytes"])]
-    return dict(json.loads(text)["meaning"])
+def _run(header: Any) -> Run:
+    fields = (bytes(header[field]).rstrip(b"\0") for field in ("run_id", "run_name", "config_digest"))
+    return Run(*(field.decode(errors="replace") for field in fields))

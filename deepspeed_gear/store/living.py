@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.store.layout import MAGIC, Layout, read_header
+from deepspeed_gear.store.layout import MAGIC, Layout, Run, read_header
 from deepspeed_gear.store.memory import SHM
+from deepspeed_gear.store.reaper import NAME
 
 _PROC = Path("/proc")
 
@@ -29,13 +30,15 @@ class LivingStore:
 
     Args:
         table: Name of the table.
-        processes: Those that hold it.
+        processes: Those that are attached to it.
+        run: That it belongs to.
         layout: Where everything lies.
         views: Its regions, read-only; what they hold changes as the run goes on.
     """
 
     table: str
     processes: tuple[int, ...]
+    run: Run
     layout: Layout
     views: dict[str, np.ndarray]
 
@@ -55,6 +58,8 @@ def living_stores(process: int | None = None) -> list[LivingStore]:
     paths: dict[tuple[int, int], Path] = {}
     for pid in processes:
         try:
+            if process is None and _is_reaper(pid):
+                continue
             for path, identity in _shared_files(pid):
                 paths.setdefault(identity, path)
                 if pid not in holders.setdefault(identity, []):
@@ -65,10 +70,15 @@ def living_stores(process: int | None = None) -> list[LivingStore]:
                 raise StoreError(f"process {pid}", rule, error.strerror) from error
     opened = ((_open(path, strict=process is not None), tuple(holders[key])) for key, path in paths.items())
     return [
-        LivingStore(str(found[0].meaning["table"]), processes, *found)
+        LivingStore(str(found[1].meaning["table"]), processes, *found)
         for found, processes in opened
-        if found is not None and "table" in found[0].meaning  # not places of simulators
+        if found is not None and "table" in found[1].meaning  # not places of simulators
     ]
+
+
+def _is_reaper(pid: int) -> bool:
+    """Return whether a process only waits to remove a store."""
+    return (_PROC / str(pid) / "comm").read_text().rstrip("\n") == NAME
 
 
 def _shared_files(pid: int) -> Iterator[tuple[Path, tuple[int, int]]]:
@@ -84,7 +94,7 @@ def _shared_files(pid: int) -> Iterator[tuple[Path, tuple[int, int]]]:
             yield path, (status.st_dev, status.st_ino)
 
 
-def _open(path: Path, strict: bool) -> tuple[Layout, dict[str, np.ndarray]] | None:
+def _open(path: Path, strict: bool) -> tuple[Run, Layout, dict[str, np.ndarray]] | None:
     """Map a file read-only; None if it is no store."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -100,11 +110,11 @@ def _open(path: Path, strict: bool) -> tuple[Layout, dict[str, np.ndarray]] | No
     finally:
         os.close(fd)
     try:
-        layout, _ = read_header(memory, size, str(path))
+        layout, run = read_header(memory, size, str(path))
     except StoreError:
         if strict:
             raise
         return None  # of another version
     if "table" not in layout.meaning:  # a policy board
         return None
-    return layout, layout.views(memory)
+    return run, layout, layout.views(memory)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,9 +20,9 @@ from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.bells import BELL_WORDS, Bells
-from deepspeed_gear.store.layout import Layout, Region, description_of, read_header, write_header
+from deepspeed_gear.store.layout import Layout, Region, Run, read_header, read_meaning, write_header
 from deepspeed_gear.store.lock import StoreLock
-from deepspeed_gear.store.memory import SHM, PeerTakenError, SharedMemory, file_path, living
+from deepspeed_gear.store.memory import SHM, PeerTakenError, SharedMemory, file_path, living, opened_file
 from deepspeed_gear.store.sets import is_among
 from deepspeed_gear.store.staging import Staging
 from deepspeed_gear.timeouts import check_timeout
@@ -133,7 +132,7 @@ class RequestSlots:
 
     @classmethod
     def create(
-        cls, places: Places, store: str, peer: int, nonce: str, ops: Ops, huge_pages: bool
+        cls, places: Places, store: str, peer: int, run: Run, ops: Ops, huge_pages: bool
     ) -> RequestSlots:
         """Make the file of a rank, with every place free.
 
@@ -141,7 +140,7 @@ class RequestSlots:
             places: What it is.
             store: Name of the table's file.
             peer: Index of the rank on its node.
-            nonce: Of the run.
+            run: Of the table's store.
             ops: The ops.
             huge_pages: Ask for huge pages.
         Raises:
@@ -153,8 +152,8 @@ class RequestSlots:
         try:
             slots = cls(places, memory, ops, layout)
             slots.lock.initialise()
-            write_header(memory.buffer, layout, nonce)
-            memory.link(f"{store}{_SUFFIX}{peer}")
+            write_header(memory.buffer, layout, run)
+            memory.link(f"{store}{_SUFFIX}{peer}", reaped=True)
             return slots
         except FileExistsError:
             memory.close()
@@ -342,9 +341,6 @@ class RequestSlots:
 
 
 def _num_places(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            told: dict[str, Any] = description_of(file.read(1 << 20), str(path))
-    except OSError as error:
-        raise StoreError(str(path), "must be an existing store", error.strerror) from error
-    return int(told["inference"]["count"])
+    with opened_file(path) as fd:
+        meaning, _ = read_meaning(fd, str(path))
+    return int(meaning["inference"]["count"])

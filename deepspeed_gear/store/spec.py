@@ -10,8 +10,9 @@ from deepspeed_gear.errors import StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.extents import LINK_WORDS
-from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region, description_of
+from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region, read_meaning
 from deepspeed_gear.store.life import UNLIMITED, Life
+from deepspeed_gear.store.memory import opened_file
 
 CONTROL_WORDS, PEER_WORDS, LIFE_WORDS = 32, 8, 4
 NOTE_BYTES = 512  # what a process says of how its batches get to its device
@@ -197,12 +198,8 @@ def writer_places(path: Path) -> range:
     Raises:
         StoreError: It takes no writers, or is no store.
     """
-    try:
-        with path.open("rb") as file:
-            head = file.read(1 << 20)
-    except OSError as error:
-        raise StoreError(str(path), "must be an existing store", error.strerror) from error
-    sizes = description_of(head, str(path)).get("sizes")
+    with opened_file(path) as fd:
+        sizes = read_meaning(fd, str(path))[0].get("sizes")
     if sizes is None or not sizes["num_writers"]:
         rule, remedy = "must admit writers", "set gear.tables.<name>.writers"
         raise StoreError(str(path), rule, None, remedy)

@@ -44,7 +44,7 @@ from deepspeed_gear.store.extents import (
     NativeExtents,
 )
 from deepspeed_gear.store.filling import derive_returns, fill
-from deepspeed_gear.store.layout import Layout, Region, read_header, write_header
+from deepspeed_gear.store.layout import Layout, Region, Run, read_header, write_header
 from deepspeed_gear.store.lock import StoreLock
 from deepspeed_gear.store.memory import SharedMemory
 from deepspeed_gear.store.native import open_store
@@ -114,7 +114,7 @@ class Table:
         spec: TableSpec,
         extra: list[Region],
         meaning: dict[str, Any],
-        nonce: str,
+        run: Run,
         ops: Ops,
         timeout_s: float,
         huge_pages: bool = True,
@@ -125,7 +125,7 @@ class Table:
             spec: The table.
             extra: Regions of other layers (the streams of selection).
             meaning: What must agree between the processes of the store.
-            nonce: Of the run.
+            run: That it belongs to.
             ops: The ops.
             timeout_s: Longest wait for the lock, in seconds.
             huge_pages: Ask for huge pages.
@@ -141,7 +141,7 @@ class Table:
                 table.extents.rebuild()
             if spec.dataset is not None:
                 fill(table, spec.dataset)
-            write_header(memory.buffer, layout, nonce)
+            write_header(memory.buffer, layout, run)
             table.claim_peer(0)
             return table
         except BaseException:
@@ -154,7 +154,7 @@ class Table:
         spec: TableSpec,
         name: str,
         expected: Layout,
-        nonce: str,
+        run_id: str,
         peer: int,
         ops: Ops,
         timeout_s: float,
@@ -167,8 +167,8 @@ class Table:
         memory = SharedMemory.attach(name, peer)
         try:
             layout, found = read_header(memory.buffer, memory.num_bytes, str(memory.path))
-            if found != nonce:
-                raise StoreError(str(memory.path), f"must belong to run {nonce}", found)
+            if found.id != run_id:
+                raise StoreError(str(memory.path), f"must belong to run {run_id}", found.id)
             if layout.digest != expected.digest:
                 raise StoreError(
                     str(memory.path), "must have the layout that this process expects", layout.description
@@ -185,7 +185,17 @@ class Table:
         self.peers[peer, [OLDEST_OPEN, REGISTERED]] = 0
         self.peers[peer, PEER_PID] = os.getpid()
 
+    @property
+    def has_living_rank(self) -> bool:
+        """Whether a rank is attached; a store without one belongs to a run that has ended."""
+        return self.memory.holds_any(range(self.spec.num_peers))
+
     # ---- reading ---------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The run that the store belongs to."""
+        return read_header(self.memory.buffer, self.memory.num_bytes, str(self.memory.path))[1]
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a column as a tensor over the store itself. [rows, *shape]; never write to it."""

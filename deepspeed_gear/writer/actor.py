@@ -20,7 +20,7 @@ import numpy as np
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.memory import SHM
+from deepspeed_gear.store.memory import StoreGoneError
 from deepspeed_gear.writer.board import PolicyBoard
 from deepspeed_gear.writer.writer import TrajectoryWriter
 
@@ -175,8 +175,8 @@ def act_in(job: Job, stop: threading.Event) -> dict[str, Any]:
             check()
     except Stopped:
         pass
-    except StoreError:
-        if _run_goes_on(job, writer):
+    except StoreError as error:
+        if not _run_has_ended(job, writer, error):
             raise
     finally:
         envs.close()
@@ -192,12 +192,11 @@ def act_in(job: Job, stop: threading.Event) -> dict[str, Any]:
     }
 
 
-def _run_goes_on(job: Job, writer: TrajectoryWriter | None) -> bool:
-    """Return whether there is still somebody to act for."""
+def _run_has_ended(job: Job, writer: TrajectoryWriter | None, error: StoreError) -> bool:
+    """Return whether an error is that the run has ended."""
     if writer is not None:
-        return writer.run_goes_on
-    name = job.attach.get("name")
-    return name is None or (SHM / name).exists()
+        return not writer.run_goes_on
+    return isinstance(error, StoreGoneError) and job.attach.get("name") is not None
 
 
 def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: Returns, seed: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -13,14 +14,15 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.store.layout import read_header
-from deepspeed_gear.store.memory import SHM, SharedMemory, file_path, living
-from deepspeed_gear.store.request_slots import is_request_file
+from deepspeed_gear.store.memory import SHM, SharedMemory, StoreGoneError
+from deepspeed_gear.store.named import RUN_VARIABLE, NamedStore, named_store, named_stores, run_name
 from deepspeed_gear.store.spec import TableSpec, writer_places
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
 
 _POLL_S = 0.1
 DEFAULT_PREFIX = "gear"
+_OWN_CONFIG = "give this process the config of its run"
 
 
 @dataclass(frozen=True)
@@ -45,32 +47,63 @@ def attach(
     table: str | None = None,
     name: str | None = None,
     wait_s: float = 60.0,
+    run: str | None = None,
 ) -> Attached:
-    """Attach to the store of a table of this node.
+    """Attach to the store of a table of a run of this node.
+
+    Candidates are stores with a living rank whose run has the table, the writers' options of `config` (see
+    `store.writer_options`) and the name or id `run`. This waits until there is one, also where a store goes
+    while it is opened.
 
     Args:
-        config: The ds_config of the run, or its `gear` section: a file or a mapping. None: default names.
+        config: The ds_config of the run, or its `gear` section: a file or a mapping. None: default names, and
+            any schema.
         table: Which table; None: the only one that takes writers.
-        name: Of the store's file in /dev/shm, in place of both.
+        name: Of the store's file in /dev/shm, in place of a search. It must be there, and fit `config`.
         wait_s: How long to wait for the ranks to make it.
+        run: Name or id of the run. None: `gear.shared_memory.run`, else the environment's GEAR_RUN, else the
+            only run that fits.
     Raises:
-        ConfigError: The config says of no such table that takes writers, or an argument is wrong.
+        ConfigError: The config says of no such table that takes writers, or of no such run; or an argument is
+            wrong.
         StoreError: There is no such store in time, there are several, or all places of writers are taken.
     """
     if isinstance(name, str) and "/" in name:
         raise ConfigError("name", "must be the name of a file in /dev/shm", name)
-    for what, given in (("table", table), ("name", name)):
+    for what, given in (("table", table), ("name", name), ("run", run)):
         arguments.one_of(what, given, (str, type(None)), "a name")
     check_timeout("wait_s", wait_s)
-    found = name or _find(_prefix_of(config), _table_of(config, table), wait_s)
-    memory = SharedMemory.attach_one_of(found, writer_places(file_path(found)))
+    search = _Search.of(config, table, run)
+    if name is not None:
+        return _open(search.fitting(name))
+    until = time.monotonic() + wait_s
+    while True:
+        store, others = search.look()
+        if store is not None:
+            with contextlib.suppress(StoreGoneError):  # its run has ended meanwhile: wait for the next
+                return _open(store)
+        if time.monotonic() > until:
+            raise search.not_found(wait_s, others)
+        time.sleep(_POLL_S)
+
+
+def _open(store: NamedStore) -> Attached:
+    """Attach to a store.
+
+    Raises:
+        StoreGoneError: Its run has ended.
+        StoreError: All places of writers are taken.
+    """
+    memory = SharedMemory.attach_one_of(store.file, writer_places(SHM / store.file))
     try:
         layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
         meaning = layout.meaning
         spec = TableSpec.of_capacity(str(meaning["table"]), meaning["schema"], meaning["sizes"])
         ops = load_library(meaning["library"])
         attached = Table(spec, memory, layout, ops, float(meaning["timeout_s"]))
-        with attached.lock:  # an earlier process in this place may have died without anybody noticing
+        if not attached.has_living_rank:
+            raise StoreGoneError(str(store), "must belong to a living run", None, "its ranks have ended")
+        with attached.lock:  # an earlier process in this place may have died without a trace
             attached.unfinished.give_up(memory.peer)
         attached.claim_peer(memory.peer)
         told = meaning["writing"]
@@ -78,6 +111,83 @@ def attach(
     except BaseException:
         memory.close()
         raise
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Which stores are candidates.
+
+    Args:
+        section: The `gear` section; None: any store of the prefix.
+        prefix: Of the file.
+        table: None: any.
+        run: Name or id; "": any.
+    """
+
+    section: Mapping[str, Any] | None
+    prefix: str
+    table: str | None
+    run: str
+
+    @classmethod
+    def of(cls, config: str | Path | Mapping[str, Any] | None, table: str | None, run: str | None) -> _Search:
+        section = None if config is None else _section(config)
+        memory = {} if section is None else _object("gear.shared_memory", section.get("shared_memory", {}))
+        prefix = memory.get("prefix", DEFAULT_PREFIX)
+        if not isinstance(prefix, str):
+            raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
+        return cls(section, prefix, _table_of(section, table), run_name(memory.get("run"), run))
+
+    def look(self) -> tuple[NamedStore | None, list[str]]:
+        """Return the one store that fits, or None, and why the others do not.
+
+        Raises:
+            StoreError: Several fit.
+        """
+        fitting, others = [], []
+        found, foreign = named_stores(self.prefix)
+        for store in found:
+            reasons = self._reasons(store)
+            if reasons:
+                others.append(f"{store}: {', '.join(reasons)}")
+            else:
+                fitting.append(store)
+        if len(fitting) > 1:
+            remedy = f"give run or set {RUN_VARIABLE} to a run's name or id, or give table"
+            several = "; ".join(map(str, fitting))
+            raise StoreError("the store", "must be named where there are several", several, remedy)
+        return (fitting[0] if fitting else None), others + foreign
+
+    def fitting(self, file: str) -> NamedStore:
+        """Return the store of a file, which must fit.
+
+        Raises:
+            StoreError: It does not, or cannot be attached to.
+        """
+        store = named_store(file)
+        options = [] if self.section is None else store.differences(self.section)
+        if options:
+            raise StoreError(str(store), "must be of a run of this config", ", ".join(options), _OWN_CONFIG)
+        return store
+
+    def _reasons(self, store: NamedStore) -> list[str]:
+        """Return why a store does not fit."""
+        if self.table not in (None, store.table):
+            return [f"its table is not {self.table}"]
+        if self.run and self.run not in (store.run.id, store.run.name):
+            return [f"its run is not {self.run}"]
+        return [] if self.section is None else store.differences(self.section)
+
+    def not_found(self, wait_s: float, others: list[str]) -> StoreError:
+        """Return the error of a search without a result."""
+        what = f"{SHM}/{self.prefix}-*-{self.table or '*'}"
+        of = [] if self.section is None else ["of this config"]
+        of += [f"of run {self.run}"] if self.run else []
+        rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
+        remedy = "start the ranks; set gear.tables.<name>.writers"
+        if others:
+            remedy = f"{_OWN_CONFIG}, or start its ranks"
+        return StoreError(what, rule, "; ".join(others) or None, remedy)
 
 
 def _section(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -102,46 +212,14 @@ def _object(name: str, value: object) -> Mapping[str, Any]:
     return value
 
 
-def _prefix_of(config: str | Path | Mapping[str, Any] | None) -> str:
-    section = {} if config is None else _section(config)
-    memory = _object("gear.shared_memory", section.get("shared_memory", {}))
-    prefix = memory.get("prefix", DEFAULT_PREFIX)
-    if not isinstance(prefix, str):
-        raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
-    return prefix
-
-
-def _table_of(config: str | Path | Mapping[str, Any] | None, table: str | None) -> str | None:
-    if config is None:
+def _table_of(section: Mapping[str, Any] | None, table: str | None) -> str | None:
+    if section is None:
         return table
-    tables = _object("gear.tables", _section(config).get("tables", {}))
-    known = [name for name, table in tables.items() if _object(f"gear.tables.{name}", table).get("writers")]
+    tables = _object("gear.tables", section.get("tables", {}))
+    known = [name for name, given in tables.items() if _object(f"gear.tables.{name}", given).get("writers")]
     if table is None and len(known) == 1:
         return str(known[0])
     if table not in known:
         rule = f"must be one of the tables that take writers: {', '.join(known) or 'none'}"
         raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
     return table
-
-
-def _find(prefix: str, table: str | None, wait_s: float) -> str:
-    """Return the name of the one living store of a prefix and a table; wait for it."""
-    until = time.monotonic() + wait_s
-    while True:
-        names = [path.name for path in living(prefix) if _is_of(path.name, prefix, table)]
-        if len(names) == 1:
-            return names[0]
-        if names:
-            rule, remedy = "must be named where there are several", "give name, or table and another prefix"
-            raise StoreError("the store", rule, names, remedy)
-        if time.monotonic() > until:
-            what = f"{SHM}/{prefix}-*-{table or '*'}"
-            rule = f"must be a store that takes writers, within {wait_s:g} s"
-            raise StoreError(what, rule, None, "start the ranks; set gear.tables.<name>.writers")
-        time.sleep(_POLL_S)
-
-
-def _is_of(name: str, prefix: str, table: str | None) -> bool:
-    rest = name.removeprefix(f"{prefix}-")
-    nonce, _, of = rest.partition("-")
-    return len(nonce) == 32 and not is_request_file(of) and (table is None or of == table)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.store.forks import ProcessBound
-from deepspeed_gear.store.layout import Layout, Region, read_header, write_header
+from deepspeed_gear.store.layout import Layout, Region, Run, read_header, write_header
 from deepspeed_gear.store.memory import SharedMemory
 
 PREFIX = "gear"
@@ -69,13 +69,13 @@ class PolicyBoard(ProcessBound):
             Region("slots", "int64", (_SLOTS, 8)),
             Region("values", "float32", (_SLOTS, length)),
         ]
-        layout, nonce = Layout.of(regions, {"board": shapes}), os.urandom(8).hex()
+        layout, run = Layout.of(regions, {"board": shapes}), Run(os.urandom(16).hex())
         memory = SharedMemory.create(layout.total_bytes, _PUBLISHER, huge_pages=False)
         try:
-            write_header(memory.buffer, layout, nonce)
+            write_header(memory.buffer, layout, run)
             board = cls(memory, layout)
             board.publish(module)
-            memory.link(f"{prefix}-board.{nonce}")
+            memory.link(f"{prefix}-board.{run.id}", reaped=True)
         except BaseException:
             memory.close()
             raise

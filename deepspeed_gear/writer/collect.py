@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from deepspeed_gear.errors import ConfigError, PeerError
 from deepspeed_gear.store.forks import ProcessBound
+from deepspeed_gear.store.named import RUN_VARIABLE
 from deepspeed_gear.writer.actor import Job, gymnasium_module
 from deepspeed_gear.writer.board import PolicyBoard
 
@@ -36,9 +37,13 @@ class Actors(ProcessBound):
     They also end when this process does, and when the run whose store they write to has ended.
 
     Thread safety: one thread.
+
+    Args:
+        jobs: One for each actor.
+        run: Name or id of the run, for what a policy itself attaches to; None: this process's GEAR_RUN.
     """
 
-    def __init__(self, jobs: list[Job]) -> None:
+    def __init__(self, jobs: list[Job], run: str | None = None) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _kill, self._processes)
         self.results: list[dict[str, Any]] = []  # of each actor, once it was stopped
@@ -47,6 +52,8 @@ class Actors(ProcessBound):
         environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS.split()}
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment.setdefault("OMP_NUM_THREADS", "1")
+        if run is not None:
+            environment[RUN_VARIABLE] = run
         for told in work:
             pipe = subprocess.PIPE
             process = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, env=environment)
@@ -133,6 +140,7 @@ def collect(
     config: str | Path | Mapping[str, Any] | None = None,
     table: str | None = None,
     board: PolicyBoard | None = None,
+    run: str | None = None,
     seed: int = 0,
     env_options: Mapping[str, Any] | None = None,
 ) -> Actors:
@@ -148,10 +156,11 @@ def collect(
         policy: A function, or "module:function"; importable by actors, so not of a script's main module.
         actors: Processes; the table's `writers` must admit as many.
         envs: Environments of each.
-        replay: Whose table it is, in a rank; else `config`.
+        replay: Whose table it is, in a rank; else `config`. The actors add to its run and to no other.
         config: As `TrajectoryWriter.attach`.
         table: Which table; None: the sampled one, or the only one that takes writers.
         board: Where the policy finds the learners' newest version.
+        run: Name or id of the run, as `TrajectoryWriter.attach`; with `config`.
         seed: Environment j of actor i has the seed `seed + i * envs + j`, where each has its own.
         env_options: Further arguments of the environment.
     Raises:
@@ -161,11 +170,14 @@ def collect(
     gymnasium_module()
     if (replay is None) == (config is None):
         raise ConfigError("replay and config", "must be given one of them", None)
-    attach: dict[str, Any] = {"config": config, "table": table}
+    attach: dict[str, Any] = {"config": config, "table": table, "run": run}
     if replay is not None:
+        if run is not None:
+            raise ConfigError("run", "must be given with config only", run, "a replay's run is known")
         attach = {"name": _store_of(replay, table, actors)}
     options, name = dict(env_options or {}), None if board is None else board.name
-    return Actors([Job(i, actors, env, envs, options, policy, attach, name, seed) for i in range(actors)])
+    jobs = [Job(i, actors, env, envs, options, policy, attach, name, seed) for i in range(actors)]
+    return Actors(jobs, run if replay is None else replay.run)
 
 
 def _store_of(replay: Replay, table: str | None, actors: int) -> str:

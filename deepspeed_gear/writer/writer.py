@@ -16,7 +16,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.rules import check_weights
 from deepspeed_gear.store.forks import ProcessBound
-from deepspeed_gear.store.table import PEER_PID, Table
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.attach import attach
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter
@@ -62,20 +62,24 @@ class TrajectoryWriter(ProcessBound):
         table: str | None = None,
         name: str | None = None,
         wait_s: float = 60.0,
+        run: str | None = None,
         check: Callable[[], None] | None = None,
     ) -> TrajectoryWriter:
         """Attach to the store that the ranks of this node have made, or will have made.
 
         Args:
-            config: The run's ds_config or `gear` section, a file or a mapping; it says prefix and table.
+            config: The run's ds_config or `gear` section, a file or a mapping. Stores of another schema,
+                capacity, removal, rate or seed are not candidates.
             table: Which table; None: the only one that takes writers.
-            name: Of the store's file in /dev/shm, in place of both.
+            name: Of the store's file in /dev/shm, in place of a search.
             wait_s: How long to wait for the store, in seconds.
+            run: Name or id of the run (`Replay.run`), where several of one config run on this node. None:
+                `gear.shared_memory.run`, else the environment's GEAR_RUN.
             check: Called while it waits for ranks; raises to end the wait.
         Raises:
             ConfigError, StoreError: As `writer.attach.attach`.
         """
-        found = attach(config, table, name, wait_s)
+        found = attach(config, table, name, wait_s, run)
 
         def check_weight(columns: dict[str, np.ndarray]) -> None:
             if found.weight is not None:
@@ -107,6 +111,11 @@ class TrajectoryWriter(ProcessBound):
     def table(self) -> str:
         """Name of the table."""
         return self._table.spec.name
+
+    @property
+    def run(self) -> str:
+        """Id of the run."""
+        return self._table.run.id
 
     @property
     def max_length(self) -> int | None:
@@ -257,9 +266,7 @@ class TrajectoryWriter(ProcessBound):
     @property
     def run_goes_on(self) -> bool:
         """Whether a rank is still attached to the store."""
-        ranks = range(self._table.spec.num_peers)
-        attached = [peer for peer in ranks if self._table.peers[peer, PEER_PID] != 0]
-        return any(self._table.memory.is_alive(peer) for peer in attached)
+        return self._table.has_living_rank
 
     def end_with_replay(self) -> None:
         """Refuse what comes later: the replay whose table this is has been closed."""

@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 from gear_support import SHM, lengths_of, shared_files, wait_until, write_dataset
-from process_support import Ranks, environment, launcher, run_ranks
+from process_support import Ranks, environment, in_child, kill, launcher, reapers, run_ranks
 
-from deepspeed_gear import Replay
+from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.errors import StoreError
 
 ROUNDS = 20 if os.environ.get("GEAR_LONG_TESTS") == "1" else 4
 START_S = 120.0  # of two ranks on a busy machine
@@ -406,3 +407,39 @@ def test_the_lock_of_a_killed_build_stops_no_launch(data: Path, tmp_path: Path, 
     outputs = run_ranks("faults_train.py", 2, str(tmp_path), TORCH_EXTENSIONS_DIR=str(builds))
     assert not lock.exists()
     assert [text.count(f"removed {lock}") for text in outputs] in ([0, 1], [1, 0])
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGKILL, signal.SIGKILL), (signal.SIGSEGV, signal.SIGTERM)])
+def test_ranks_of_a_table_with_writers_are_killed(
+    numbers: tuple[int, int], name: str, tmp_path: Path
+) -> None:
+    """At once, or one after the other; a writer is killed last. Files go with the last process of each."""
+    table = {"capacity_steps": 500, "remove": "fifo", "writers": 1}
+    section = {"tables": {"main": table}, "batch_size": 4, "shared_memory": {"prefix": name}}
+    ranks = Ranks("faults_writers.py", 2, str(tmp_path), json.dumps(section))
+
+    def write() -> None:
+        with TrajectoryWriter.attach(section, wait_s=START_S):
+            (tmp_path / "ready-writer").touch()
+            signal.pause()
+
+    writer = in_child(write)
+    try:
+        for who in ("0", "1", "writer"):
+            wait_until((tmp_path / f"ready-{who}").exists, f"the start of {who}", START_S)
+        assert len(shared_files(name)) == len(reapers(name)) == 5  # a store, two boards, two loaders
+        for process, number in zip(ranks.processes, numbers, strict=True):
+            process.send_signal(number)
+            if number != numbers[-1]:
+                process.wait()
+                assert len(shared_files(name)) >= 3
+        for process in ranks.processes:
+            process.wait()
+        wait_until(lambda: len(shared_files(name)) == 1, "the end of boards and loaders")
+        with pytest.raises(StoreError, match="within 0 s"):
+            TrajectoryWriter.attach(section, wait_s=0.0)
+    finally:
+        ranks.kill()
+        kill(writer)
+    wait_until(lambda: not reapers(name), "the end of the reapers")
+    assert shared_files(name) == []

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.parallel.plan import shards_of
 from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.store.layout import Run
 from deepspeed_gear.store.part_writer import write_parts
 from deepspeed_gear.store.sharding import non_empty, shard_of_node
 from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec
@@ -67,7 +68,7 @@ def rows_of(
     rows = dataset.row_of(high) - dataset.row_of(low)
     sizes = (high - low, rows, dataset, in_memory, True, 1, shard, *arrivals)
     table = Table.create(
-        TableSpec("main", dataset.schema, *sizes), [], {}, "0" * 32, load_backend("cpu"), 10.0
+        TableSpec("main", dataset.schema, *sizes), [], {}, Run("0" * 32), load_backend("cpu"), 10.0
     )
     try:
         ids = np.arange(shard.first, shard.end)

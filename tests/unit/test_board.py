@@ -14,7 +14,7 @@ from torch import nn
 
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.living import living_stores
-from deepspeed_gear.store.memory import remove_garbage, stores
+from deepspeed_gear.store.memory import stores
 from deepspeed_gear.writer import board as board_module
 from deepspeed_gear.writer.board import PolicyBoard
 
@@ -138,8 +138,7 @@ def test_never_torn_under_a_hammering_publisher(
     finally:
         if child:
             kill(child)
-        remove_garbage(PREFIX)
-    assert shared_files(PREFIX) == []
+        wait_until(lambda: shared_files(PREFIX) == [], "the reaper")
 
 
 def test_a_publisher_that_dies_between_two_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (
         _with("shared_memory", "strict", True),
-        "gear.shared_memory.strict is not an option; known are prefix, huge_pages",
+        "gear.shared_memory.strict is not an option; known are prefix, huge_pages, run",
     ),
     # Wrong types: nothing is converted.
     (_with("seed", "3"), "gear.seed must be an integer in [0, 2^63), got '3'; write it without quotes"),

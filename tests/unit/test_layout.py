@@ -19,12 +19,14 @@ from deepspeed_gear.store.layout import (
     MUTEX_OFFSET,
     Layout,
     Region,
+    Run,
     align,
     read_header,
     write_header,
 )
 
 SIZES = [0, 1, 7, 33, 127, 128, 129]
+RUN = Run("0123456789abcdef" * 2, "r" * 64, "f" * 64)
 LAYOUT = Layout.of([Region("a", "int64", (7,)), Region("b", "uint16", (3, 5))], {"table": "main"})
 
 
@@ -85,14 +87,14 @@ def test_any_difference_changes_the_digest(other: Layout) -> None:
 
 def header() -> bytearray:
     buffer = bytearray(LAYOUT.total_bytes)
-    write_header(buffer, LAYOUT, "0123456789abcdef" * 2)
+    write_header(buffer, LAYOUT, RUN)
     return buffer
 
 
 def test_header_round_trip() -> None:
-    layout, nonce = read_header(header(), LAYOUT.total_bytes, "F")
+    layout, run = read_header(header(), LAYOUT.total_bytes, "F")
     assert layout == LAYOUT
-    assert nonce == "0123456789abcdef" * 2
+    assert run == RUN
 
 
 def set_word(name: str, value: object) -> Callable[[bytearray], None]:
@@ -115,7 +117,7 @@ def not_text(buffer: bytearray) -> None:
     [
         (set_word("magic", b"GEARSTOP"), "F must be a gear store, got b'GEARSTOP'"),
         (set_word("magic", b""), "F must be a gear store"),
-        (set_word("format", 2), "F must have store format 1, got 2"),
+        (set_word("format", 1), "F must have store format 2, got 1"),
         (set_word("total_bytes", LAYOUT.total_bytes + 1), r"F must have \d+ bytes, got \d+; it is truncated"),
         (set_word("description_bytes", 5), "F must have an undamaged layout"),
         (set_word("description_bytes", 1 << 40), "F must have an undamaged layout"),
@@ -141,7 +143,7 @@ def test_short_files_are_refused(size: int) -> None:
 def test_a_layout_of_another_size_is_refused() -> None:
     longer = Layout.of([Region("a", "int64", (700,)), Region("b", "uint16", (3, 5))], {"table": "main"})
     buffer = bytearray(longer.total_bytes)
-    write_header(buffer, longer, "n")
+    write_header(buffer, longer, RUN)
     set_word("total_bytes", LAYOUT.total_bytes)(buffer)
     with pytest.raises(StoreError, match=rf"F must have the {longer.total_bytes} bytes of its layout"):
         read_header(buffer, LAYOUT.total_bytes, "F")

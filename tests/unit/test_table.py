@@ -19,7 +19,7 @@ from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay import content
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.dataset import Dataset
-from deepspeed_gear.store.layout import HEADER, Layout
+from deepspeed_gear.store.layout import HEADER, Layout, Run
 from deepspeed_gear.store.spec import RETURN_TO_GO, TableSpec
 from deepspeed_gear.store.table import (
     COMMITTED,
@@ -275,7 +275,7 @@ def test_a_data_set_is_all_committed(tmp_path: Any, in_memory: bool) -> None:
     lengths = [3, 1, 7]
     dataset = Dataset.open(write_dataset(tmp_path / "d", lengths))
     spec = TableSpec("main", SCHEMA, 3, dataset.num_rows, dataset, in_memory, True, 1)
-    table = Table.create(spec, [], {}, "n", load_backend("cpu"), 5.0)
+    table = Table.create(spec, [], {}, Run("n"), load_backend("cpu"), 5.0)
     assert (table.num_trajectories, table.num_steps) == (3, 11)
     assert table.slots_of(np.array([2, 0, 3, -1])).tolist() == [2, 0, -1, -1]
     for number, steps in enumerate(lengths):
@@ -317,8 +317,8 @@ def cut_off(scene: StoreScene) -> None:
     ("spoil", "text"),
     [
         (spoil_header("magic", b"XEARSTOR"), "must be a gear store"),
-        (spoil_header("format", 9), "must have store format 1, got 9"),
-        (spoil_header("nonce", b"9" * 32), "must belong to run 0+, got '9+'"),
+        (spoil_header("format", 9), "must have store format 2, got 9"),
+        (spoil_header("run_id", b"9" * 32), "must belong to run 0+, got '9+'"),
         (spoil_header("layout_digest", b"9" * 64), "must have an undamaged layout"),
         (lengthen, r"must have \d+ bytes, got \d+; it is truncated"),
         (shorten, r"must have \d+ bytes, got \d+; it is truncated"),

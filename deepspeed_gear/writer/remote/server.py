@@ -77,7 +77,7 @@ class Gateway(flight.FlightServerBase):
         insecure: bool = False,
     ) -> None:
         self.check(host, certificate, insecure)
-        self.table = writer.table
+        self.table, self.run_id = writer.table, writer.run
         self._writer, self.sessions, self._id = writer, Sessions(writer.add), secrets.token_hex(16)
         writer.check_while_waiting(self.sessions.check)
         self._actions = {"hello": self._hello, "put": self._put, "ask": self._ask, "bye": self._bye}

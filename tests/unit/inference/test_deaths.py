@@ -68,8 +68,7 @@ def test_the_loaders_process_dies(backend: str) -> None:
         with pytest.raises(PeerError, match="its process has died"):
             simulators.act(10.0)
         assert time.monotonic() - begun < 9.0
-    remove_garbage(prefix())
-    assert shared_files(prefix()) == []
+    wait_until(lambda: shared_files(prefix()) == [], "the reapers")
 
 
 def test_a_simulator_dies_while_it_waits(replay: Replay) -> None:
@@ -152,5 +151,4 @@ def test_what_the_killed_leave_is_garbage() -> None:
     assert len(shared_files(prefix())) == 2
     for child in children:
         kill(child)
-    remove_garbage(prefix())
-    assert shared_files(prefix()) == []
+    wait_until(lambda: shared_files(prefix()) == [], "the reapers")

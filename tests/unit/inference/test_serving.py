@@ -138,7 +138,7 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
     with loader_of(replay, num_simulators=4) as loader:
         slots = loader._slots
         name = table.memory.path.name
-        other = RequestSlots.create(slots.places, name, 1, "0" * 32, table.ops, False)  # of another rank
+        other = RequestSlots.create(slots.places, name, 1, table.run, table.ops, False)  # of another rank
         try:
             with (
                 replay.writer().simulators(3, "next_step"),

@@ -1,0 +1,124 @@
+"""Named stores of a node: the tables that take writers, and the runs that they belong to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.layout import Run, read_meaning
+from deepspeed_gear.store.memory import SHM, StoreGoneError, is_held, opened, opened_file
+from deepspeed_gear.store.writer_options import differences, digest, filled
+
+RUN_VARIABLE = "GEAR_RUN"
+_MOST_LETTERS = 64
+
+
+@dataclass(frozen=True)
+class NamedStore:
+    """The store of a table that takes writers.
+
+    Args:
+        file: Its name in /dev/shm.
+        table: Name of the table.
+        run: That it belongs to.
+        writing: What processes that only write must know.
+        schema: Of the table.
+    """
+
+    file: str
+    table: str
+    run: Run
+    writing: Mapping[str, Any]
+    schema: Schema
+
+    def differences(self, section: Mapping[str, Any]) -> list[str]:
+        """Name the options in which an actor's `gear` section differs from the run's; empty if it fits.
+
+        Raises:
+            SchemaError: The section's schema is wrong.
+        """
+        mine = filled(section, self.table, self.writing["defaults"], self.schema)
+        return [] if digest(mine) == self.run.digest else differences(mine, self.writing["options"])
+
+    def __str__(self) -> str:
+        return f"run {self.run}, table {self.table} ({SHM / self.file})"
+
+
+def named_stores(prefix: str) -> tuple[list[NamedStore], list[str]]:
+    """Return this user's stores of a prefix that take writers and have a living rank, and what is refused.
+
+    Stores of runs that have ended are left out: writers may still be attached to them.
+
+    Raises:
+        StoreError: This process has too many files open.
+    """
+    found, others = [], []
+    for path, fd in opened(prefix):
+        try:
+            store = _store(fd, path.name)
+        except StoreError as error:  # of another version
+            if is_held(fd, 0, 0):
+                others.append(str(error))
+            continue
+        if store is not None:
+            found.append(store)
+    return found, others
+
+
+def named_store(file: str) -> NamedStore:
+    """Return the store of a file.
+
+    Raises:
+        StoreGoneError: It is not there, or its run has ended.
+        StoreError: It takes no writers, or is no store.
+    """
+    path = SHM / file
+    with opened_file(path) as fd:
+        store = _store(fd, file)
+        if store is None and not (read_meaning(fd, str(path))[0].get("sizes") or {}).get("num_writers"):
+            rule, remedy = "must admit writers", "set gear.tables.<name>.writers"
+            raise StoreError(str(path), rule, None, remedy)
+    if store is None:
+        raise StoreGoneError(str(path), "must belong to a living run", None, "its ranks have ended")
+    return store
+
+
+def _store(fd: int, file: str) -> NamedStore | None:
+    """Return the store of an open file; None if it takes no writers or no rank is attached."""
+    meaning, run = read_meaning(fd, str(SHM / file))
+    sizes = meaning.get("sizes")
+    if sizes is None or not sizes["num_writers"] or not is_held(fd, 0, sizes["num_peers"]):
+        return None
+    schema = Schema.from_json(meaning["schema"])
+    return NamedStore(file, str(meaning["table"]), run, meaning["writing"], schema)
+
+
+def run_name(option: str | None, given: str | None = None) -> str:
+    """Return the name of the run that a process belongs to; "" without one.
+
+    Args:
+        option: `gear.shared_memory.run`.
+        given: As an argument, which comes first.
+    Raises:
+        ConfigError: It is no name, or config and environment name two runs.
+    """
+    variable = os.environ.get(RUN_VARIABLE) or None
+    if given is None and option and variable and option != variable:
+        rule = f"must be the run that {RUN_VARIABLE} names, where both are given"
+        raise ConfigError("gear.shared_memory.run", rule, f"{option} and {variable}", "leave one of them out")
+    name = given or option or variable or ""
+    if name and not is_run_name(name):
+        what = "run" if given else "gear.shared_memory.run" if option else RUN_VARIABLE
+        rule = f"must be a name of at most {_MOST_LETTERS} letters, digits, '_' and '-'"
+        raise ConfigError(what, rule, name)
+    return name
+
+
+def is_run_name(name: str) -> bool:
+    """Return whether a run may have this name."""
+    letters = name.replace("_", "").replace("-", "")
+    return 0 < len(name) <= _MOST_LETTERS and name.isascii() and (letters.isalnum() or not letters)

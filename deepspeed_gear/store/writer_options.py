@@ -1,0 +1,89 @@
+"""The options of a config that a writer depends on: how an actor's config is compared with a run's.
+
+They are the seed and all options of the table: schema, capacity, max_length, writers, removal, ages, versions
+and rate. An actor has no config models (they belong to DeepSpeed), so the store holds the
+options with their defaults, and what an actor leaves out is filled from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed_gear.schema import Schema
+
+OBJECTS = ("rate", "version")  # options of a table that have options of their own
+_ABSENT = object()
+
+
+def with_schema(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+    """Return a table's options with its schema, from wherever that comes, in one form."""
+    entries = [dict(entry) for entry in schema.to_json()["columns"]]
+    return {**options, "schema": {"columns": {entry.pop("name"): entry for entry in entries}}}
+
+
+def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a writer depends on, JSON-able and of one form for equal configs.
+
+    Args:
+        seed: Of the run.
+        name: Of the table.
+        table: Its options, all of them, and its schema as `with_schema` has it.
+    """
+    kept = {option: value for option, value in table.items() if option != "data"}
+    found: dict[str, Any] = _plain({"seed": seed, "tables": {name: kept}})
+    return found
+
+
+def filled(
+    section: Mapping[str, Any], name: str, defaults: Mapping[str, Any], schema: Schema
+) -> dict[str, Any]:
+    """Return what a `gear` section says of what a writer of a table depends on.
+
+    Args:
+        section: As an actor has it, unchecked.
+        name: Of the table.
+        defaults: As the store has them: of "seed", "table", and each of `OBJECTS`.
+        schema: Of the store, for a section that has none: then the run's program has given it.
+    Raises:
+        SchemaError: The section's schema is wrong.
+    """
+    given = dict(section.get("tables", {}).get(name, {}))
+    for option in OBJECTS:
+        if isinstance(given.get(option), Mapping):
+            given[option] = {**defaults[option], **given[option]}
+    own = given.get("schema")
+    table = with_schema({**defaults["table"], **given}, schema if own is None else Schema.from_json(own))
+    return options_of(section.get("seed", defaults["seed"]), name, table)
+
+
+def digest(options: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the canonical JSON, hex."""
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+
+
+def differences(mine: Any, theirs: Any, name: str = "gear") -> list[str]:
+    """Name the options that differ, such as "gear.seed: 0 here, 1 there"."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        return [
+            text
+            for key in sorted({*mine, *theirs})
+            for text in differences(mine.get(key, _ABSENT), theirs.get(key, _ABSENT), f"{name}.{key}")
+        ]
+    here, there = _text(mine), _text(theirs)
+    return [] if here == there else [f"{name}: {here} here, {there} there"]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in which equal numbers are written alike: 16.0 as 16."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _text(value: Any) -> str:
+    return "absent" if value is _ABSENT else json.dumps(value, sort_keys=True)

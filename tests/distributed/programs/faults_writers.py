@@ -1,0 +1,29 @@
+"""Ranks with everything that keeps a name in shared memory: a table that takes writers, a board, a loader.
+
+faults_writers.py FOLDER SECTION; writes FOLDER/ready-RANK, then adds and samples until it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gear_support import SCHEMA, trajectory
+
+from deepspeed_gear import PolicyBoard, Replay
+
+folder, section = Path(sys.argv[1]), json.loads(sys.argv[2])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+replay = Replay(section, schemas={"main": SCHEMA})
+board = PolicyBoard.create(torch.nn.Linear(2, 2), section["shared_memory"]["prefix"])
+loader = replay.inference_loader(batch_size=2, timeout=0.0)
+replay.add(trajectory(rank, 9))
+dist.barrier()
+(folder / f"ready-{rank}").touch()
+for number in range(10**9):
+    replay.add(trajectory(number, 9))
+    replay.sample()
