@@ -15,7 +15,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 # Neither ssh nor pdsh takes these along. DeepSpeed itself sends PYTHON*, MLFLOW*, MV2*, UCX* and, for CUDA, NCCL*.
-needed=(DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
+needed=(DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME TORCH_EXTENSIONS_DIR GEAR_RUN
   PATH LD_LIBRARY_PATH CUDA_HOME CXX MUJOCO_GL)
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=2)
 
@@ -176,7 +176,7 @@ write_env() {
       say "warning: $name is set here, but not in .deepspeed_env: ranks will not see it; add $name=${!name}"
     fi
   done
-  printf 'GEAR_RUN=%s\n' "$run" >>"$work/env"
+  printf 'GEAR_LAUNCH=%s\n' "$run" >>"$work/env"
 }
 
 # pdsh hands one string to the remote shell, and DeepSpeed quotes only arguments with a space, in double quotes.
@@ -201,7 +201,7 @@ start() {
   local options=(--hostfile "$hostfile" --launcher "$launcher" --force_multi --no_ssh_check
     --master_addr "$address" --master_port "$port")
   [ -z "$launcher_args" ] || options+=(--launcher_args="$launcher_args")
-  say "run $run: ${#hosts[@]} hosts, master $address:$port"
+  say "launch $run: ${#hosts[@]} hosts, master $address:$port"
   # sed passes everything on and keeps what pdsh says about a host whose launcher has failed.
   DS_ENV_FILE="$work/env" setsid deepspeed "${options[@]}" "$script" ${arguments[@]+"${arguments[@]}"} \
     2> >(exec sed -u "/^pdsh@[^ ]*: [^ ]*: ssh exited with exit code/w $work/failed" >&2) &
@@ -228,7 +228,7 @@ watch() {
 # shellcheck disable=SC2329  # end_all calls it
 host_end() {
   cat <<'SH'
-mine() { grep -lszxF "GEAR_RUN=$1" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
+mine() { grep -lszxF "GEAR_LAUNCH=$1" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
 pids=$(mine "$1")
 if [ -n "$pids" ]; then
   echo "ended $(echo "$pids" | wc -l) processes"
@@ -240,7 +240,7 @@ if [ -n "$pids" ]; then
   pids=$(mine "$1")
   [ -z "$pids" ] || kill -KILL $pids 2>/dev/null
 fi
-rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$2_$3"*
+rm -f /dev/shm/deepspeed_allreduce_buffer_"$(id -u)_$2_$3"_*
 SH
 }
 
@@ -259,7 +259,7 @@ end_all() {
   if [ -n "${runner:-}" ] && [ "$launcher" != slurm ]; then
     for host in "${hosts[@]}"; do
       { host_end | timeout 40 "${ssh[@]}" "$host" sh -s -- "$run" "$address" "$port" >"$work/end-$host" 2>&1 ||
-        echo "did not answer; look there for processes with GEAR_RUN=$run in /proc/*/environ" >>"$work/end-$host"; } &
+        echo "did not answer; look there for processes with GEAR_LAUNCH=$run in /proc/*/environ" >>"$work/end-$host"; } &
     done
     wait
     for host in "${hosts[@]}"; do

@@ -26,8 +26,9 @@ gear ingest --overwrite "${ingest[@]:1}" examples/data/hopper_expert.hdf5 "${ing
 gear inspect "${ingest[0]}"
 
 log="$(mktemp)"
-trap 'rm -f "$log"' EXIT
 port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+# On a CPU, DeepSpeed leaves a buffer of 66 MiB for each rank, which carries the port in its name.
+trap 'rm -f "$log" /dev/shm/deepspeed_allreduce_buffer_"$(id -u)"_*_"$port"_*' EXIT
 deepspeed --num_gpus "$ranks" --master_port "$port" examples/hopper.py --config "$config" "$@" | tee "$log"
 # The launcher writes after the ranks have ended, so their result is printed once more.
 grep -E '^\{.*"return_after".*\}$' "$log" | tail -n 1 | grep . ||

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import signal
 
 import pytest
-from gear_support import SCHEMA, config_of, prefix, shared_files, wait_until
+from gear_support import SCHEMA, SHM, config_of, prefix, shared_files, wait_until
 from process_support import in_child, kill
 
 from deepspeed_gear import Replay
@@ -33,6 +35,39 @@ def test_clean_removes_garbage_only(capsys: pytest.CaptureFixture[str]) -> None:
     kill(living)
     assert main(["clean", "--prefix", ours]) == 0
     assert shared_files(ours) == []
+
+
+def test_buffers_that_deepspeed_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that a process maps, or holds open, stay; so do other users'."""
+    names = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{os.getpid()}_{rank}" for rank in range(4)]
+    paths = [SHM / name for name in names]
+    for path in paths:
+        path.write_bytes(bytes(4096))
+    foreign = SHM / names[3].replace(f"_{os.getuid()}_", f"_{os.getuid() + 1}_", 1)
+    paths[3].rename(foreign)
+
+    def use() -> None:
+        with paths[0].open("rb+") as file:
+            mapped = mmap.mmap(file.fileno(), 4096)
+        with paths[1].open("rb"):
+            (SHM / f"{ours}-ready").touch()
+            signal.pause()
+        mapped.close()
+
+    ours = prefix()
+    child = in_child(use)
+    try:
+        wait_until(lambda: shared_files(ours), "mapping")
+        assert main(["clean", "--prefix", ours]) == 0
+        assert [path.exists() for path in [*paths, foreign]] == [True, True, False, False, True]
+        assert f"removed {paths[2]}\n" in capsys.readouterr().out
+        kill(child)
+        assert main(["clean", "--prefix", ours]) == 0
+        assert f"removed {paths[0]}\nremoved {paths[1]}\n" in capsys.readouterr().out
+        assert not any(path.exists() for path in paths)
+    finally:
+        for path in (foreign, SHM / f"{ours}-ready", *paths):
+            path.unlink(missing_ok=True)
 
 
 def test_the_next_run_cleans_as_well() -> None:
