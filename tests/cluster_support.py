@@ -236,7 +236,9 @@ class Cluster:
         """Plug all cables in, kill all processes, and remove what DeepSpeed leaves in /dev/shm."""
         for node, init in enumerate(self._inits):
             self.link(node, "up")
-            _kill(list(_processes_of(init)))
+            # Reapers end by themselves then, and remove stores.
+            _kill([pid for pid in _processes_of(init) if _read(pid, "comm") != b"gear-reaper\n"])
+            wait_until(lambda node=node: not self.pids(node, "reaper.py"), "their end")  # type: ignore[misc]
             for left in self.shm(node).glob("deepspeed_allreduce_buffer_*"):
                 left.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from cluster_support import PROGRAMS, Cluster
-from gear_support import config_of, lengths_of, prefix, shared_files, wait_until, write_dataset
+from gear_support import ROOT, config_of, lengths_of, prefix, shared_files, wait_until, write_dataset
 from process_support import Ranks
 
 FIELDS = {"observation": {"length": 2}, "action": {"length": 2}}
@@ -235,3 +235,22 @@ def test_what_differs_or_does_not_fit_is_refused_on_every_node(
             assert len(said) == 1, (text, output)
             assert text in said[0], said
     check_clean(cluster)
+
+
+def test_nodes_whose_processes_are_all_killed_keep_no_store(cluster: Cluster, tmp_path: Path) -> None:
+    """A table with writers, a board and a loader on each node, under DeepSpeed's launcher."""
+    table = {"capacity_steps": 500, "remove": "fifo", "writers": 1}
+    section = {"tables": {"main": table}, "batch_size": 4, "shared_memory": {"prefix": prefix()}}
+    program = ROOT / "tests" / "distributed" / "programs" / "faults_writers.py"
+    (tmp_path / "section.json").write_text(json.dumps(section))
+    launch = cluster.start(program, str(tmp_path))
+    for rank in range(2):
+        wait_until((tmp_path / f"ready-{rank}").exists, f"the start of rank {rank}", 180.0)
+    for node in range(2):
+        assert len(shared_files(prefix(), cluster.shm(node))) == len(cluster.pids(node, "reaper.py")) == 3
+        for pid in launch.pids(node):
+            os.kill(pid, signal.SIGKILL)
+    for node in range(2):
+        wait_until(lambda node=node: not shared_files(prefix(), cluster.shm(node)), "the reapers")  # type: ignore[misc]
+        wait_until(lambda node=node: not cluster.pids(node, "reaper.py"), "their end")  # type: ignore[misc]
+    launch.kill()

@@ -416,7 +416,8 @@ def test_ranks_of_a_table_with_writers_are_killed(
     """At once, or one after the other; a writer is killed last. Files go with the last process of each."""
     table = {"capacity_steps": 500, "remove": "fifo", "writers": 1}
     section = {"tables": {"main": table}, "batch_size": 4, "shared_memory": {"prefix": name}}
-    ranks = Ranks("faults_writers.py", 2, str(tmp_path), json.dumps(section))
+    (tmp_path / "section.json").write_text(json.dumps(section))
+    ranks = Ranks("faults_writers.py", 2, str(tmp_path))
 
     def write() -> None:
         with TrajectoryWriter.attach(section, wait_s=START_S):

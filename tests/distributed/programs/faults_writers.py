@@ -1,6 +1,6 @@
 """Ranks with everything that keeps a name in shared memory: a table that takes writers, a board, a loader.
 
-faults_writers.py FOLDER SECTION; writes FOLDER/ready-RANK, then adds and samples until it is killed.
+faults_writers.py FOLDER; reads FOLDER/section.json, writes FOLDER/ready-RANK, adds and samples until its end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from gear_support import SCHEMA, trajectory
 
 from deepspeed_gear import PolicyBoard, Replay
 
-folder, section = Path(sys.argv[1]), json.loads(sys.argv[2])
+folder = Path(sys.argv[-1])  # behind what a launcher adds
+section = json.loads((folder / "section.json").read_text())
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 replay = Replay(section, schemas={"main": SCHEMA})
