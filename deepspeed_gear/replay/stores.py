@@ -21,7 +21,7 @@ from deepspeed_gear.selection.kinds import regions_of
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.layout import Region, Run
 from deepspeed_gear.store.memory import remove_garbage
-from deepspeed_gear.store.named import run_name
+from deepspeed_gear.store.named import new_run_name
 from deepspeed_gear.store.spec import TableSpec, table_layout
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.writer_options import digest, options_of, with_schema
@@ -89,7 +89,7 @@ def attach_tables(
         StoreFullError: There is no room in shared memory.
     """
     prefix = config.shared_memory.prefix
-    named = exchange.agree("naming the run", lambda: run_name(config.shared_memory.run))
+    named = exchange.agree("naming the run", lambda: new_run_name(config.shared_memory.run))
     run_id, named = exchange.broadcast((secrets.token_hex(16), named))
     if topology.leads_node:
         remove_garbage(prefix)

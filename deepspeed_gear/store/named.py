@@ -97,25 +97,37 @@ def _store(fd: int, file: str) -> NamedStore | None:
     return NamedStore(file, str(meaning["table"]), run, meaning["writing"], schema)
 
 
-def run_name(option: str | None, given: str | None = None) -> str:
-    """Return the name of the run that a process belongs to; "" without one.
+def run_names(option: str | None, given: str | None = None) -> list[str]:
+    """Return what a process calls its run: names and ids, all of which the run must have. Empty: any run.
 
     Args:
         option: `gear.shared_memory.run`.
-        given: As an argument, which comes first.
+        given: As an argument, in place of the option and of the environment's GEAR_RUN.
     Raises:
-        ConfigError: It is no name, or config and environment name two runs.
+        ConfigError: One cannot be a name.
     """
-    variable = os.environ.get(RUN_VARIABLE) or None
-    if given is None and option and variable and option != variable:
+    told = {"gear.shared_memory.run": option, RUN_VARIABLE: os.environ.get(RUN_VARIABLE)}
+    named = {what: name for what, name in ({"run": given} if given else told).items() if name}
+    for what, name in named.items():
+        if not is_run_name(name):
+            rule = f"must be a name of at most {_MOST_LETTERS} letters, digits, '_' and '-'"
+            raise ConfigError(what, rule, name)
+    return sorted({*named.values()})
+
+
+def new_run_name(option: str | None) -> str:
+    """Return the name of a run that begins; "" without one.
+
+    Args:
+        option: `gear.shared_memory.run`.
+    Raises:
+        ConfigError: It cannot be a name, or config and environment name two runs.
+    """
+    names = run_names(option)
+    if len(names) > 1:
         rule = f"must be the run that {RUN_VARIABLE} names, where both are given"
-        raise ConfigError("gear.shared_memory.run", rule, f"{option} and {variable}", "leave one of them out")
-    name = given or option or variable or ""
-    if name and not is_run_name(name):
-        what = "run" if given else "gear.shared_memory.run" if option else RUN_VARIABLE
-        rule = f"must be a name of at most {_MOST_LETTERS} letters, digits, '_' and '-'"
-        raise ConfigError(what, rule, name)
-    return name
+        raise ConfigError("gear.shared_memory.run", rule, " and ".join(names), "leave one of them out")
+    return names[0] if names else ""
 
 
 def is_run_name(name: str) -> bool:

@@ -45,7 +45,7 @@ class Start:
         try:
             with theirs:
                 started = subprocess.Popen(
-                    [sys.executable, "-I", "-S", __file__, *words],
+                    [sys.executable, "-I", "-S", os.path.abspath(__file__), *words],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

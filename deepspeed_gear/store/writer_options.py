@@ -61,7 +61,7 @@ def filled(
 
 def digest(options: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the canonical JSON, hex."""
-    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def differences(mine: Any, theirs: Any, name: str = "gear") -> list[str]:
@@ -86,4 +86,4 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    return "absent" if value is _ABSENT else json.dumps(value, sort_keys=True)
+    return "absent" if value is _ABSENT else json.dumps(value, sort_keys=True, default=str)

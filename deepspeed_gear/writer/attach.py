@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.store.layout import read_header
 from deepspeed_gear.store.memory import SHM, SharedMemory, StoreGoneError
-from deepspeed_gear.store.named import RUN_VARIABLE, NamedStore, named_store, named_stores, run_name
+from deepspeed_gear.store.named import RUN_VARIABLE, NamedStore, named_store, named_stores, run_names
 from deepspeed_gear.store.spec import TableSpec, writer_places
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
@@ -75,6 +75,8 @@ def attach(
     check_timeout("wait_s", wait_s)
     search = _Search.of(config, table, run)
     if name is not None:
+        if run is not None:
+            raise ConfigError("name and run", "must not both be given", [name, run], "leave run out")
         return _open(search.fitting(name))
     until = time.monotonic() + wait_s
     while True:
@@ -121,13 +123,13 @@ class _Search:
         section: The `gear` section; None: any store of the prefix.
         prefix: Of the file.
         table: None: any.
-        run: Name or id; "": any.
+        runs: Names and ids that the run must have; empty: any run.
     """
 
     section: Mapping[str, Any] | None
     prefix: str
     table: str | None
-    run: str
+    runs: Sequence[str]
 
     @classmethod
     def of(cls, config: str | Path | Mapping[str, Any] | None, table: str | None, run: str | None) -> _Search:
@@ -136,7 +138,7 @@ class _Search:
         prefix = memory.get("prefix", DEFAULT_PREFIX)
         if not isinstance(prefix, str):
             raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
-        return cls(section, prefix, _table_of(section, table), run_name(memory.get("run"), run))
+        return cls(section, prefix, _table_of(section, table), run_names(memory.get("run"), run))
 
     def look(self) -> tuple[NamedStore | None, list[str]]:
         """Return the one store that fits, or None, and why the others do not.
@@ -174,15 +176,16 @@ class _Search:
         """Return why a store does not fit."""
         if self.table not in (None, store.table):
             return [f"its table is not {self.table}"]
-        if self.run and self.run not in (store.run.id, store.run.name):
-            return [f"its run is not {self.run}"]
+        strange = [name for name in self.runs if name not in (store.run.id, store.run.name)]
+        if strange:
+            return [f"its run is not {strange[0]}"]
         return [] if self.section is None else store.differences(self.section)
 
     def not_found(self, wait_s: float, others: list[str]) -> StoreError:
         """Return the error of a search without a result."""
         what = f"{SHM}/{self.prefix}-*-{self.table or '*'}"
         of = [] if self.section is None else ["of this config"]
-        of += [f"of run {self.run}"] if self.run else []
+        of += [f"of run {name}" for name in self.runs]
         rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
         remedy = "start the ranks; set gear.tables.<name>.writers"
         if others:

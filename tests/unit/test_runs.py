@@ -239,9 +239,16 @@ def test_names_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GEAR_RUN", name)
         refused("GEAR_RUN must be a name of at most 64 letters")
     monkeypatch.setenv("GEAR_RUN", "one")
-    refused("gear.shared_memory.run must be the run that GEAR_RUN names, .*got 'two and one'", run="two")
+    with pytest.raises(ConfigError, match=r"run must be the run that GEAR_RUN names, .*got 'one and two'"):
+        Replay(section(shared_memory={"run": "two"}))
     with Replay(section()) as replay, TrajectoryWriter.attach(section(), run=replay.run) as writer:
         assert replay.tables["main"].run.name == "one"
+        monkeypatch.setenv("GEAR_RUN", replay.run)  # as in actors of `collect`
+        TrajectoryWriter.attach(section(shared_memory={"run": "one"}), wait_s=0.0).close()
+        with pytest.raises(StoreError, match="its run is not two"):
+            TrajectoryWriter.attach(section(shared_memory={"run": "two"}), wait_s=0.0)
+        with pytest.raises(ConfigError, match="name and run must not both be given"):
+            TrajectoryWriter.attach(name="some", run="one")
         assert writer.run == replay.run
         assert "one" in {store.run.name for store in living_stores(os.getpid())}
 
