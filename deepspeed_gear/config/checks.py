@@ -87,9 +87,9 @@ def _check_tables(config: GearConfig) -> None:
 
 
 def _check_table_name(name: str) -> None:
-    """Refuse a table whose name cannot be that of its folder in a checkpoint."""
-    if not name or "/" in name or "\0" in name or name[0] == "." or name.endswith(_NOT_OF_TABLES):
-        rule = f"must be the name of a folder, with no dot first and none of {', '.join(_NOT_OF_TABLES)} last"
+    """Refuse a table whose folder in a checkpoint would be that of another table's earlier save."""
+    if name.endswith(_NOT_OF_TABLES):
+        rule = f"must not have a table whose name ends with {', '.join(_NOT_OF_TABLES)}"
         raise ConfigError("gear.tables", rule, name, "give the table another name")
 
 

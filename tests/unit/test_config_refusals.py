@@ -166,6 +166,14 @@ WRONG: list[tuple[Any, str]] = [
         {"data": "d", "sampler": {"kind": "prioritized", "beta": {"piecewise": [[5, 0.4]]}}},
         "gear.sampler.beta must have ascending steps that begin at 0, got {'piecewise': [[5, 0.4]]}",
     ),
+    *(
+        (
+            {"tables": {name: {"data": "d"}}},
+            "gear.tables must not have a table whose name ends with .partial, .old, .older, position.json, "
+            f"got {name!r}; give the table another name",
+        )
+        for name in ("a.partial", "a.old", "position.json")
+    ),
     (
         {**_TWO, "sampler": {"kind": "mixture", "shares": {"a": 0.5, "b": 0.6}}},
         "gear.sampler.shares must sum to 1, got {'a': 0.5, 'b': 0.6}",

@@ -109,6 +109,13 @@ def add(replay: Replay, random_: np.random.Generator) -> None:
     replay.add(trajectory(int(random_.integers(1000)), int(random_.integers(1, 25)), terminated=True))
 
 
+def import_all() -> None:
+    """Import what a rank imports late, so that its forks need not."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    load_backend("auto")
+    getattr(deepspeed.ops, "__compatible_ops__", None)
+
+
 # ---- one process ---------------------------------------------------------------------------------
 
 
@@ -126,10 +133,13 @@ def save_for_ever(folder: Path, ready: Path) -> None:
         kept = folder.with_name("kept.json")
         if kept.exists():
             replay.load(folder, json.loads(kept.read_text())["state"])
-        while True:
-            for _ in range(3):
+        else:
+            for _ in range(6):
                 add(replay, random_)
+        while True:
             replay.update_priorities(batch := replay.sample(), torch.rand(len(batch.id)) + 0.1)
+            for _ in range(2):  # a table that is full has room for them once its batches are used
+                add(replay, random_)
             write(folder.with_name("next.json"), digest_of(replay))
             state = replay.save(folder)
             write(kept, {"state": state, "digest": digest_of(replay)})
@@ -154,10 +164,13 @@ def check_both(folder: Path) -> None:
 def kill_replays(options: argparse.Namespace) -> dict[str, int]:
     """Kill processes that save; count what cannot be loaded."""
     folder, moments, lost = options.folder / "saved", Moments(options.seed), 0
+    import_all()
     for number in range(options.kills):
         ready = options.folder / f"ready-{number}"
         child = in_child(lambda ready=ready: save_for_ever(folder, ready))
-        moments.wait(ready, lambda: False)
+        moments.wait(
+            ready, lambda child=child: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        )
         kill(child)
         lost += exit_status(in_child(lambda: check_both(folder))) != 0
     names = sorted(path.name for path in folder.iterdir())
@@ -197,13 +210,14 @@ def train_for_ever(folder: Path, number: int, is_last: bool) -> None:
     dist.barrier()
     for _ in range(0 if outcome == "loaded" else 6):
         add(engine.gear, random_)
+    dist.barrier()
     while not is_last:
-        add(engine.gear, random_)
-        dist.barrier()
         batch = engine.gear_sample()
         engine.backward(engine(batch))
         engine.step()
         engine.gear_update_priorities(batch, torch.rand(len(batch.id)) + 0.1)
+        add(engine.gear, random_)  # a table that is full has room for it once its batches are used
+        dist.barrier()
         mine = {"digest": digest_of(engine.gear), "batches": engine.global_steps}
         engine.save_checkpoint(str(folder), tag=TAG, client_state=mine, save_latest=False)
         if rank == 0:
@@ -248,13 +262,6 @@ def run_rank(
             time.sleep(600)  # this one is killed next
         (options.folder / f"failed-{rank}").write_text(traceback.format_exc())
         raise
-
-
-def import_all() -> None:
-    """Import what a rank imports late, so that its forks need not."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
-    load_backend("auto")
-    getattr(deepspeed.ops, "__compatible_ops__", None)
 
 
 def kill_ranks(options: argparse.Namespace) -> dict[str, int]:
