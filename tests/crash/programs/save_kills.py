@@ -42,8 +42,8 @@ TAG, MODEL = "tag", "mp_rank_00_model_states.pt"
 SECTION: dict[str, Any] = {
     "tables": {
         "main": {
-            "capacity_steps": 600,
-            "capacity_trajectories": 40,
+            "capacity_steps": 40_000,
+            "capacity_trajectories": 4000,
             "max_length": 30,
             "remove": "fifo",
         }
@@ -138,7 +138,7 @@ def save_for_ever(folder: Path, ready: Path) -> None:
                 add(replay, random_)
         while True:
             replay.update_priorities(batch := replay.sample(), torch.rand(len(batch.id)) + 0.1)
-            for _ in range(2):  # a table that is full has room for them once its batches are used
+            for _ in range(2):
                 add(replay, random_)
             write(folder.with_name("next.json"), digest_of(replay))
             state = replay.save(folder)
@@ -216,7 +216,7 @@ def train_for_ever(folder: Path, number: int, is_last: bool) -> None:
         engine.backward(engine(batch))
         engine.step()
         engine.gear_update_priorities(batch, torch.rand(len(batch.id)) + 0.1)
-        add(engine.gear, random_)  # a table that is full has room for it once its batches are used
+        add(engine.gear, random_)
         dist.barrier()
         mine = {"digest": digest_of(engine.gear), "batches": engine.global_steps}
         engine.save_checkpoint(str(folder), tag=TAG, client_state=mine, save_latest=False)
