@@ -158,8 +158,9 @@ class Replay(Contents):
                 stage of a pipeline.
             PeerError: Another rank of the node lags too far behind; with an engine also: it failed, died or
                 ended. The next call tries again.
-            NotReadyError: The table's rate admits no batch in time, or a rank that writes would wait for
-                itself; with an engine on all ranks. The next call tries again.
+            NotReadyError: The table's rate admits no batch in time, or a table that takes writers holds
+                nothing to sample in time; at once where no other process writes. With an engine on all
+                ranks. The next call tries again.
         """
         self._check_reads()
         batch = self._feed.next()
