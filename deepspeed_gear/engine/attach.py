@@ -272,10 +272,8 @@ def _carry_state(engine: Any, replay: Replay | DeviceReplay) -> None:
             state = client_state.pop(resume.CLIENT_STATE, None)
             if signature.bind(*arguments, **options).arguments.get("load_module_only"):
                 return path, client_state
-            if state is None:
+            if not resume.load(replay, Path(path).parent, state):
                 logger.warning("gear: %s holds no replay state; sampling starts at the first batch", path)
-            else:
-                resume.load(replay, Path(path).parent, state)
             return path, client_state
 
         return load_checkpoint

@@ -33,24 +33,36 @@ def save(replay: Replay | DeviceReplay, folder: Path) -> dict[str, Any]:
         What the client state holds under `CLIENT_STATE`.
     """
     position = replay.save(folder / TABLES)
-    return {_POSITION: position, _FOLDER: str(folder.absolute()), _HAS_TABLES: (folder / TABLES).is_dir()}
+    has_tables = bool((position["save"] or {}).get("tables"))
+    return {_POSITION: position, _FOLDER: str(folder.absolute()), _HAS_TABLES: has_tables}
 
 
-def load(replay: Replay | DeviceReplay, folder: Path, saved: Mapping[str, Any]) -> None:
+def load(replay: Replay | DeviceReplay, folder: Path, saved: Mapping[str, Any] | None) -> bool:
     """Load what `save` has returned, and the tables that belong to it. Collective.
 
     Args:
         replay: Gets them.
         folder: Of the tag; of one that `ds_to_universal` has made too.
-        saved: Of the client state.
+        saved: Of the client state; None: it holds no part of a replay.
+    Returns:
+        Whether there was something to load.
     Raises:
-        CheckpointError: It is of another version, or tables are missing, changed or of another save.
+        CheckpointError: It is of another version, only some ranks have it, or tables are missing, changed or
+            of another save.
     """
-    if not {_POSITION, _FOLDER, _HAS_TABLES} <= saved.keys():
-        rule, remedy = "must hold a position and the folder of its tables", "save it with this version"
-        raise CheckpointError(f"client state of {folder}", rule, sorted(saved), remedy)
     exchange = Exchange()
     try:
+        holds = exchange.gather(saved is not None)
+        if len(set(holds)) > 1:  # a save was ended between the model files of the ranks
+            rule = "must hold the part of a replay on all ranks or on none"
+            lacking = [rank for rank, has in enumerate(holds) if not has]
+            remedy = "take another checkpoint"
+            raise CheckpointError(f"client state of {folder}", rule, f"none on ranks {lacking}", remedy)
+        if saved is None:
+            return False
+        if not {_POSITION, _FOLDER, _HAS_TABLES} <= saved.keys():
+            rule, remedy = "must hold a position and the folder of its tables", "save it with this version"
+            raise CheckpointError(f"client state of {folder}", rule, sorted(saved), remedy)
         # One rank looks, so that all take the same.
         tables, is_missing = exchange.broadcast(_find_tables(folder, Path(saved[_FOLDER])))
     finally:
@@ -61,6 +73,7 @@ def load(replay: Replay | DeviceReplay, folder: Path, saved: Mapping[str, Any]) 
         remedy = f"copy them from where that tag lies now: cp -r .../{source.parent.name}/{TABLES} {tables}"
         raise CheckpointError(str(tables), rule, None, remedy)
     replay.load(tables, saved[_POSITION])
+    return True
 
 
 def _find_tables(folder: Path, saved_in: Path) -> tuple[Path, bool]:
@@ -125,14 +138,9 @@ def load_late(engine: Any, replay: Replay | DeviceReplay, checkpoint: Checkpoint
         folder, state = exchange.broadcast(read)
     finally:
         exchange.close()
-    if state is None:
-        raise CheckpointError(
-            str(folder),
-            "must hold the part of a replay",
-            None,
-            "give attach checkpoint=False to start at the first batch",
-        )
-    load(replay, folder, state)
+    if not load(replay, folder, state):
+        remedy = "give attach checkpoint=False to start at the first batch"
+        raise CheckpointError(str(folder), "must hold the part of a replay", None, remedy)
 
 
 def _read(engine: Any, given: Path) -> _Saved:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gear_support import SCHEMA, config_of, trajectory
+from gear_support import SCHEMA, config_of, trajectory, write_dataset
 
 from deepspeed_gear import Replay
 from deepspeed_gear.engine import resume
@@ -63,6 +63,20 @@ def test_tables_that_are_gone_are_named_with_the_copy_that_helps(
         )
         shutil.copytree(tmp_path / "kept" / "gear", universal / "gear")
         resume.load(replay, universal, state)
+        assert replay.sample().id.tolist() == ids
+
+
+def test_a_position_without_tables_needs_no_folder(tmp_path: Path) -> None:
+    """Uniform samples of a data set: the client state alone continues them."""
+    write_dataset(tmp_path / "data", [5, 9, 7])
+    section = {"data": str(tmp_path / "data"), "batch_size": 4, "sampler": {"unit": "step"}}
+    with Replay(section) as replay:
+        replay.sample()
+        state = resume.save(replay, tmp_path / "run" / "t5")
+        ids = replay.sample().id.tolist()
+    shutil.rmtree(tmp_path / "run")
+    with Replay(section) as replay:
+        assert resume.load(replay, tmp_path / "elsewhere" / "t5", state)
         assert replay.sample().id.tolist() == ids
 
 
