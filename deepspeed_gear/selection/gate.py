@@ -144,7 +144,7 @@ class Gate:
             is_empty: Whether nothing can be sampled, though the rate admits it.
         """
         held, remedy = summary_of(self._masses)
-        within = f" within {waited_s:g} s" if waited_s else " first"
+        within = f" within {round(waited_s, 1):g} s" if waited_s else " first"
         if is_empty or self.is_plain:
             rule = f"must hold what the sampler admits{within}, for the {count} samples of global batch {key}"
         else:
