@@ -95,7 +95,7 @@ def tensor(name: str, value: object) -> torch.Tensor:
     return found
 
 
-def count(name: str, value: object, least: int = 1) -> int:
+def count(name: str, value: object, least: int = 1, remedy: str = "") -> int:
     """Return an integer of at least so much.
 
     Raises:
@@ -107,7 +107,7 @@ def count(name: str, value: object, least: int = 1) -> int:
         number = None
     if number is None or not least <= number <= _INT64.max:
         shown = type(value).__name__ if number is None else number
-        raise ConfigError(name, f"must be an integer of at least {least}", shown)
+        raise ConfigError(name, f"must be an integer of at least {least}", shown, remedy)
     return number
 
 

@@ -18,6 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from deepspeed_gear import Column, Schema, TrajectoryWriter
+from deepspeed_gear.store.memory import living
 
 STEPS_SCHEMA = [
     Column("observation", "float32", (11,), "observation"),
@@ -28,6 +29,7 @@ STEPS_SCHEMA = [
 W1 = Schema(STEPS_SCHEMA)
 W2 = Schema([STEPS_SCHEMA[0], Column("next_observation", "float32", (11,)), *STEPS_SCHEMA[1:]])
 STORE_STEPS = 2_000_000  # of W1: what memcpy writes to is as large
+PREFIX = "gearbench"  # of the store's file
 _BLOCK_S = 0.05
 _KINDS = 4  # different trajectories, so that a source is not always in the cache of the last one
 
@@ -39,7 +41,7 @@ def section(schema_steps: int, length: int, **options: Any) -> dict[str, Any]:
         "tables": {"main": table},
         "sampler": {"kind": "uniform", "unit": "step"},
         "fields": {"observation": {"offset": -19, "length": 20}},
-        "shared_memory": {"prefix": "gearbench"},
+        "shared_memory": {"prefix": PREFIX},
         **options,
     }
 
@@ -195,7 +197,8 @@ def _work(call: str) -> None:
     role, core, arguments = json.loads(call)
     os.sched_setaffinity(0, {core})
     if role in ROLES:
-        with TrajectoryWriter.attach(section(1, 1), wait_s=20) as writer:
+        (store,) = living(PREFIX)  # of the process that has started this one
+        with TrajectoryWriter.attach(name=store.name) as writer:
             found = ROLES[role](writer, *arguments)
     else:
         found = {"copies": copies, "peers": peers}[role](*arguments)

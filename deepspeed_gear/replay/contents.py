@@ -17,7 +17,7 @@ from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.autoreset import Autoreset
+from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late import fill
 from deepspeed_gear.writer.vector import VectorWriter
@@ -119,7 +119,7 @@ class Contents(ProcessBound):
         self._check_open()
         target = self._table(table)
         if envs is not None:
-            arguments.count("envs", envs)
+            resolve(envs, autoreset)  # raises before this process counts as one that writes
         for stream in self._streams.get(target.spec.name, {}).values():
             stream.collect()
         writer = TrajectoryWriter(target, self._inserter(table))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal, get_args
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import DataError
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
@@ -24,16 +25,15 @@ def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
         envs: N, or a vector environment of gymnasium's, or a single one: N = 1.
         autoreset: A mode or gymnasium's AutoresetMode; None: that of the environment.
     Raises:
-        DataError: No mode is given, two differ, or `envs` is neither a number nor an environment.
+        ConfigError: `envs` is neither a number nor an environment.
+        DataError: No mode is given, or two differ.
     """
     given = None if autoreset is None else _mode(autoreset)
-    if not callable(getattr(envs, "step", None)):
-        if isinstance(envs, bool) or not hasattr(envs, "__index__") or int(envs) < 1:
-            rule = "must be a number of at least 1, or an environment"
-            raise DataError("the environments", rule, envs)
+    if isinstance(envs, type) or not callable(getattr(envs, "step", None)):
+        count = arguments.count("the environments", envs, remedy="or give an environment")
         if given is None:
             raise DataError("autoreset", "must be given with a number of environments", None, _MEANING)
-        return int(envs), given
+        return count, given
     found = mode_of(envs)
     if found is None and given is None:
         raise DataError("autoreset", "must be in the environment's metadata, or given", None, _MEANING)

@@ -50,7 +50,7 @@ class Scene:
         for number in range(3):
             self.replay.add(trajectory(number, 5))
         self.batch, self.writer = self.replay.sample().clone(), self.replay.writer()
-        self.vector = self.replay.writer(envs=2)
+        self.vector = self.replay.writer(envs=2, autoreset="next_step")
         self.vector.reset(observation=ROWS["observation"], task=[0, 1])
         self.device_config = config_of(batch_size=4, sampler=SAMPLER, tables={"main": ON_DEVICE})
         self.device = DeviceReplay(self.device_config, "cpu", schemas={"main": SCHEMA})

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import Autoreset, TimeLimit
 
 from deepspeed_gear import Replay
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import ConfigError, DataError
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "online.md").read_text(encoding="utf-8")
 COLUMNS = {
@@ -128,7 +128,7 @@ def test_the_mode_is_read_or_must_be_given() -> None:
             writer.vector(silent)
         assert writer.vector(silent, "next_step").autoreset == "next_step"
         for number in (0, -1, True, 1.5, None, "8"):
-            with pytest.raises(DataError, match="must be a number of at least 1, or an environment"):
+            with pytest.raises(ConfigError, match="the environments must be an integer of at least 1"):
                 writer.vector(number, "disabled")
 
 

@@ -180,7 +180,7 @@ def test_a_wrong_loader_is_refused(replay: Replay) -> None:
         replay.inference_loader(4, answers=["reward"])
     with pytest.raises(ConfigError, match="asks must name some of observation, task, got"):
         replay.inference_loader(4, asks=["action"])
-    with pytest.raises(ConfigError, match="batch_size must be at least 1"):
+    with pytest.raises(ConfigError, match="batch_size must be an integer of at least 1"):
         replay.inference_loader(0)
     with loader_of(replay), pytest.raises(StoreError, match="one inference loader of a rank"):
         loader_of(replay)
