@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import torch
 
@@ -147,7 +149,8 @@ class Drawing:
     def _checked(self, total: int) -> int:
         """Return the sum of all masses if a cut can draw from it."""
         if total == 0:
-            with self.table.lock:
+            # A cut of one store is made under the lock, one over several nodes without it.
+            with contextlib.nullcontext() if self.selector.in_store else self.table.lock:
                 held, remedy = summary_of(self.masses)
             raise EmptyError(
                 StoreError(

@@ -88,7 +88,7 @@ def test_a_cut_that_fails_is_an_error_on_all_at_once(
     for found in results(tmp_path, [0, 1]):
         for kind, message, seconds in found["errors"]:
             assert kind in ("StoreError", "PeerError")
-            assert "all masses are 0" in message
+            assert "trajectories (24 steps) of priority 0" in message
             assert float(seconds) < 5
         assert found["end"] is None
 
