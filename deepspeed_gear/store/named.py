@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.layout import Run, read_meaning
-from deepspeed_gear.store.memory import SHM, StoreGoneError, is_held, opened, opened_file
+from deepspeed_gear.store.memory import SHM, StoreGoneError, file_path, is_held, opened, opened_file
 from deepspeed_gear.store.writer_options import differences, digest, filled
 
 RUN_VARIABLE = "GEAR_RUN"
@@ -73,10 +73,11 @@ def named_store(file: str) -> NamedStore:
     """Return the store of a file.
 
     Raises:
+        ConfigError: The name could lead out of /dev/shm.
         StoreGoneError: It is not there, or its run has ended.
         StoreError: It takes no writers, or is no store.
     """
-    path = SHM / file
+    path = file_path(file)
     with opened_file(path) as fd:
         store = _store(fd, file)
         if store is None and not (read_meaning(fd, str(path))[0].get("sizes") or {}).get("num_writers"):

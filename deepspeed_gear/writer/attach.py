@@ -68,8 +68,6 @@ def attach(
             wrong.
         StoreError: There is no such store in time, there are several, or all places of writers are taken.
     """
-    if isinstance(name, str) and "/" in name:
-        raise ConfigError("name", "must be the name of a file in /dev/shm", name)
     for what, given in (("table", table), ("name", name), ("run", run)):
         arguments.one_of(what, given, (str, type(None)), "a name")
     check_timeout("wait_s", wait_s)

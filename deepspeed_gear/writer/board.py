@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.errors import ConfigError, DataError, StoreError
+from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.store.layout import Layout, Region, Run, read_header, write_header
-from deepspeed_gear.store.memory import SharedMemory
+from deepspeed_gear.store.memory import SharedMemory, file_path
 
 PREFIX = "gear"
 MAX_READERS = 1024
@@ -61,7 +61,7 @@ class PolicyBoard(ProcessBound):
             StoreFullError: There is no room.
             DataError: A parameter is partitioned.
         """
-        _check_name("prefix", prefix)
+        file_path(prefix)
         shapes = [(name, list(tensor.shape)) for name, tensor in _state_of(module)]
         length = sum(tensor.numel() for _, tensor in _state_of(module))
         regions = [
@@ -90,7 +90,6 @@ class PolicyBoard(ProcessBound):
         Raises:
             StoreError: There is no such board, or too many read it.
         """
-        _check_name("name", name)
         memory = SharedMemory.attach_one_of(name, range(1, 1 + MAX_READERS))
         try:
             layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
@@ -214,12 +213,6 @@ class PolicyBoard(ProcessBound):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_name(what: str, name: object) -> None:
-    """Raise unless this is the name of a file in a folder."""
-    if not arguments.one_of(what, name, str, "a name") or "/" in str(name) or "\0" in str(name):
-        raise ConfigError(what, "must be the name of a file", name)
 
 
 def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -395,7 +395,7 @@ def test_late_columns_come_behind_the_end() -> None:
 @pytest.mark.parametrize("notices", ["a cut", "a writer", "the next in its place"])
 def test_what_a_dead_writer_has_published_stays(notices: str) -> None:
     with replay(writers=1, capacity_steps=20) as found:
-        config = found.config.model_dump()
+        config = found.config.to_json()
 
         def write() -> None:
             writer = TrajectoryWriter.attach(config, table="main", name=name)
