@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--insecure", action="store_true", help="admit other addresses than loopback without TLS"
     )
     parser.add_argument(
+        "--max-message",
+        type=int,
+        default=64,
+        metavar="MIB",
+        help="most MiB of a trajectory or batch, 1 to 1024; a larger message is not received (default: 64)",
+    )
+    parser.add_argument(
         "--wait", type=float, default=60.0, metavar="S", help="seconds to wait for the store (default: 60)"
     )
 
@@ -68,7 +75,7 @@ def _open(args: argparse.Namespace) -> Gateway:
         from ..writer.remote.server import Certificate, Gateway
     except ImportError as error:
         raise ConfigError(
-            "gear serve", "needs pyarrow", None, "pip install deepspeed_gear[remote]"
+            "gear serve", "needs pyarrow and grpcio", None, "pip install deepspeed_gear[remote]"
         ) from error
     from ..writer.remote.security import read_token
     from ..writer.writer import TrajectoryWriter
@@ -77,10 +84,11 @@ def _open(args: argparse.Namespace) -> Gateway:
         raise ConfigError("--tls-cert", "must be given together with --tls-key", None)
     certificate = Certificate.read(args.tls_cert, args.tls_key) if args.tls_cert else None
     token = read_token(args.token_file)
-    Gateway.check(args.host, certificate, args.insecure)
+    max_bytes = args.max_message << 20
+    Gateway.check(args.host, certificate, args.insecure, max_bytes)
     writer = TrajectoryWriter.attach(args.config, table=args.table, wait_s=args.wait, run=args.run_name)
     try:
-        return Gateway(writer, token, args.host, args.port, certificate, args.insecure)
+        return Gateway(writer, token, args.host, args.port, certificate, args.insecure, max_bytes)
     except BaseException:
         writer.close()
         raise

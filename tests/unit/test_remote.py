@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from gear_support import shared_files, wait_until
 from process_support import environment
-from pyarrow import flight
 from remote_support import (
     SCHEMA,
     TOKEN,
@@ -44,9 +44,10 @@ from deepspeed_gear.errors import (
     StoreFullError,
 )
 from deepspeed_gear.writer.remote import wire
+from deepspeed_gear.writer.remote.line import Line
 from deepspeed_gear.writer.remote.security import parse_url, read_token
 from deepspeed_gear.writer.remote.server import Certificate, Gateway
-from deepspeed_gear.writer.remote.sessions import Sessions
+from deepspeed_gear.writer.remote.sessions import ANSWER_S, Sessions
 
 STARTED: list[subprocess.Popen[str]] = []  # which do not outlive their test
 WRONG = "another-token-of-32-characters!!"
@@ -256,10 +257,12 @@ def test_a_full_table_is_an_error_of_the_writer() -> None:
         assert_same(stored(replay), range(4))
 
 
-def test_a_rate_holds_back_until_somebody_samples() -> None:
+@pytest.mark.parametrize("most_waiting", [32, 0])
+def test_a_rate_holds_back_until_somebody_samples(most_waiting: int) -> None:
     rate = {"min_size": 2, "samples_per_insert": 1.0, "error_buffer": 2.0}
     with served(section(rate=rate)) as (replay, gateway):
-        one = sum(np.asarray(rows).nbytes for rows in trajectory(0).values())
+        gateway.sessions._waiting = threading.Semaphore(most_waiting)
+        one = wire.trajectory_bytes({name: np.asarray(rows) for name, rows in trajectory(0).items()})
         writer = connect(gateway.url, buffer_bytes=4 * one, timeout_s=2.0, linger_s=0.0)
         with pytest.raises(NotReadyError, match="must take trajectories within 2 s"):
             add_many(writer, 40)
@@ -273,15 +276,64 @@ def test_a_rate_holds_back_until_somebody_samples() -> None:
         assert_same(stored(replay), range(taken))
 
 
-def test_a_message_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(section()) as (replay, gateway), connect(gateway.url) as writer:
-        monkeypatch.setattr(wire, "MOST_MESSAGE_BYTES", 1000)
-        answer = _raw(writer._sender._line, bytes(1001))
-        assert answer["error"]["rule"] == "must have at most 1000 bytes"
-        monkeypatch.undo()
-        writer.add(trajectory(0))
-        writer.flush()
-        assert_same(stored(replay), range(1))
+def test_requests_that_may_not_wait_are_answered_at_once() -> None:
+    goes_on = threading.Event()
+    sessions = Sessions(lambda _: goes_on.wait(20.0) and 0, most_waiting=0)
+    sessions.open("a")
+    wanted = {"upto": -1, "busy": True, "refused": [], "wait_s": ANSWER_S}
+    assert sessions.put("a", -1, [(0, {})]) == wanted
+    assert sessions.ask("a", -1) == wanted
+    goes_on.set()
+    wait_until(lambda: sessions.ask("a", -1) == {**wanted, "upto": 0, "busy": False, "wait_s": 0.0}, "adding")
+    sessions.close()
+
+
+@pytest.mark.parametrize("token", [None, WRONG, TOKEN], ids=["no-token", "wrong-token", "token"])
+def test_a_message_that_is_too_large_is_not_buffered(token: str | None, tmp_path: Path) -> None:
+    """128 MiB three times, of which gRPC's flow control admits a few; the gateway goes on."""
+    config, token_file = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    config.write_text(json.dumps({"gear": section()}))
+    with Replay(section(), schemas={"main": SCHEMA}) as replay:
+        gateway, url = serve(config, token_file, "--max-message", "2")
+        with connect(url) as writer:
+            writer.add(trajectory(0))
+            writer.flush()
+            before = _peak_bytes(gateway.pid)
+            wanted = "RESOURCE_EXHAUSTED" if token == TOKEN else "UNAUTHENTICATED"
+            metadata = [("authorization", f"Bearer {token}")] if token else []
+            for _ in range(3):
+                with pytest.raises(grpc.RpcError, match=wanted):
+                    _raw(writer._sender._line, bytes(128 << 20), metadata)
+            assert _peak_bytes(gateway.pid) - before < 64 << 20
+            writer.add(trajectory(1))
+        gateway.terminate()
+        assert gateway.wait(20) == 0
+        assert_same(stored(replay), range(2))
+
+
+def _peak_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+def test_what_exceeds_the_gateways_limit_is_not_sent() -> None:
+    with served(section(capacity_steps=200_000), max_message_bytes=1 << 20) as (replay, gateway):
+        with pytest.raises(ConfigError, match=r"batch_bytes must be at most 1048576, .*got 1048577"):
+            connect(gateway.url, batch_bytes=(1 << 20) + 1)
+        with connect(gateway.url, batch_bytes=1 << 20) as writer:
+            writer.add(trajectory(0))
+            with pytest.raises(DataError, match=r"trajectory must have at most 1048576 bytes.*--max-message"):
+                writer.add(trajectory(9, 50_000))
+            most = ((1 << 20) - 8 * 7 - 8 - 12) // 26  # a step has 26 bytes, the last observation 12
+            writer.add(trajectory(1, most))
+            with pytest.raises(DataError, match="trajectory must have at most"):
+                writer.add(trajectory(9, most + 1))
+            for number in range(2, 100):
+                writer.add(trajectory(number))
+        assert_same(stored(replay), range(100))
+    for wrong in (0, (1 << 30) + 1):
+        with pytest.raises(ConfigError, match=r"--max-message must be in \[1, 1024\] MiB"):
+            Gateway.check("127.0.0.1", None, False, wrong)
 
 
 def test_garbage_is_refused_and_harms_nobody() -> None:
@@ -289,25 +341,42 @@ def test_garbage_is_refused_and_harms_nobody() -> None:
         line, who = writer._sender._line, writer._sender._who
         short = wire.pack(who, wire.encode(SCHEMA, [(0, trajectory(0))]).select([0, 1, 2]))
         for message in (b"", b"\xff\xff\xff\xff", b"\x02\0\0\0[]", bytes(wire.pack(who)), bytes(short)):
-            answer = _raw(line, message)
+            answer = _raw(line, message, line._metadata)
             assert answer["error"]["kind"] == "DataError", (message, answer)
         writer.add(trajectory(0))
         writer.flush()
         assert_same(stored(replay), range(1))
 
 
-def _raw(line: Any, message: bytes) -> Any:
-    client = flight.FlightClient(line.url, generic_options=[("grpc.enable_http_proxy", 0)])
-    options = flight.FlightCallOptions(timeout=5, headers=line._headers)
-    (result,) = client.do_action(flight.Action("put", message), options)
-    client.close()
-    return json.loads(result.body.to_pybytes())
+def test_a_call_beyond_the_most_at_once_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(section()) as (replay, gateway), connect(gateway.url) as writer:
+        monkeypatch.setattr(gateway._server._state, "maximum_concurrent_rpcs", 0)
+        writer.add(trajectory(0))
+        wait_until(lambda: writer.num_lost > 0, "a call that is refused")
+        with pytest.raises(LostNodeError, match=r"must answer within 0.2 s.*RESOURCE_EXHAUSTED"):
+            connect(gateway.url, timeout_s=0.2)
+        monkeypatch.undo()
+        writer.flush()
+        assert_same(stored(replay), range(1))
+
+
+def test_a_call_of_another_version_is_refused() -> None:
+    with served(section()) as (_, gateway):
+        line = Line(gateway.url, TOKEN, None, False)
+        with pytest.raises(StoreError, match=r"gateway .* must have this call; install the same"):
+            line.call("do", {}, 5.0)
+
+
+def _raw(line: Any, message: bytes, metadata: Any) -> Any:
+    with grpc.insecure_channel(line._target, [("grpc.enable_http_proxy", 0)]) as channel:
+        call = channel.unary_unary(wire.method("put"))
+        return json.loads(call(message, timeout=20, metadata=metadata))
 
 
 # ---- security ------------------------------------------------------------------------------------
 
 
-def test_tls(tmp_path: Path) -> None:
+def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificate of this test")
     chain, key = openssl_certificate(tmp_path)
@@ -316,9 +385,14 @@ def test_tls(tmp_path: Path) -> None:
         url = f"grpc+tls://localhost:{gateway.port}"
         with connect(url, ca=chain) as writer:
             writer.add(trajectory(0))
-        assert_same(stored(replay), range(1))
+        monkeypatch.setenv("SSL_CERT_FILE", str(chain))  # the roots of this machine, if `ca` is not given
+        with connect(url) as writer:
+            writer.add(trajectory(1))
+        assert_same(stored(replay), range(2))
+        (tmp_path / "other").mkdir()
+        monkeypatch.setenv("SSL_CERT_FILE", str(openssl_certificate(tmp_path / "other")[0]))
         with pytest.raises(LostNodeError, match="must answer within 1 s"):
-            connect(url, timeout_s=1.0)  # signed by nobody whom this machine knows
+            connect(url, timeout_s=1.0)
         with pytest.raises(LostNodeError):
             connect(f"grpc://127.0.0.1:{gateway.port}", timeout_s=1.0)
 
@@ -417,12 +491,29 @@ def test_another_gateway_at_the_same_place_is_not_the_same() -> None:
         assert_same(stored(replay), range(1))
 
 
+def test_a_gateway_that_cannot_listen_says_why() -> None:
+    with Replay(section(), schemas={"main": SCHEMA}) as replay:
+        with _gateway(replay, host="::1") as first:
+            assert first.url == f"grpc://[::1]:{first.port}"
+            with connect(first.url) as writer:
+                writer.add(trajectory(0))
+            with pytest.raises(ConfigError, match=rf"must be able to listen at \[::1\]:{first.port}"):
+                _gateway(replay, host="::1", port=first.port)
+        with pytest.raises(ConfigError, match="must be able to listen"):
+            _gateway(replay, certificate=Certificate(b"no", b"PEM"))
+        assert_same(stored(replay), range(1))
+
+
 class _gateway:
     """A gateway that dies without a word, as far as a gateway in this process can."""
 
-    def __init__(self, replay: Replay, port: int = 0) -> None:
+    def __init__(self, replay: Replay, **options: Any) -> None:
         self._writer = TrajectoryWriter.attach(section())
-        self._made = Gateway(self._writer, TOKEN, port=port)
+        try:
+            self._made = Gateway(self._writer, TOKEN, **options)
+        except ConfigError:
+            self._writer.close()
+            raise
 
     def __enter__(self) -> Gateway:
         return self._made
@@ -447,11 +538,11 @@ writer.close()
 """
 
 
-def serve(config: Path, token: Path) -> tuple[subprocess.Popen[str], str]:
+def serve(config: Path, token: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
     """Start `gear serve`; return it and its url."""
     command = [sys.executable, "-m", "deepspeed_gear.cli.main", "serve"]
     process = subprocess.Popen(
-        [*command, "--config", str(config), "--token-file", str(token)],
+        [*command, "--config", str(config), "--token-file", str(token), *options],
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,
@@ -507,4 +598,5 @@ def test_a_command_that_cannot_serve_says_why(tmp_path: Path) -> None:
     common = ["serve", "--config", str(config), "--token-file", str(token), "--wait", "0"]
     assert main.main([*common, "--host", "0.0.0.0"]) == 2
     assert main.main([*common, "--tls-cert", "x"]) == 2
+    assert main.main([*common, "--max-message", "0"]) == 2
     assert main.main(common) == 2

@@ -23,13 +23,12 @@ from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.remote.line import Line, Lost, raise_error
 from deepspeed_gear.writer.remote.outbox import Outbox
-from deepspeed_gear.writer.remote.sender import Patience, Sender, Sizes
-from deepspeed_gear.writer.remote.wire import VERSION
+from deepspeed_gear.writer.remote.sender import Patience, Sender, Sizes, end_session
+from deepspeed_gear.writer.remote.wire import MOST_MAX_MESSAGE_BYTES, VERSION, trajectory_bytes
 from deepspeed_gear.writer.vector import VectorWriter
 
 LOG = logging.getLogger("deepspeed_gear")
 _MIB = 1 << 20
-MOST_BYTES = 1 << 30  # of a batch and of a trajectory: a message of gRPC's is less than 2 GiB
 
 
 class RemoteWriter(ProcessBound):
@@ -47,6 +46,7 @@ class RemoteWriter(ProcessBound):
     def __init__(self, line: Line, hello: Mapping[str, Any], client: str, sizes: Sizes, buffer: int) -> None:
         self.table, self.max_length = str(hello["table"]), hello["max_length"]
         self.schema = Schema.from_json(hello["schema"])
+        self._max_bytes = int(hello["max_message_bytes"])
         self._outbox, self._open, self._num_raised = Outbox(buffer, sizes.timeout_s), True, 0
         who = {"gateway": str(hello["gateway"]), "client": client}
         self._sender = Sender(line, self.schema, who, self._outbox, sizes)
@@ -80,7 +80,7 @@ class RemoteWriter(ProcessBound):
             batch_bytes: Trajectories are sent when there are so many bytes of them,
             linger_s: or when the first has waited so long.
         Raises:
-            ConfigError: An argument is wrong.
+            ConfigError: An argument is wrong, or the gateway takes no batches of this size.
             StoreError: The token is wrong.
             SchemaError: The table has another schema; the error names the differences.
             LostNodeError: Nothing answers.
@@ -91,10 +91,15 @@ class RemoteWriter(ProcessBound):
         arguments.one_of("token", token, (str, Path), "a string, or the Path of a file")
         arguments.one_of("ca", ca, (str, Path, type(None)), "a path")
         arguments.one_of("schema", schema, (Schema, type(None)), "a Schema")
-        if not 0 < batch_bytes <= MOST_BYTES:
-            raise ConfigError("batch_bytes", f"must be in [1, {MOST_BYTES}]", batch_bytes)
+        if not 0 < batch_bytes <= MOST_MAX_MESSAGE_BYTES:
+            raise ConfigError("batch_bytes", f"must be in [1, {MOST_MAX_MESSAGE_BYTES}]", batch_bytes)
         line, client = Line(url, token, ca, insecure), uuid.uuid4().hex
         hello = _hello(line, client, schema, timeout_s)
+        if batch_bytes > hello["max_message_bytes"]:
+            end_session(line, {"gateway": str(hello["gateway"]), "client": client})
+            line.hang_up()
+            rule = f"must be at most {hello['max_message_bytes']}, the gateway's --max-message"
+            raise ConfigError("batch_bytes", rule, batch_bytes, "lower it, or raise --max-message")
         return cls(line, hello, client, Sizes(batch_bytes, linger_s, timeout_s), buffer_bytes)
 
     @property
@@ -130,10 +135,11 @@ class RemoteWriter(ProcessBound):
         self._check()
         arrays, num_steps = check_trajectory(f"table {self.table}", self.schema, trajectory)
         check_finite(f"table {self.table}", self.schema, arrays)
-        num_bytes = sum(array.nbytes for array in arrays.values())
-        if num_bytes > MOST_BYTES:
-            rule = f"must have at most {MOST_BYTES} bytes"
-            raise DataError(f"table {self.table}: trajectory", rule, num_bytes, "cut it")
+        num_bytes = trajectory_bytes(arrays)
+        if num_bytes > self._max_bytes:
+            rule = f"must have at most {self._max_bytes} bytes, the gateway's --max-message"
+            remedy = "cut it, or raise --max-message"
+            raise DataError(f"table {self.table}: trajectory", rule, num_bytes, remedy)
         number = self._outbox.put(
             {name: np.array(array, order="C") for name, array in arrays.items()}, num_bytes
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import ssl
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import pyarrow as pa
-from pyarrow import flight
+import grpc
 
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
 from deepspeed_gear.schema import Schema
@@ -20,8 +21,19 @@ from deepspeed_gear.writer.remote.security import check_plain, check_token, pars
 _LEAST_S = 3.0  # of a call: a gateway takes one to answer while its table holds back
 _ANSWER_S, _BYTES_A_S = 10.0, 100_000  # a call takes so long, and its bytes at least have such a rate
 # gRPC would share connections, and their pauses after failures, with the lines before; and it would go by the
-# http_proxy of the environment, which is for the web.
-_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+# http_proxy of the environment, which is for the web. An answer has any length: each refusal is in it.
+_OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", -1),
+]
+# Of the machine: gRPC's Python package has certificates of its own, which it would take in place of these.
+_MACHINE_ROOTS = (
+    "/etc/ssl/certs/ca-certificates.crt",  # Debian, Ubuntu, Arch
+    "/etc/pki/tls/certs/ca-bundle.crt",  # Fedora, RHEL
+    "/etc/ssl/ca-bundle.pem",  # openSUSE
+    "/etc/ssl/cert.pem",  # Alpine
+)
 
 
 class Lost(Exception):
@@ -49,9 +61,10 @@ class Line:
             remedy = "use grpc+tls://, or insecure=True in a network that you trust"
             check_plain("url", host, insecure, remedy)
         text = check_token("token", token) if isinstance(token, str) else read_token(token)
-        self._headers = [(b"authorization", f"Bearer {text}".encode())]
-        self._roots = _read_roots(ca) if has_tls and ca is not None else None
-        self._client: flight.FlightClient | None = None
+        self._metadata = (("authorization", f"Bearer {text}"),)
+        self._credentials = grpc.ssl_channel_credentials(_read_roots(ca)) if has_tls else None
+        self._target = f"dns:///{urlsplit(url).netloc}"  # a host is never read as a scheme of gRPC's
+        self._channel: grpc.Channel | None = None
 
     def call(
         self,
@@ -73,35 +86,47 @@ class Line:
             The answer; `error` in it is one of the gateway, as JSON.
         Raises:
             Lost: There is no answer.
-            StoreError: The token is wrong.
+            StoreError: The token is wrong, or the server has no such call.
         """
         batch = None
         if items is not None and schema is not None:
             batch = wire.encode(schema, [(item.number, item.arrays) for item in items])
-        message = wire.pack(header, batch)
-        timeout_s = max(_LEAST_S, min(most_s, _ANSWER_S + message.size / _BYTES_A_S))
-        options = flight.FlightCallOptions(timeout=timeout_s, headers=self._headers)
+        message = wire.pack(header, batch).to_pybytes()
+        timeout_s = max(_LEAST_S, min(most_s, _ANSWER_S + len(message) / _BYTES_A_S))
         try:
-            if self._client is None:
-                self._client = flight.FlightClient(
-                    self.url, tls_root_certs=self._roots, generic_options=_OPTIONS
-                )
-            results = self._client.do_action(flight.Action(action, message), options)
-            answer: dict[str, Any] = json.loads(b"".join(result.body.to_pybytes() for result in results))
-        except flight.FlightUnauthenticatedError as error:
-            remedy = "take the one in its --token-file"
-            raise StoreError(f"token for {self.url}", "must be the gateway's", None, remedy) from error
-        except (pa.ArrowException, OSError, ValueError) as error:
+            call = self._connected().unary_unary(wire.method(action))
+            answer: dict[str, Any] = json.loads(call(message, timeout=timeout_s, metadata=self._metadata))
+        except grpc.RpcError as error:
+            self.hang_up()
+            raise self._failure(error) from error
+        except ValueError as error:  # no JSON: it is no gateway
             self.hang_up()
             raise Lost(str(error)) from error
         return answer
 
+    def _connected(self) -> grpc.Channel:
+        if self._channel is None:
+            if self._credentials is None:
+                self._channel = grpc.insecure_channel(self._target, _OPTIONS)
+            else:
+                self._channel = grpc.secure_channel(self._target, self._credentials, _OPTIONS)
+        return self._channel
+
+    def _failure(self, error: grpc.RpcError) -> Exception:
+        """Return what to raise for a call that has failed."""
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            remedy = "take the one in its --token-file"
+            return StoreError(f"token for {self.url}", "must be the gateway's", None, remedy)
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            rule, remedy = "must have this call", "install the same deepspeed_gear on both sides"
+            return StoreError(f"gateway {self.url}", rule, None, remedy)
+        return Lost(f"{error.code().name}: {error.details()}")
+
     def hang_up(self) -> None:
         """End the connection; the next call makes another."""
-        client, self._client = self._client, None
-        if client is not None:
-            with suppress(pa.ArrowException):  # it was broken
-                client.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
 
 def raise_error(answer: Mapping[str, Any]) -> None:
@@ -115,7 +140,18 @@ def raise_error(answer: Mapping[str, Any]) -> None:
         raise error
 
 
-def _read_roots(path: str | Path) -> bytes:
+def _read_roots(path: str | Path | None) -> bytes:
+    """Read root certificates; None: those of the machine.
+
+    Raises:
+        ConfigError: The file cannot be read, or the machine has none.
+    """
+    if path is None:
+        found = ssl.get_default_verify_paths().cafile, *_MACHINE_ROOTS  # the first goes by SSL_CERT_FILE
+        path = next((file for file in found if file and os.path.isfile(file)), None)
+    if path is None:
+        remedy = "give ca, or set SSL_CERT_FILE"
+        raise ConfigError("ca", "must be given on a machine without root certificates", None, remedy)
     try:
         return Path(path).read_bytes()
     except OSError as error:

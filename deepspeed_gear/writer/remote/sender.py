@@ -68,6 +68,14 @@ class Patience:
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
 
+def end_session(line: Line, who: Mapping[str, str]) -> None:
+    """End a writer's session with its gateway, if the gateway answers."""
+    try:
+        line.call("bye", who, _STOP_S)
+    except (Lost, GearError):
+        LOG.debug("a writer's session stays open until it expires: its last call had no answer")
+
+
 class Sender:
     """Sends what is in an outbox, in a thread of its own.
 
@@ -113,7 +121,7 @@ class Sender:
                     self._send(items)
                 else:
                     self._keep_session()
-            self._say_bye()
+            end_session(self._line, self._who)
         except GearError as error:
             self._outbox.fail(self._with_loss(error))
         except Exception as error:
@@ -138,6 +146,7 @@ class Sender:
             return
         self._patience.reset()
         self._take(answer)
+        self._stopped.wait(answer["wait_s"])
 
     def _keep_session(self) -> None:
         """Call the gateway without anything to send, so that it keeps the session.
@@ -171,9 +180,3 @@ class Sender:
         text = f"trajectories {left.start} to {left.stop - 1} of this writer are not acknowledged"
         remedy = f"{error.remedy}; {text}" if error.remedy else text
         return type(error)(error.name, error.rule, error.value, remedy)
-
-    def _say_bye(self) -> None:
-        try:
-            self._line.call("bye", self._who, _STOP_S)
-        except (Lost, GearError):
-            LOG.debug("the gateway has not heard that a writer has closed")

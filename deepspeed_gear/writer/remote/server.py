@@ -1,4 +1,4 @@
-"""The gateway: an Arrow Flight server that adds to this node's store what remote writers send."""
+"""The gateway: a gRPC server that adds to this node's store what remote writers send."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pyarrow as pa
-from pyarrow import flight
 
-from deepspeed_gear.errors import ConfigError, DataError, GearError, SchemaError, StoreError
+from deepspeed_gear.errors import ConfigError, GearError, SchemaError, StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.writer.remote import wire
 from deepspeed_gear.writer.remote.security import check_plain
-from deepspeed_gear.writer.remote.sessions import Sessions, session_lost
+from deepspeed_gear.writer.remote.sessions import MOST_WAITING, Sessions, session_lost
 from deepspeed_gear.writer.writer import TrajectoryWriter
 
 LOG = logging.getLogger("deepspeed_gear")
+Action = Callable[[Mapping[str, Any], pa.Buffer], dict[str, Any]]
 _LOOK_S = 0.2  # how often it looks whether it is to end
 _TELL_S = 3.0  # longest that it goes on answering, so that writers hear of the end
+_NUM_WORKERS = 2 * MOST_WAITING  # calls handled at once; half of them never wait for the table
+_MOST_CALLS = 1024  # with those that wait for a worker; gRPC refuses more, and writers try again
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,11 @@ class Certificate:
             raise ConfigError("TLS certificate and key", rule, str(error)) from error
 
 
-class Gateway(flight.FlightServerBase):
+class Gateway:
     """Serves one table; it answers from its construction on, in threads of its own.
+
+    Memory: a worker receives a call's message after the token is checked, and at most `max_message_bytes` and
+    1 MiB of it; calls that wait for a worker hold what gRPC's flow control admits.
 
     Args:
         writer: Attached to the table; the gateway is its only user.
@@ -63,8 +71,10 @@ class Gateway(flight.FlightServerBase):
         port: 0 takes a free one.
         certificate: For TLS; None: without.
         insecure: Admits other addresses than loopback without TLS.
+        max_message_bytes: Most that the trajectories of one call may have.
     Raises:
-        ConfigError: TLS is missing for this address, or the address cannot be used.
+        ConfigError: TLS is missing for this address, the address cannot be used, or `max_message_bytes` is
+            out of range.
     """
 
     def __init__(
@@ -75,34 +85,71 @@ class Gateway(flight.FlightServerBase):
         port: int = 0,
         certificate: Certificate | None = None,
         insecure: bool = False,
+        max_message_bytes: int = wire.MAX_MESSAGE_BYTES,
     ) -> None:
-        self.check(host, certificate, insecure)
+        self.check(host, certificate, insecure, max_message_bytes)
+        self._max_message_bytes = max_message_bytes
         self.table, self.run_id = writer.table, writer.run
         self._writer, self.sessions, self._id = writer, Sessions(writer.add), secrets.token_hex(16)
         writer.check_while_waiting(self.sessions.check)
-        self._actions = {"hello": self._hello, "put": self._put, "ask": self._ask, "bye": self._bye}
+        actions = {"hello": self._hello, "put": self._put, "ask": self._ask, "bye": self._bye}
+        self._workers = ThreadPoolExecutor(_NUM_WORKERS, "gear-serve")
+        self._server = grpc.server(
+            self._workers,
+            handlers=[_Calls(actions)],
+            interceptors=[_Guard(token)],
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes + wire.SLACK_BYTES),
+                ("grpc.per_message_decompression", 0),  # writers send none: a small message stays small
+                ("grpc.so_reuseport", 0),  # two gateways would share a port
+            ],
+            maximum_concurrent_rpcs=_MOST_CALLS,
+        )
         scheme, address = "grpc" if certificate is None else "grpc+tls", f"[{host}]" if ":" in host else host
-        try:
-            super().__init__(
-                f"{scheme}://{address}:{port}",
-                tls_certificates=[(certificate.chain, certificate.key)] if certificate else None,
-                middleware={"token": _Guard(token)},
-            )
-        except (pa.ArrowException, OSError) as error:
-            remedy = "is the port taken, or the certificate not PEM? its log says"
-            raise ConfigError("gateway", f"must be able to listen at {host}:{port}", None, remedy) from error
+        self.port = self._listen(f"{address}:{port}", certificate)
         self.url = f"{scheme}://{address}:{self.port}"
+        self._server.start()
 
-    @staticmethod
-    def check(host: str, certificate: Certificate | None, insecure: bool) -> None:
-        """Refuse to serve the network without TLS.
+    def _listen(self, address: str, certificate: Certificate | None) -> int:
+        """Bind the port; return it.
 
         Raises:
-            ConfigError: It would, and nobody asked for it.
+            ConfigError: It cannot be bound.
+        """
+        found, cause = 0, None
+        try:
+            if certificate is None:
+                found = self._server.add_insecure_port(address)
+            else:
+                pair = (certificate.key, certificate.chain)
+                found = self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+        except (RuntimeError, ValueError) as error:
+            cause = error
+        if not found:
+            remedy = "is the port taken, or the certificate not PEM? its log says"
+            raise ConfigError("gateway", f"must be able to listen at {address}", None, remedy) from cause
+        return found
+
+    @staticmethod
+    def check(
+        host: str,
+        certificate: Certificate | None,
+        insecure: bool,
+        max_message_bytes: int = wire.MAX_MESSAGE_BYTES,
+    ) -> None:
+        """Check what a gateway is made with, before there is a store.
+
+        Raises:
+            ConfigError: The network would be served without TLS and `insecure`, or `max_message_bytes` is out
+                of range.
         """
         if certificate is None:
             remedy = "give --tls-cert and --tls-key, or --insecure in a network that you trust"
             check_plain("host", host, insecure, remedy)
+        least, most = wire.LEAST_MAX_MESSAGE_BYTES, wire.MOST_MAX_MESSAGE_BYTES
+        if not least <= max_message_bytes <= most:
+            rule = f"must be in [{least >> 20}, {most >> 20}] MiB"
+            raise ConfigError("--max-message", rule, max_message_bytes / (1 << 20))
 
     def run(self, is_over: Callable[[], bool] = lambda: False) -> GearError:
         """Serve until the run ends or somebody wants the end; return why it ended.
@@ -132,25 +179,12 @@ class Gateway(flight.FlightServerBase):
         self.sessions.close()
         self._writer.close()
 
-    # ---- calls -----------------------------------------------------------------------------------
+    def shutdown(self) -> None:
+        """Take no more calls, and end those that are not answered within 3 s; safe to call twice."""
+        self._server.stop(_TELL_S).wait()
+        self._workers.shutdown()
 
-    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
-        """Answer a call; an error of ours is in the answer, with its parts."""
-        try:
-            if action.body.size > wire.MOST_MESSAGE_BYTES:
-                rule = f"must have at most {wire.MOST_MESSAGE_BYTES} bytes"
-                raise DataError("message", rule, action.body.size, "lower batch_bytes, or cut the trajectory")
-            handle = self._actions.get(action.type)
-            if handle is None:
-                raise StoreError("action", f"must be one of {', '.join(self._actions)}", action.type)
-            answer = handle(*wire.unpack(action.body))
-        except GearError as error:
-            answer = {"error": wire.error_to_json(error)}
-        except Exception as error:  # without an answer the writer would take it for a lost connection
-            LOG.exception("gear serve: a call failed")
-            failed = StoreError("the gateway", "must be able to do what it is asked", None, repr(error))
-            answer = {"error": wire.error_to_json(failed)}
-        return [json.dumps(answer).encode()]
+    # ---- calls -----------------------------------------------------------------------------------
 
     def _hello(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
         if header.get("version") != wire.VERSION:
@@ -170,6 +204,7 @@ class Gateway(flight.FlightServerBase):
             "table": self._writer.table,
             "schema": self._writer.schema.to_json(),
             "max_length": self._writer.max_length,
+            "max_message_bytes": self._max_message_bytes,
         }
 
     def _put(self, header: Mapping[str, Any], content: pa.Buffer) -> dict[str, Any]:
@@ -195,16 +230,55 @@ class Gateway(flight.FlightServerBase):
         return str(header.get("client")), int(header.get("known", -1))
 
 
-class _Guard(flight.ServerMiddlewareFactory):
-    """Refuses calls without the token."""
+class _Calls(grpc.GenericRpcHandler):
+    """Maps the methods of gRPC to the actions of a gateway.
+
+    Args:
+        actions: Handler of each action: header and content of a message -> answer.
+    """
+
+    def __init__(self, actions: Mapping[str, Action]) -> None:
+        self._handlers = {
+            wire.method(name): grpc.unary_unary_rpc_method_handler(partial(_answer, action))
+            for name, action in actions.items()
+        }
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """Return the handler of a method; None, which gRPC answers with UNIMPLEMENTED, if there is none."""
+        return self._handlers.get(details.method)
+
+
+def _answer(action: Action, message: bytes, _: grpc.ServicerContext) -> bytes:
+    """Answer a call; an error of ours is in the answer, with its parts."""
+    try:
+        answer = action(*wire.unpack(pa.py_buffer(message)))
+    except GearError as error:
+        answer = {"error": wire.error_to_json(error)}
+    except Exception as error:  # without an answer the writer would take it for a lost connection
+        LOG.exception("gear serve: a call failed")
+        failed = StoreError("the gateway", "must be able to do what it is asked", None, repr(error))
+        answer = {"error": wire.error_to_json(failed)}
+    return json.dumps(answer).encode()
+
+
+class _Guard(grpc.ServerInterceptor):
+    """Refuses calls without the token, before their message is received."""
 
     def __init__(self, token: str) -> None:
-        super().__init__()
         self._wanted = f"Bearer {token}".encode()
+        # A handler of unary requests would receive the message first; this one reads none of its stream.
+        self._refuses = grpc.stream_unary_rpc_method_handler(_refuse)
 
-    def start_call(self, info: flight.CallInfo, headers: Mapping[str, list[str | bytes]]) -> None:
-        given = headers.get("authorization") or [""]
-        text = given[0].encode() if isinstance(given[0], str) else given[0]
-        if not hmac.compare_digest(text, self._wanted):  # takes as long wherever they differ
-            LOG.warning("gear serve: refused a call with a wrong token")
-            raise flight.FlightUnauthenticatedError("the token is wrong")
+    def intercept_service(
+        self, continuation: Callable[[Any], Any], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler | None:
+        """Return the handler of a call: the refusing one unless its metadata have the token."""
+        given = dict(details.invocation_metadata).get("authorization", "")
+        if hmac.compare_digest(given.encode(), self._wanted):  # takes as long wherever they differ
+            return continuation(details)
+        LOG.warning("gear serve: refused a call with a wrong token")
+        return self._refuses
+
+
+def _refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> None:
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")

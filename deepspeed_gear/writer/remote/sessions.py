@@ -16,6 +16,7 @@ from deepspeed_gear.writer.remote.wire import SESSION_S, error_to_json
 
 LOG = logging.getLogger("deepspeed_gear")
 ANSWER_S = 1.0  # longest that a request waits for its trajectories to be added
+MOST_WAITING = 32  # requests that wait at once; the others are answered at once
 Numbered = Sequence[tuple[int, Mapping[str, np.ndarray]]]
 
 
@@ -48,10 +49,11 @@ class Sessions:
 
     Args:
         add: Adds a trajectory; as TrajectoryWriter.add.
+        most_waiting: Requests that wait at once for their trajectories to be added.
     """
 
-    def __init__(self, add: Callable[[Mapping[str, Any]], int]) -> None:
-        self._add = add
+    def __init__(self, add: Callable[[Mapping[str, Any]], int], most_waiting: int = MOST_WAITING) -> None:
+        self._add, self._waiting = add, threading.Semaphore(most_waiting)
         self._sessions: dict[str, Session] = {}
         self._adder = ThreadPoolExecutor(1, "gear-add")
         self.error: GearError | None = None  # why nothing is added any more
@@ -100,7 +102,7 @@ class Sessions:
         """
         session = self._of(client)
         with session.lock:
-            if not session.is_busy(ANSWER_S) and self.error is None:
+            if not session.is_busy(0.0) and self.error is None:
                 _check_numbers([number for number, _ in trajectories], session.upto)
                 session.task = self._adder.submit(self._add_all, session, trajectories)
         return self.ask(client, known)
@@ -108,16 +110,26 @@ class Sessions:
     def ask(self, client: str, known: int) -> dict[str, Any]:
         """Answer `upto`, whether more is `busy`, which were `refused`, and the `error` of the end.
 
+        `wait_s` is how long the writer must wait before it calls again: where too many requests wait here
+        already, this one does not.
+
         Raises:
             StoreError: There is no such session.
         """
         session = self._of(client)
-        busy = session.is_busy(ANSWER_S)
+        if self._waiting.acquire(blocking=False):
+            try:
+                busy, wait_s = session.is_busy(ANSWER_S), 0.0
+            finally:
+                self._waiting.release()
+        else:
+            busy = session.is_busy(0.0)
+            wait_s = ANSWER_S if busy else 0.0
         while session.refused and session.refused[0][0] <= known:
             session.refused.pop(0)
         upto = session.upto  # first: its refusals are in the list
         refused = [entry for entry in session.refused if entry[0] <= upto]
-        answer = {"upto": upto, "busy": busy, "refused": refused}
+        answer = {"upto": upto, "busy": busy, "refused": refused, "wait_s": wait_s}
         if self.error is not None:
             answer["error"], session.is_told = error_to_json(self.error), True
         return answer

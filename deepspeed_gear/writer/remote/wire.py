@@ -1,5 +1,7 @@
 """What goes over the wire: trajectories as Arrow record batches, headers and errors as JSON.
 
+A call is a unary call of gRPC whose request and answer are bytes: no protobuf, no generated code.
+
 A record batch has a row per trajectory: its number, and of each column its bytes in C order as
 `large_binary`. Bytes, since they are what a store holds: bfloat16, bool and shapes need no types of Arrow's,
 and nothing is converted on the way.
@@ -19,16 +21,29 @@ from deepspeed_gear import errors
 from deepspeed_gear.errors import DataError, GearError, PeerError
 from deepspeed_gear.schema import Column, Schema
 
-VERSION = 1
+VERSION = 2  # 1 was Arrow Flight
 SESSION_S = 3600.0  # a writer that has not called for so long has no session any more
 IDLE_S = 600.0  # a writer that has nothing to send calls so often
-MOST_MESSAGE_BYTES = (1 << 30) + (1 << 24)  # a batch, and what surrounds it
+MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
+LEAST_MAX_MESSAGE_BYTES, MOST_MAX_MESSAGE_BYTES = 1 << 20, 1 << 30  # gRPC's own lengths end at 2 GiB
+SLACK_BYTES = 1 << 20  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
+_OFFSET_BYTES = 8  # of each value, and of a number
 Arrays = Mapping[str, np.ndarray]
 
 
+def method(action: str) -> str:
+    """Return the gRPC method of an action: hello, put, ask or bye."""
+    return f"/deepspeed_gear.Gateway/{action}"
+
+
 # ---- trajectories --------------------------------------------------------------------------------
+
+
+def trajectory_bytes(arrays: Arrays) -> int:
+    """Return how many bytes a trajectory adds to a message: its values, their offsets and its number."""
+    return sum(array.nbytes for array in arrays.values()) + _OFFSET_BYTES * (len(arrays) + 1)
 
 
 def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.RecordBatch:
