@@ -95,7 +95,7 @@ class _Saved(NamedTuple):
 
 
 def check_start(engine: Any, checkpoint: Checkpoint) -> None:
-    """Raise if an engine is under way, and nothing tells where its batch stream goes on.
+    """Raise if an engine is under way, and no checkpoint is given where its batch stream continues.
 
     Raises:
         ConfigError: `checkpoint` must be given.

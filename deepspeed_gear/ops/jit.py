@@ -193,7 +193,7 @@ def build_or_import(
             raise
         failure.unlink(missing_ok=True)
         library = folder / f"{name}.so"
-        library.chmod(library.stat().st_mode & 0o755)  # whatever the umask: see `trust`
+        library.chmod(library.stat().st_mode & 0o755)  # with any umask: see `trust`
         size = library.stat().st_size
         (folder / _FINISHED).write_text(json.dumps({"bytes": size, "parts": parts or {}}))
         _say(f"built {name} in {time.monotonic() - started:.0f} s")

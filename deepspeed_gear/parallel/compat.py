@@ -223,7 +223,7 @@ def compute_dtype(engine: Any) -> torch.dtype:
 
 
 def is_under_way(engine: Any) -> bool:
-    """Tell whether an engine has trained or has loaded a position, not only the weights of a module."""
+    """Return whether an engine has trained or has loaded a position, not only the weights of a module."""
     return engine.global_steps > 0 or engine.loaded_checkpoint_mp_world_size is not None
 
 

@@ -115,7 +115,7 @@ def merge(shards: Sequence[Saved]) -> Saved:
     life = np.concatenate(lives) if len(lives) == len(shards) else None
     inserted = sum(shard.inserted[0] for shard in shards), sum(shard.inserted[1] for shard in shards)
     slots, next_id = _merge_slots(shards), _next_id([shard.next_id for shard in shards])
-    if slots is not None and len(slots):  # an id is never given again, whatever the counter is
+    if slots is not None and len(slots):  # an id is never given again, also where the counter is damaged
         next_id = max(next_id, int(slots[:, ID].max()) + 1)
     return Saved(slots, None, next_id, streams, life, inserted)
 

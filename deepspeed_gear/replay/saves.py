@@ -8,9 +8,9 @@ also has the SHA-256 of each manifest, and a manifest that of each of its files.
     <table>.old/        the save before the newest, until the next one begins
     <table>.older/      only where a process saves over what it has not loaded
 
-and `position.json`, the state of the newest save. Whoever persists states elsewhere does that after the save
-has returned, so the state on disk may name the save before the newest: `find` takes the folder that holds
-the save which the state names. docs/design/0019-checkpoints.md has the kill points.
+and `position.json`, the state of the newest save. A program that persists states elsewhere does that after
+the save has returned, so the state on disk may name the save before the newest: `find` takes the folder that
+holds the save which the state names. docs/design/0019-checkpoints.md has the kill points.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _make_room(folder: Path, table: str, keep: Path | None) -> None:
                 _remove(path)
         if keep in (partial, older):
             os.rename(keep, old)
-    elif not old.exists() and _manifests(partial):  # the exchange was done, the rename behind it not
+    elif not old.exists() and _manifests(partial):  # the exchange was done, the rename after it not
         os.rename(partial, old)
     else:
         _remove(partial)

@@ -82,8 +82,8 @@ def attach_tables(
 ) -> tuple[dict[str, Table], dict[str, dict[str, Stream]]]:
     """Create the node's stores on one rank and attach the others. Collective.
 
-    The names are taken away as soon as all ranks are attached: whatever then happens, nothing stays behind. A
-    table that takes writers keeps its name, and has a reaper for that.
+    The names are removed as soon as all ranks are attached: no failure after that leaves anything. A table
+    that takes writers keeps its name, and has a reaper for that.
 
     Raises:
         StoreFullError: There is no room in shared memory.

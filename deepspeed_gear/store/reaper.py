@@ -6,7 +6,8 @@ the last process has released its byte; then it removes the name and ends.
 
 The reaper runs this module as a program, alone and isolated (`python -I -S`), so it imports the standard
 library only. It is no child of the process that starts it, has a session of its own, an empty environment and
-no inherited descriptor, so whatever ends a job's processes by tree, process group or environment leaves it.
+no inherited descriptor, so tools that end a job's processes by tree, process group or environment do not
+end it.
 """
 
 import fcntl

@@ -43,7 +43,7 @@ def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
 
 
 def mode_of(envs: Any) -> str | None:
-    """Return the autoreset mode that an environment has; None: a vector environment does not tell.
+    """Return the autoreset mode that an environment has; None: a vector environment without one.
 
     A single environment is reset by the program, unless gymnasium's wrapper `Autoreset` is around it.
 

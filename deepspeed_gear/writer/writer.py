@@ -240,7 +240,7 @@ class TrajectoryWriter(ProcessBound):
     # ---- end -------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Refuse to write for nobody: whether this is open at each call, for others now and then."""
+        """Raise unless this is open (each call) and a rank is attached (now and then)."""
         if not self._open:
             self._refuse_closed()
         if self._owns and time.monotonic() - self._looked > _LOOK_S:

@@ -39,7 +39,7 @@ enum Control : int64_t {
   kStepsPending,
   kReach,
   kWanted,
-  kListening,  // whether a sampler waits for a change, with the lock held; whoever rings clears it
+  kListening,  // whether a sampler waits for a change; set and cleared with the lock held
   kBell,       // what it waits for; cpu/bell.h
 };
 
