@@ -178,11 +178,11 @@ def test_returns_to_go(scene: StoreScene) -> None:
         ({"reward": torch.zeros(4, dtype=torch.complex64)}, "column reward must be convertible to float32"),
         (
             {"reward": torch.zeros(4).to_sparse()},
-            "column reward must be a dense tensor with data, got 'torch.sp",
+            "column reward must be a dense tensor, got 'torch.sp",
         ),
         (
             {"reward": torch.zeros(4, device="meta")},
-            "column reward must be a dense tensor with data, got 'meta",
+            "column reward must be a tensor of numbers, got 'a meta",
         ),
         ({"reward": np.array(["a"] * 4)}, "column reward must be convertible to float32"),
         ({"reward": [[1], [1, 2], 3, 4]}, "column reward must be an array"),
