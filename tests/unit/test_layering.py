@@ -13,10 +13,32 @@ from deepspeed_gear.ops import load_backend
 
 PACKAGE = "deepspeed_gear"
 LAYERS = (
-    "errors timeouts arguments schema config ops store selection collection parallel replay engine cli"
+    "errors timeouts arguments schema context config ops data store sampling batching distributed "
+    "checkpoint writer device replay actors remote engine cli"
 ).split()
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
-RANK["writer"] = RANK["replay"]  # the two sides of the same layer
+MOVING = {"selection", "collection", "parallel"}  # packages of the layout before; their modules move
+# Imports against the order that a seam has yet to remove: importing module -> imported module.
+PENDING = {
+    ("checkpoint.checkpoint", "replay.batch_loader"),
+    ("checkpoint.checkpoint", "replay.builder"),
+    ("checkpoint.checkpoint", "replay.node_setup"),
+    ("checkpoint.table_loading", "replay.builder"),
+    ("device.device_builder", "replay"),
+    ("device.device_builder", "replay.builder"),
+    ("device.device_builder", "replay.stream_specs"),
+    ("device.device_checkpoint", "replay.builder"),
+    ("device.device_evaluation", "replay.builder"),
+    ("device.device_priority_log", "replay.priority_updates"),
+    ("device.device_sharing", "replay.builder"),
+    ("replay.replay", "actors.inference_loader"),
+    ("replay.tables", "actors.inference_loader"),
+    ("store.eviction", "sampling.selection"),
+    ("store.pins", "sampling.samplers.step_priorities"),
+    ("store.pins", "sampling.selection"),
+    ("writer.trajectory_writer", "actors.inference_client"),
+    ("writer.collect", "replay.replay"),
+}
 
 
 def gear_imports(source: str, module: str, is_package: bool) -> Iterator[str]:
@@ -38,17 +60,21 @@ def gear_imports(source: str, module: str, is_package: bool) -> Iterator[str]:
 def wrong_arrows(source: str, module: str, is_package: bool = False) -> list[str]:
     """List the imports of a module that do not go to the left."""
     own = module.split(".")[1]
+    if own in MOVING:
+        return []
     if own not in RANK:
         return [f"{module}: {own} is in no layer; add it to the order in this test and in the design"]
     wrong = []
     for target in gear_imports(source, module, is_package):
         parts = target.split(".")
+        if len(parts) > 1 and parts[1] in MOVING:
+            continue
         rank = RANK.get(parts[1]) if len(parts) > 1 else None
         if rank is None:
             # The package's own __init__ imports everything: only the outermost layer may use it.
             if own != "cli":
                 wrong.append(f"{module} imports {target}, which is the whole package")
-        elif rank > RANK[own]:
+        elif rank > RANK[own] and (module.partition(".")[2], target.partition(".")[2]) not in PENDING:
             wrong.append(f"{module} imports {target}, to its right")
     return wrong
 
@@ -76,7 +102,7 @@ def test_every_import_goes_to_the_left(checkout: Path) -> None:
         ("from .. import engine", "deepspeed_gear.ops.load", False),
         ("def f():\n    import deepspeed_gear.cli.main", "deepspeed_gear.engine", False),
         ("if TYPE_CHECKING:\n    from ..config import GearConfig", "deepspeed_gear.schema.column", False),
-        ("from deepspeed_gear import Replay", "deepspeed_gear.collection.batch", False),
+        ("from deepspeed_gear import Replay", "deepspeed_gear.batching.batch", False),
         ("x = 1", "deepspeed_gear.utils", False),
     ],
 )
@@ -90,7 +116,7 @@ def test_a_wrong_arrow_is_found(source: str, module: str, is_package: bool) -> N
         ("from ..errors import GearError", "deepspeed_gear.store.table"),
         ("from .layout import size", "deepspeed_gear.store.table"),
         ("import deepspeed\nimport torch", "deepspeed_gear.errors"),
-        ("from .writer import TrajectoryWriter", "deepspeed_gear.replay"),
+        ("from ..writer.inserter import Inserter", "deepspeed_gear.replay.tables"),
         ("from deepspeed_gear import Replay", "deepspeed_gear.cli.inspect"),
     ],
 )
