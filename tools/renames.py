@@ -429,13 +429,16 @@ class Rewriter:
                 assert node.end_col_offset is not None
                 text = ("\n" + " " * node.col_offset).join(lines)
                 edits.append((node.lineno, node.col_offset, node.end_lineno, node.end_col_offset, text))
-        if renamed:
+        if renamed:  # a variable or a field may have the module's name: only `module.name` is the module
+            used = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
             for node in ast.walk(tree):
-                if isinstance(node, ast.arg) and node.arg in renamed:
-                    print(f"look at {module}: a parameter is called {node.arg}", file=sys.stderr)
-                if isinstance(node, ast.Name) and node.id in renamed:
-                    end = node.col_offset + len(node.id.encode())
-                    edits.append((node.lineno, node.col_offset, node.lineno, end, renamed[node.id]))
+                if not isinstance(node, ast.Name) or node.id not in renamed:
+                    continue
+                if node not in used or not isinstance(node.ctx, ast.Load):
+                    print(f"look at {module}:{node.lineno}: {node.id} is not renamed", file=sys.stderr)
+                    continue
+                end = node.col_offset + len(node.id.encode())
+                edits.append((node.lineno, node.col_offset, node.lineno, end, renamed[node.id]))
         lines_ = [line.encode() for line in source.splitlines(keepends=True)]
         for first, column, last, end, text in sorted(edits, reverse=True):
             head, tail = lines_[first - 1][:column], lines_[last - 1][end:]
