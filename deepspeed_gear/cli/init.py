@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.config import check_against, parse
-from deepspeed_gear.config.checks import BATCH_NAMES
+from deepspeed_gear.config.cross_checks import BATCH_NAMES
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.dataset import Dataset

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.config.describe import alternatives, as_model, describe, options, parts
+from deepspeed_gear.config.describe_options import alternatives, as_model, describe, options, parts
 
 _HEAD = """# The `gear` section
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.collection.burn_in import BurnIn
-from deepspeed_gear.config.fields import LEARNS, MASK, SAMPLE_NAMES
+from deepspeed_gear.config.field_checks import LEARNS, MASK, SAMPLE_NAMES
 from deepspeed_gear.errors import FieldError, StaleBatchError
 
 _ID, _SLOT, _GENERATION, _FIRST_ROW, _NUM_STEPS, _ANCHOR, _MASS, _NUMBER = range(8)  # of common/slot.h

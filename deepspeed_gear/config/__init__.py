@@ -7,11 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_gear.config.checks import batch_sizes, refuse_batch_sizes
-from deepspeed_gear.config.collect import CollectConfig
-from deepspeed_gear.config.digest import difference
-from deepspeed_gear.config.errors import translate
-from deepspeed_gear.config.fields import ResolvedField, check_against
+from deepspeed_gear.config.config_digest import difference
+from deepspeed_gear.config.cross_checks import batch_sizes, refuse_batch_sizes
+from deepspeed_gear.config.error_messages import translate
+from deepspeed_gear.config.field_checks import ResolvedField, check_against
 from deepspeed_gear.config.model import (
     FieldConfig,
     GearConfig,
@@ -20,7 +19,7 @@ from deepspeed_gear.config.model import (
     PipelineConfig,
     SharedMemoryConfig,
 )
-from deepspeed_gear.config.samplers import (
+from deepspeed_gear.config.sampler_options import (
     CustomSampler,
     EpochSampler,
     EveryConfig,
@@ -37,7 +36,8 @@ from deepspeed_gear.config.samplers import (
     WhereConfig,
 )
 from deepspeed_gear.config.schedules import value_at
-from deepspeed_gear.config.tables import DataConfig, TableConfig
+from deepspeed_gear.config.table_options import DataConfig, TableConfig
+from deepspeed_gear.config.transfer import CollectConfig
 from deepspeed_gear.errors import ConfigError
 
 __all__ = [

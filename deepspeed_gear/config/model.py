@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
-from deepspeed_gear.config import digest
-from deepspeed_gear.config.burn_in import check_burn_in
-from deepspeed_gear.config.checks import check_options
-from deepspeed_gear.config.collect import CollectConfig
-from deepspeed_gear.config.device import check_device
-from deepspeed_gear.config.hindsight import check_hindsight
-from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
-from deepspeed_gear.config.tables import DataConfig, TableConfig
+from deepspeed_gear.config import config_digest
+from deepspeed_gear.config.burn_in_checks import check_burn_in
+from deepspeed_gear.config.cross_checks import check_options
+from deepspeed_gear.config.device_checks import check_device
+from deepspeed_gear.config.hindsight_checks import check_hindsight
+from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
+from deepspeed_gear.config.table_options import DataConfig, TableConfig
+from deepspeed_gear.config.transfer import CollectConfig
 from deepspeed_gear.config.types import (
     Count,
     DtypeName,
@@ -309,9 +309,9 @@ class GearConfig(GearModel):
     @property
     def digest(self) -> str:
         """SHA-256 of what all ranks of a run must agree on, hex."""
-        return digest.sha256(digest.shared_options(self))
+        return config_digest.sha256(config_digest.shared_options(self))
 
     @property
     def resume_digest(self) -> str:
         """SHA-256 of what decides the samples of a global batch, hex: equal where a checkpoint fits."""
-        return digest.sha256(digest.batch_options(self))
+        return config_digest.sha256(config_digest.batch_options(self))

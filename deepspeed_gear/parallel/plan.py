@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.config.checks import N_STEP_NAMES, dotted
-from deepspeed_gear.config.fields import LEARNS, MASK
+from deepspeed_gear.config.cross_checks import N_STEP_NAMES, dotted
+from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.topology import AXES, Place
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deepspeed_gear.config import GearConfig, TableConfig
-from deepspeed_gear.config.life import RateConfig
+from deepspeed_gear.config.rate_limits import RateConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.store.life import UNLIMITED, Life, Rate
 

@@ -9,7 +9,7 @@ import torch
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.hindsight import Goals
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.config.hindsight import reward_field
+from deepspeed_gear.config.hindsight_checks import reward_field
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.selection.stream import Stream

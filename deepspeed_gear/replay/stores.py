@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_gear.config import GearConfig, TableConfig, WeightedSampler
-from deepspeed_gear.config.life import RateConfig, VersionConfig
+from deepspeed_gear.config.rate_limits import RateConfig, VersionConfig
 from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.parallel.exchange import Exchange

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
-from deepspeed_gear.config.checks import N_STEP_NAMES
-from deepspeed_gear.config.fields import DERIVED
+from deepspeed_gear.config.cross_checks import N_STEP_NAMES
+from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.schema import DTYPES, FLOATING
 
 BATCH = 24

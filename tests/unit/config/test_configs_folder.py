@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_gear.config import parse, refuse_batch_sizes
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.json"))
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("**/*.json"))
 
 
 def test_there_are_configs() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from deepspeed_gear.config.life import check_life
+from deepspeed_gear.config.rate_limits import check_life
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_gear.config.model import FieldConfig, GearConfig
-    from deepspeed_gear.config.samplers import ItemSampler, MixtureSampler, WhereConfig
-    from deepspeed_gear.config.tables import DataConfig, TableConfig
+    from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, WhereConfig
+    from deepspeed_gear.config.table_options import DataConfig, TableConfig
 
 BATCH_NAMES = (
     "mask",

@@ -12,7 +12,7 @@ from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_gear.config.model import GearConfig
-    from deepspeed_gear.config.tables import TableConfig
+    from deepspeed_gear.config.table_options import TableConfig
 
 Writers = Annotated[Int, Ge(0), Le(1024)]
 RemoveKind = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from deepspeed_gear.cli import reference
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.config.describe import options
+from deepspeed_gear.config.describe_options import options
 
-COMMITTED = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
+COMMITTED = Path(__file__).parents[3] / "docs" / "reference" / "config.md"
 
 
 def test_committed_reference_is_current(tmp_path: Path) -> None:

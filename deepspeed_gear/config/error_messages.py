@@ -9,8 +9,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from deepspeed_gear.config.checks import dotted
-from deepspeed_gear.config.describe import alternatives, as_model, describe, options, parts
+from deepspeed_gear.config.cross_checks import dotted
+from deepspeed_gear.config.describe_options import alternatives, as_model, describe, options, parts
 from deepspeed_gear.errors import ConfigError
 
 # Keys that users try and the options they mean; difflib finds misspelt ones, not synonyms.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from deepspeed_gear.config.checks import dotted
+from deepspeed_gear.config.cross_checks import dotted
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed_gear.config.fields import ResolvedField
+    from deepspeed_gear.config.field_checks import ResolvedField
     from deepspeed_gear.config.model import FieldConfig, GearConfig
 
 

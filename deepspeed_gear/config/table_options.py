@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt, MinLen
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
-from deepspeed_gear.config.life import RateConfig, RemoveKind, VersionConfig, Writers
+from deepspeed_gear.config.rate_limits import RateConfig, RemoveKind, VersionConfig, Writers
 from deepspeed_gear.config.types import (
     Count,
     Flag,

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from deepspeed_gear.config import hindsight
-from deepspeed_gear.config.checks import N_STEP_NAMES, check_field_name, check_nesting, dotted
-from deepspeed_gear.config.conversion import check_dtype, check_pad
+from deepspeed_gear.config import hindsight_checks
+from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_field_name, check_nesting, dotted
+from deepspeed_gear.config.dtypes import check_dtype, check_pad
 from deepspeed_gear.config.model import FieldConfig, GearConfig
-from deepspeed_gear.config.samplers import RecentSampler, Sampler, WeightedSampler, WhereConfig
+from deepspeed_gear.config.sampler_options import RecentSampler, Sampler, WeightedSampler, WhereConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import Column, Schema
 
@@ -161,7 +161,7 @@ def _check_table(
         check_nesting(list(wanted))
     resolved = [_resolve(name, field, schema, statistics_available) for name, field in wanted.items()]
     _check_duplicates(resolved)
-    hindsight.check_fields(config, resolved)
+    hindsight_checks.check_fields(config, resolved)
     return resolved
 
 
@@ -278,7 +278,7 @@ def _resolve(
         normalize=field.normalize,
         scale=field.scale,
         dtype=dtype,
-        hindsight=hindsight.column_of(at, field, column, schema),
+        hindsight=hindsight_checks.column_of(at, field, column, schema),
     )
 
 

@@ -9,7 +9,7 @@ from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_gear.config.model import GearConfig
-    from deepspeed_gear.config.tables import TableConfig
+    from deepspeed_gear.config.table_options import TableConfig
 
 KINDS = ("uniform", "length", "prioritized")
 _ON_HOST = 'give the table "placement": "host"'
