@@ -392,9 +392,12 @@ class Rewriter:
 
     def __init__(self, moves: list[tuple[str, str]]) -> None:
         self.modules = {_dotted(old): _dotted(new) for old, new in moves}
-        paths = sorted(moves, key=lambda pair: -len(pair[0]))
+        paths = sorted(moves, key=lambda pair: -len(_dotted(pair[0])))
         self._dotted = [
-            (re.compile(rf"(?<![\w.]){re.escape(_dotted(old))}(?!\w)"), _dotted(new)) for old, new in paths
+            (re.compile(rf"(?<![\w.]){re.escape(_dotted(old))}(?!\w|\.\w)"), _dotted(new))
+            if old.endswith("__init__")
+            else (re.compile(rf"(?<![\w.]){re.escape(_dotted(old))}(?!\w)"), _dotted(new))
+            for old, new in paths
         ]
         self._slashed = [
             (re.compile(rf"(?<![\w/])((?:{PACKAGE}/)?){re.escape(old)}\.py\b"), rf"\g<1>{new}.py")
@@ -431,10 +434,13 @@ class Rewriter:
                 edits.append((node.lineno, node.col_offset, node.end_lineno, node.end_col_offset, text))
         if renamed:  # a variable or a field may have the module's name: only `module.name` is the module
             used = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+            stored = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+            stored |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
             for node in ast.walk(tree):
                 if not isinstance(node, ast.Name) or node.id not in renamed:
                     continue
-                if node not in used or not isinstance(node.ctx, ast.Load):
+                if node.id in stored and (node not in used or not isinstance(node.ctx, ast.Load)):
                     print(f"look at {module}:{node.lineno}: {node.id} is not renamed", file=sys.stderr)
                     continue
                 end = node.col_offset + len(node.id.encode())
@@ -448,10 +454,10 @@ class Rewriter:
     def _import(
         self, node: ast.ImportFrom, whole: str, renamed: dict[str, str], is_moved: bool
     ) -> list[str] | None:
-        if whole in self.modules:
+        targets = {a.name: self.modules.get(f"{whole}.{a.name}") for a in node.names}
+        if whole in self.modules and not any(targets.values()):
             names = ", ".join(a.name + (f" as {a.asname}" if a.asname else "") for a in node.names)
             return [f"from {self.modules[whole]} import {names}"]
-        targets = {a.name: self.modules.get(f"{whole}.{a.name}") for a in node.names}
         if not any(targets.values()) and not (is_moved and node.level):
             return None
         lines = []
