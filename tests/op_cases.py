@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_gear.ops import fake, load_backend
+from deepspeed_gear.ops import fake_ops, load_backend
 from deepspeed_gear.ops.constants import (
     BY_TABLE,
     COMMITTED,
@@ -28,8 +28,8 @@ from deepspeed_gear.ops.functional import powers_of
 
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
 ON_DEVICE = [
-    *(name for name in fake.OP_NAMES if name not in (*fake.HOST_ONLY, "copy_pieces_")),
-    *fake.RING_NAMES,
+    *(name for name in fake_ops.OP_NAMES if name not in (*fake_ops.HOST_ONLY, "copy_pieces_")),
+    *fake_ops.RING_NAMES,
 ]
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
@@ -74,7 +74,7 @@ def columns_of_rows() -> list[Tensor]:
 def arguments(name: str) -> tuple[Any, ...]:
     """Arguments of an op in host memory, outputs first."""
     torch.manual_seed(0)
-    if name in fake.RING_NAMES:
+    if name in fake_ops.RING_NAMES:
         return ring_arguments(name)
     out, masses = torch.zeros(COUNT, dtype=torch.int64), torch.randint(0, 1 << 40, (NUM_SLOTS,))
     sums = torch.zeros(tree_size(NUM_SLOTS), dtype=torch.int64)

@@ -13,7 +13,7 @@ import torch
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.burn_in_checks import first_step
 from deepspeed_gear.ops.constants import ALIGN_LEFT, ALIGN_RIGHT, R_ANCHOR, R_NUM_STEPS
-from deepspeed_gear.ops.reference.collect import bounds
+from deepspeed_gear.ops.reference.gather import bounds
 
 
 @dataclass(frozen=True)

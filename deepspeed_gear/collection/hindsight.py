@@ -23,7 +23,7 @@ from deepspeed_gear.ops.constants import (
     R_NUM_STEPS,
     R_NUMBER,
 )
-from deepspeed_gear.selection.philox import Words, below, philox
+from deepspeed_gear.ops.philox import Words, below, philox
 
 _SHIFT = np.uint64(32)
 

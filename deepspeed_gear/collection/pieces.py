@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_NUM_STEPS
-from deepspeed_gear.ops.reference.collect import bounds
+from deepspeed_gear.ops.reference.gather import bounds
 
 COLUMN, FROM, TO, BYTES = range(4)  # words of a piece
 

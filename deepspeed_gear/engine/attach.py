@@ -19,7 +19,7 @@ from deepspeed_gear.engine import resume
 from deepspeed_gear.engine.pipeline import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import stale_locks
-from deepspeed_gear.ops.register import register
+from deepspeed_gear.ops.register_builders import register
 from deepspeed_gear.parallel import compat
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Place

@@ -9,11 +9,12 @@ from types import ModuleType
 
 import torch
 
+from deepspeed_gear.ops import fake_ops, jit, reference
+
 from ..errors import BuildError, ConfigError
-from . import fake, jit, reference
 
 Op = Callable[..., None]
-_ALL = (*fake.OP_NAMES, *fake.RING_NAMES)
+_ALL = (*fake_ops.OP_NAMES, *fake_ops.RING_NAMES)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Ops:
         """
         if self.native is None:
             return self
-        return replace(self, **{op: getattr(self.native, op) for op in fake.OP_NAMES})
+        return replace(self, **{op: getattr(self.native, op) for op in fake_ops.OP_NAMES})
 
 
 def load_backend(name: str = "auto") -> Ops:
@@ -103,7 +104,7 @@ def load_library(library: str | None) -> Ops:
 
 
 def _native_ops(name: str, native: ModuleType) -> Ops:
-    fake.register()
+    fake_ops.register()
     return Ops(name, **{op: getattr(torch.ops.gear, op).default for op in _ALL}, native=native)
 
 

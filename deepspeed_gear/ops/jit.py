@@ -23,8 +23,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from deepspeed_gear.ops import library_trust
+
 from ..errors import BuildError
-from . import trust
 from .toolchain import REFERENCE_REMEDY
 
 BUILD_TIMEOUT_S = 600.0
@@ -171,7 +172,7 @@ def build_or_import(
         BuildError: The build failed, here or in the process that was waited for; the wait was too long; or
             another user can write where the library lies.
     """
-    trust.check_folders(build_folder(name))
+    library_trust.check_folders(build_folder(name))
     if is_built(name):
         return _import(name)
     folder, failure = build_folder(name), build_folder(name).with_suffix(".failed")
@@ -228,7 +229,7 @@ def import_file(name: str, path: Path) -> ModuleType:
     Raises:
         BuildError: It cannot be loaded into this process, or another user may have written it.
     """
-    trust.check_library(path)
+    library_trust.check_library(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -56,7 +56,7 @@ class RowLayout(NamedTuple):
 
     Args:
         names: Columns, those of steps first. [C].
-        windows, members, columns: As `ops/reference/rows.py` says.
+        windows, members, columns: As `ops/reference/encode_rows.py` says.
     """
 
     names: tuple[str, ...]

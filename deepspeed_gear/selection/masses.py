@@ -22,8 +22,8 @@ from deepspeed_gear.ops.constants import (
     tree_levels,
     tree_size,
 )
+from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.selection.cut import NOTHING, StreamSpec
-from deepspeed_gear.selection.philox import below, philox
 from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.store.extents import CHANGED
 from deepspeed_gear.store.layout import Region

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from deepspeed_gear.errors import NotReadyError, StoreError
+from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.selection.cut import SAMPLES
-from deepspeed_gear.selection.philox import below, philox
 from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.store.extents import (
     AHEAD,

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
-from deepspeed_gear.ops import Ops, fake, load_backend, toolchain
+from deepspeed_gear.ops import Ops, fake_ops, load_backend, toolchain
 
 HOST = Path(__file__).resolve().parents[1] / "host"
 CSRC = toolchain.csrc_root()
-ALL_NAMES = (*fake.OP_NAMES, *fake.RING_NAMES)
+ALL_NAMES = (*fake_ops.OP_NAMES, *fake_ops.RING_NAMES)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from deepspeed_gear.ops import Ops, fake
+from deepspeed_gear.ops import Ops, fake_ops
 from deepspeed_gear.ops.constants import minima_size, tree_size
 
 NUM_SLOTS, COUNT = 40, 7
@@ -118,7 +118,7 @@ def skip_lists_of_old_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", fake.OP_NAMES)
+@pytest.mark.parametrize("name", fake_ops.OP_NAMES)
 def test_compiles_as_one_graph(cpu: Ops, name: str, dynamic: bool) -> None:
     skip_lists_of_old_torch(name)
     op: Callable[..., None] = getattr(cpu, name)
@@ -135,7 +135,7 @@ def test_compiles_as_one_graph(cpu: Ops, name: str, dynamic: bool) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", fake.OP_NAMES)
+@pytest.mark.parametrize("name", fake_ops.OP_NAMES)
 def test_schema_and_fake_are_right(cpu: Ops, name: str) -> None:
     """The op changes what its schema says and nothing else; the fake one agrees."""
     skip_lists_of_old_torch(name)
@@ -143,7 +143,7 @@ def test_schema_and_fake_are_right(cpu: Ops, name: str) -> None:
     torch.library.opcheck(getattr(cpu, name), arguments(name), test_utils=tests)
 
 
-@pytest.mark.parametrize("name", fake.OP_NAMES)
+@pytest.mark.parametrize("name", fake_ops.OP_NAMES)
 def test_every_op_is_on_both_backends(cpu: Ops, reference: Ops, name: str) -> None:
     expected, got = arguments(name), arguments(name)
     before = [t.clone() for t in tensors_of(expected)]
@@ -154,4 +154,4 @@ def test_every_op_is_on_both_backends(cpu: Ops, reference: Ops, name: str) -> No
     for a, b in zip(tensors_of(expected), tensors_of(got), strict=True):
         assert torch.equal(a, b)
     registered = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")}
-    assert registered == {f"gear::{name}" for name in (*fake.OP_NAMES, *fake.RING_NAMES)}
+    assert registered == {f"gear::{name}" for name in (*fake_ops.OP_NAMES, *fake_ops.RING_NAMES)}

@@ -20,7 +20,7 @@ from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach
 from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, WAYS
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
-from deepspeed_gear.ops.reference.collect import bounds
+from deepspeed_gear.ops.reference.gather import bounds
 from deepspeed_gear.store.table import Table
 
 LENGTHS = (1, 2, 5, 40, 3, 11)

@@ -15,9 +15,9 @@ from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import FOR_GOAL, FOR_RELABELLING, ONE_Q62
+from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.parallel.plan import needs_of
 from deepspeed_gear.parallel.topology import Place
-from deepspeed_gear.selection.philox import below, philox
 from deepspeed_gear.selection.rules import key_of
 
 COLUMNS = [

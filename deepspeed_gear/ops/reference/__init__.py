@@ -8,11 +8,20 @@ least mass, updates; their powers in `power`), `collect` (windows and padding), 
 
 from __future__ import annotations
 
+from deepspeed_gear.ops.reference.encode_rows import pack_rows_, unpack_rows_
+from deepspeed_gear.ops.reference.gather import FieldSpec, Span, bounds, check_windows, gather_, window_rows
+from deepspeed_gear.ops.reference.ring_table import ring_add_, ring_select_, ring_update_, scatter_
+from deepspeed_gear.ops.reference.sharded_draws import (
+    assign_draws_,
+    pack_reports_,
+    send_draws_,
+    take_draws_,
+    unpack_reports_,
+)
+
 from .checks import check_extents, check_order, check_rows
-from .collect import FieldSpec, Span, bounds, check_windows, gather_, window_rows
 from .convert import arithmetic_dtype, convert, is_allowed
 from .copies import copy_pieces_
-from .draws import assign_draws_, pack_reports_, send_draws_, take_draws_, unpack_reports_
 from .priorities import (
     importance_,
     mass_,
@@ -26,8 +35,6 @@ from .priorities import (
     top_k_,
 )
 from .returns import n_step_, n_step_reads, suffix_sum_
-from .ring import ring_add_, ring_select_, ring_update_, scatter_
-from .rows import pack_rows_, unpack_rows_
 from .select import (
     anchor_at,
     check_coordinates,

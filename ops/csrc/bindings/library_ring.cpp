@@ -1,5 +1,5 @@
 // The ops of a table in the memory of one device, on the host. Their meaning stands in
-// deepspeed_gear/ops/reference/ring.py.
+// deepspeed_gear/ops/reference/ring_table.py.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Collection
 from pathlib import Path
 
-from ..errors import BuildError
+from deepspeed_gear.errors import BuildError
 
 _PACKAGE = Path(__file__).resolve().parent
 

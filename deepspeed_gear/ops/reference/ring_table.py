@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError
-from ..constants import (
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops.constants import (
     APPLIED,
     BY_BATCH,
     BY_TABLE,
@@ -54,10 +54,17 @@ from ..constants import (
     UNIT_LENGTH,
     UNIT_STEP,
 )
-from .integers import LOW_32
-from .power import exp2, float_bits, log2, scale
-from .priorities import mass_of, minima_update_, resolve_rows_
-from .select import anchor_at, coordinate, num_anchors, philox, resolve_, tree_update_
+from deepspeed_gear.ops.reference.integers import LOW_32
+from deepspeed_gear.ops.reference.power import exp2, float_bits, log2, scale
+from deepspeed_gear.ops.reference.priorities import mass_of, minima_update_, resolve_rows_
+from deepspeed_gear.ops.reference.select import (
+    anchor_at,
+    coordinate,
+    num_anchors,
+    philox,
+    resolve_,
+    tree_update_,
+)
 
 _INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
 

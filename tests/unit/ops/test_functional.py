@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_gear.errors import BuildError, ConfigError, ShapeError
-from deepspeed_gear.ops import Ops, fake, functional, load_backend
+from deepspeed_gear.ops import Ops, fake_ops, functional, load_backend
 from deepspeed_gear.ops.constants import SOURCE_POSITION, SOURCE_TIMESTEP, SOURCE_TRAJECTORY
 
 RESOLUTIONS = torch.tensor([[0, 0, 0, 2, 5, 1, 1, 0]])
@@ -51,7 +51,7 @@ def test_cuda_without_a_gpu_is_refused_with_a_remedy() -> None:
 
 def test_every_op_of_every_backend_is_there() -> None:
     for name in ("reference", "cpu"):
-        assert all(callable(getattr(load_backend(name), op)) for op in fake.OP_NAMES)
+        assert all(callable(getattr(load_backend(name), op)) for op in fake_ops.OP_NAMES)
 
 
 def prioritize(ops: Ops, **changes: Any) -> None:

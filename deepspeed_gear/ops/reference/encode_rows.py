@@ -13,8 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError
-from ..constants import C_GROUP, C_MEMBERS, C_ROW_BYTES, R_FIRST_ROW, R_SLOT, SLOT_FIRST_ROW, W_GROUP
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops.constants import (
+    C_GROUP,
+    C_MEMBERS,
+    C_ROW_BYTES,
+    R_FIRST_ROW,
+    R_SLOT,
+    SLOT_FIRST_ROW,
+    W_GROUP,
+)
 
 WORD_BYTES = 8
 Rows = set[tuple[int, int]]  # trajectory and row

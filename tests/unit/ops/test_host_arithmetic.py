@@ -20,7 +20,7 @@ from deepspeed_gear.ops.reference import power
 from deepspeed_gear.ops.reference.integers import multiply_high, signed
 from deepspeed_gear.schema import DTYPE_CODES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "ops" / "csrc"
 MASK = (1 << 64) - 1
 EDGES = [0, 1, 2, 3, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, (1 << 62) - 1, 1 << 63, MASK - 1, MASK]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError
-from ..constants import (
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops.constants import (
     ANY_SLOT,
     BY_ID,
     R_ANCHOR,

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-from .builder import GearBuilder, GearCudaBuilder
+from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
 
 BUILDERS: dict[str, type[GearBuilder] | type[GearCudaBuilder]] = {
     "GearBuilder": GearBuilder,

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError
-from ..constants import (
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops.constants import (
     ALIGN_IN_PLACE,
     ALIGN_LEFT,
     FIELD_INTS,
@@ -25,8 +25,8 @@ from ..constants import (
     SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
 )
-from .checks import Reads, check_order, check_rows, is_no_sample
-from .convert import convert, narrow
+from deepspeed_gear.ops.reference.checks import Reads, check_order, check_rows, is_no_sample
+from deepspeed_gear.ops.reference.convert import convert, narrow
 
 
 class FieldSpec(NamedTuple):
