@@ -50,7 +50,7 @@ MODULES: dict[str, str] = {
         store/dataset data/dataset
         store/dataset_files data/dataset_files
         store/dataset_writer data/dataset_writer
-        store/statistics data/column_statistics
+        store/statistics data/dataset_statistics
         store/split data/splits
         store/mapped_files data/mapped_files
         store/trajectory data/trajectory_checks
