@@ -14,7 +14,7 @@ import torch
 from gear_support import ROOT, prefix
 
 from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.store.ingest import ingest
+from deepspeed_gear.data.ingest import ingest
 
 WORDS = ("id", "anchor", "number", "weight", "valid")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.store.ingest import ingest
+from deepspeed_gear.data.ingest import ingest
 from support.device_clock import Row
 from support.programs import ROOT, missing, result_of
 

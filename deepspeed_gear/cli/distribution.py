@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
 from deepspeed_gear.replay import saves
@@ -18,7 +19,6 @@ from deepspeed_gear.selection.by_row import rows_of
 from deepspeed_gear.selection.exclusions import Exclusion, count_exclusions, rule_of_json
 from deepspeed_gear.store.living import LivingStore
 from deepspeed_gear.store.table import COMMITTED, NUM_STEPS, STATE
-from deepspeed_gear.store.trajectory import as_numbers
 
 TRAIN = "stream/train/"
 _GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag

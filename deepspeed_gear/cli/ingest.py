@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         GearError: An argument or a source is wrong; DEST is not made.
     """
-    from deepspeed_gear.store.ingest import ingest
+    from deepspeed_gear.data.ingest import ingest
 
     dataset = ingest(
         args.source,

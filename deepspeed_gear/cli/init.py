@@ -14,9 +14,9 @@ import numpy as np
 
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.config.cross_checks import BATCH_NAMES
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.dataset import Dataset
 
 CONFIG_FILE = "gear_config.json"
 SCRIPT_FILE = "train.py"

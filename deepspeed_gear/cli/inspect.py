@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.store.statistics import ColumnStatistics
 
 if TYPE_CHECKING:
-    from deepspeed_gear.store.dataset import Dataset
+    from deepspeed_gear.data.dataset import Dataset
 
 _LEVELS = (0.1, 0.5, 0.9)
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             inspect_living(args.living or None, args.json, args.plot)
         return 0
-    from deepspeed_gear.store.dataset import Dataset
+    from deepspeed_gear.data.dataset import Dataset
 
     dataset = Dataset.open(args.dest)
     if args.verify:
@@ -107,7 +107,7 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
 
 
 def _splits(dataset: Dataset) -> dict[str, dict[str, Any]]:
-    from deepspeed_gear.store.split import split_of
+    from deepspeed_gear.data.splits import split_of
 
     part = split_of(np.arange(len(dataset), dtype=np.int64) + dataset.first_id, dataset.split)
     names = ["train", *sorted(dataset.split)]

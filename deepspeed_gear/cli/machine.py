@@ -123,7 +123,7 @@ def _collecting() -> list[dict[str, Any]]:
 
 
 def _data(path: str) -> dict[str, Any]:
-    from ..store.dataset import Dataset
+    from deepspeed_gear.data.dataset import Dataset
 
     try:
         dataset = Dataset.open(path)

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.cli.figures import ACCENT, COLOR, new_figure, save
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.statistics import ColumnStatistics
 
 if TYPE_CHECKING:
-    from deepspeed_gear.store.dataset import Dataset
+    from deepspeed_gear.data.dataset import Dataset
 
 _MAX_PANELS = 12
 _MAX_TICKS = 16

@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: There are not that many parts.
         DataError: The data set is broken or a part itself, or OUT exists.
     """
+    from deepspeed_gear.data.dataset import Dataset
+    from deepspeed_gear.data.dataset_part_writer import write_parts
     from deepspeed_gear.parallel.plan import shards_of
-    from deepspeed_gear.store.dataset import Dataset
-    from deepspeed_gear.store.part_writer import write_parts
     from deepspeed_gear.store.sharding import non_empty
 
     dataset = Dataset.open(args.dataset)

@@ -9,6 +9,7 @@ from torch import Tensor
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.config.schedules import end_of
+from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
@@ -20,7 +21,6 @@ from deepspeed_gear.replay.parts import Plan
 from deepspeed_gear.replay.samplers import stream_specs
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.store.ring_table import RingTable
-from deepspeed_gear.store.trajectory import as_numbers
 
 
 def masses_of(plan: Plan, spec: StreamSpec) -> np.ndarray:

@@ -12,12 +12,12 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.collection.batch import Batch
 from deepspeed_gear.collection.lane import refuse_capture
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
+from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import DataError, ShapeError
 from deepspeed_gear.ops.constants import ANY_SLOT, BY_ID, R_ID, SHARD_BITS
 from deepspeed_gear.replay.late_reports import LateReports, Part
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.reports import check_priorities
-from deepspeed_gear.store.split import split_of
 from deepspeed_gear.store.table import FIRST_ROW
 
 

@@ -13,6 +13,7 @@ from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach
 from deepspeed_gear.config import GearConfig
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import R_MASS, R_NUMBER, R_SLOT
 from deepspeed_gear.parallel.plan import Needs
@@ -22,7 +23,6 @@ from deepspeed_gear.replay.relabelling import Relabelling
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.statistics import ColumnStatistics
 
 Transform = Callable[[Batch, torch.Tensor], Batch]
 

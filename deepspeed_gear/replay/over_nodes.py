@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.carrier import Carrier, arrivals_of, most_rows
 from deepspeed_gear.parallel.delivery import Goals
@@ -31,7 +32,6 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import KEY, StreamSpec
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.table import Table
 
 EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is nobody's

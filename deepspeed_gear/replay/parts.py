@@ -13,6 +13,8 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.collection.burn_in import BurnIn
 from deepspeed_gear.collection.prefetch import Prefetcher
 from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics, statistics_of
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.parallel.exchange import Exchange
@@ -40,9 +42,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.spec import TableSpec
-from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
 from deepspeed_gear.store.table import Table
 
 

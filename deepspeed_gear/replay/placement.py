@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deepspeed_gear.config import GearConfig
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_part import Part
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.plan import shards_of
 from deepspeed_gear.parallel.topology import Topology
-from deepspeed_gear.store.dataset import Dataset
-from deepspeed_gear.store.part import Part
 from deepspeed_gear.store.sharding import non_empty, shard_of_node
 from deepspeed_gear.store.spec import Shard
 

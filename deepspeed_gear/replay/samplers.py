@@ -23,6 +23,8 @@ from deepspeed_gear.config import (
     value_at,
 )
 from deepspeed_gear.config.schedules import imported
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import most_mass_bits
@@ -40,8 +42,6 @@ from deepspeed_gear.selection.rules import (
     key_of,
     weight_bits,
 )
-from deepspeed_gear.store.dataset import Dataset
-from deepspeed_gear.store.trajectory import as_numbers
 
 SPARE_CUTS = 4  # cuts that a rank may lag behind the fastest one of its node
 LEAST_LOG = 1 << 16  # reports of priorities that may wait on a rank

@@ -16,13 +16,13 @@ from deepspeed_gear.config import (
     difference,
     parse,
 )
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.replay.life import life_of
 from deepspeed_gear.replay.sizes import BatchInfo
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.life import Life
 from deepspeed_gear.store.spec import Shard, TableSpec, spare_rows_for
 

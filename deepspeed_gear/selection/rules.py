@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, UNIT_LENGTH, UNIT_STEP, UNIT_TRAJECTORY
 from deepspeed_gear.selection.anchors import AnchorRule
-from deepspeed_gear.store.split import split_of
 
 Unit = Literal["trajectory", "step"]
 UNIT_CODES: dict[str, int] = {"trajectory": UNIT_TRAJECTORY, "step": UNIT_STEP}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.ops.constants import (
     COMMITTED,
     SLOT_FIRST_ROW,
@@ -17,7 +18,6 @@ from deepspeed_gear.ops.constants import (
     SLOT_STATE,
 )
 from deepspeed_gear.store.columns import part_of
-from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.extents import NEXT_ID
 from deepspeed_gear.store.spec import RETURN_TO_GO
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import DataError, SchemaError, ShapeError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import (
@@ -41,7 +42,6 @@ from deepspeed_gear.ops.constants import (
 )
 from deepspeed_gear.schema import DTYPES, Schema
 from deepspeed_gear.store.columns import as_tensor
-from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.spec import RETURN_TO_GO
 
 _SOURCES = {"T": SOURCE_STEPS, "T+1": SOURCE_STEPS_PLUS_ONE, "1": SOURCE_TRAJECTORY}

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.dataset_part import Part
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.store.part import Part
 from deepspeed_gear.store.spec import Shard
 
 _SHARED = "or give every node the whole data set"

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.extents import LINK_WORDS
 from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region, read_meaning
 from deepspeed_gear.store.life import UNLIMITED, Life

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.schema import Column, Schema
@@ -49,7 +50,6 @@ from deepspeed_gear.store.lock import StoreLock
 from deepspeed_gear.store.memory import SharedMemory
 from deepspeed_gear.store.native import open_store
 from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec, table_layout
-from deepspeed_gear.store.trajectory import as_numbers
 from deepspeed_gear.store.unfinished import Unfinished
 
 __all__ = [

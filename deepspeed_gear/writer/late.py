@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.extents import OPEN
 from deepspeed_gear.store.life import PRESENT
 from deepspeed_gear.store.table import NUM_STEPS, Table
-from deepspeed_gear.store.trajectory import as_stored, check_finite
 from deepspeed_gear.writer.room import quiet
 
 

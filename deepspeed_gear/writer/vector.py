@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.forks import ProcessBound
 from deepspeed_gear.store.staging import Staging
-from deepspeed_gear.store.trajectory import as_stored, check_finite
 from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
 
 _FIRST_LENGTH = 256

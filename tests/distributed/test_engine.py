@@ -13,7 +13,7 @@ from gear_support import STEP, config_of, lengths_of, shared_files
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deepspeed_gear import Replay
-from deepspeed_gear.store.split import split_of
+from deepspeed_gear.data.splits import split_of
 
 BATCH = 12
 Seen = dict[str, np.ndarray]

@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.schema import DTYPES, Column, Schema
-from deepspeed_gear.store.dataset import Dataset, DatasetWriter
-from deepspeed_gear.store.ingest import ingest
 
 SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)

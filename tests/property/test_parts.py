@@ -10,11 +10,11 @@ from gear_support import write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.parallel.plan import shards_of
-from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import Run
-from deepspeed_gear.store.part_writer import write_parts
 from deepspeed_gear.store.sharding import non_empty, shard_of_node
 from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec
 from deepspeed_gear.store.table import ID, NEXT_ID, Table

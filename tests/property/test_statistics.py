@@ -9,11 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_gear.data import dataset_statistics
+from deepspeed_gear.data.dataset import Dataset, DatasetWriter, statistics_of
+from deepspeed_gear.data.dataset_statistics import (
+    QUANTILES,
+    KeptRows,
+    Moments,
+    column_statistics,
+    sample_positions,
+)
+from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.schema import DTYPES, Column, Schema
-from deepspeed_gear.store import statistics
-from deepspeed_gear.store.dataset import Dataset, DatasetWriter, statistics_of
-from deepspeed_gear.store.split import split_of
-from deepspeed_gear.store.statistics import QUANTILES, KeptRows, Moments, column_statistics, sample_positions
 
 Rows = st.sampled_from(["T", "T+1", "1"])
 
@@ -49,9 +55,9 @@ def test_statistics_are_those_of_the_kept_rows(data: st.DataObject, rows: str, d
     values, kept = make(np.random.default_rng(seed), column, lengths, keep, final)
     block = data.draw(st.sampled_from([1, 7, 33, 1 << 16]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "_BLOCK_ROWS", block)
+        patch.setattr(dataset_statistics, "_BLOCK_ROWS", block)
         found = column_statistics(values, column, kept)
-    wanted = statistics.as_float64(real_rows(column, values, kept), dtype)
+    wanted = dataset_statistics.as_float64(real_rows(column, values, kept), dtype)
     assert found.count == found.quantile_rows == len(wanted)
     assert found.non_finite == 0
     np.testing.assert_allclose(found.mean, wanted.mean(0), rtol=1e-12, atol=1e-12)
@@ -62,7 +68,7 @@ def test_statistics_are_those_of_the_kept_rows(data: st.DataObject, rows: str, d
         np.testing.assert_allclose(
             found.quantiles[level], np.quantile(wanted, float(level), axis=0), rtol=1e-12
         )
-    again = statistics.ColumnStatistics.from_json(found.to_json(), column)
+    again = dataset_statistics.ColumnStatistics.from_json(found.to_json(), column)
     assert again.to_json() == found.to_json()
     assert again.mean.shape == column.shape
 
@@ -123,7 +129,7 @@ def test_large_columns_have_approximate_quantiles(monkeypatch: pytest.MonkeyPatc
     rows = KeptRows(np.array([0]), np.array([200_000]), np.array([True]), False)
     for name, limit in (("MAX_SAMPLE_ROWS", 20_000), ("MAX_SAMPLE_BYTES", 80_000)):
         with monkeypatch.context() as patch:
-            patch.setattr(statistics, name, limit)
+            patch.setattr(dataset_statistics, name, limit)
             found = column_statistics(values, Column("x", "float32", (1,)), rows)
         assert (found.count, found.quantile_rows) == (200_000, 20_000)
         for level in QUANTILES:

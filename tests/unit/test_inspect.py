@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from deepspeed_gear.cli import inspect
+from deepspeed_gear.data.dataset import Dataset, DatasetWriter
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.dataset import Dataset, DatasetWriter
 
 SCHEMA = Schema(
     [

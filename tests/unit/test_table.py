@@ -14,11 +14,12 @@ from gear_support import SCHEMA, SHM, STEP, prefix, shared_files, trajectory, wa
 from process_support import exit_status, in_child, kill
 from store_support import StoreScene
 
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay import content
 from deepspeed_gear.schema import DTYPES, Column, Schema
-from deepspeed_gear.store.dataset import Dataset
 from deepspeed_gear.store.layout import HEADER, Layout, Run
 from deepspeed_gear.store.spec import RETURN_TO_GO, TableSpec
 from deepspeed_gear.store.table import (
@@ -31,7 +32,6 @@ from deepspeed_gear.store.table import (
     STATE,
     Table,
 )
-from deepspeed_gear.store.trajectory import check_trajectory
 
 
 @pytest.fixture(params=["reference", "cpu"])

@@ -13,9 +13,9 @@ import pytest
 import torch
 from gear_support import SCHEMA, prefix, shared_files, trajectory, write_dataset
 
+from deepspeed_gear.data.dataset import Dataset, DatasetWriter
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.dataset import Dataset, DatasetWriter
 from deepspeed_gear.store.layout import Run
 from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec, table_layout
 from deepspeed_gear.store.table import FIRST_ROW, ID, NEXT_ID, NUM_STEPS, Table

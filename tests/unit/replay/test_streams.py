@@ -13,8 +13,8 @@ from gear_support import write_dataset
 from replay_support import LENGTHS, SPLIT, offline, same, split, take
 
 from deepspeed_gear import Replay
+from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import CheckpointError, ConfigError
-from deepspeed_gear.store.split import split_of
 
 # ---- streams -------------------------------------------------------------------------------------
 

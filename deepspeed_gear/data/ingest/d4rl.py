@@ -10,9 +10,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.errors import DataError
-from deepspeed_gear.schema import Column
-from deepspeed_gear.store.ingest.common import (
+from deepspeed_gear.data.ingest.reader import (
     Episode,
     Reader,
     RowReader,
@@ -24,6 +22,8 @@ from deepspeed_gear.store.ingest.common import (
     open_hdf5,
     read_rows,
 )
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column
 
 _REQUIRED = ("observations", "actions", "rewards", "terminals", "timeouts")
 _NEXT = "next_observations"

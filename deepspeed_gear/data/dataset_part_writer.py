@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_files import STATS_FILE, FileRecord, fingerprint_of, read_json, write_json
+from deepspeed_gear.data.dataset_part import Part
+from deepspeed_gear.data.dataset_writer import DatasetWriter, unwritable
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.store.dataset import Dataset
-from deepspeed_gear.store.dataset_files import STATS_FILE, FileRecord, fingerprint_of, read_json, write_json
-from deepspeed_gear.store.dataset_writer import DatasetWriter, unwritable
-from deepspeed_gear.store.part import Part
 
 _BLOCK_BYTES = 4 * 1024 * 1024
 _PARTIAL = ".partial"

@@ -13,8 +13,8 @@ import h5py
 import numpy as np
 import pytest
 
+from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.store.ingest import ingest
 
 Maker = Callable[..., Any]
 NAN = np.zeros((8, 3), np.float32)

@@ -12,10 +12,10 @@ import h5py
 import numpy as np
 import pytest
 
+from deepspeed_gear.data.ingest import ingest
+from deepspeed_gear.data.ingest.minari_tables import leaf_shapes
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.ingest import ingest
-from deepspeed_gear.store.ingest.minari_table import leaf_shapes
 
 Maker = Callable[..., Any]
 FORMS = ("hdf5", "arrow", "parquet")

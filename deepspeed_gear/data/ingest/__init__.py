@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+from deepspeed_gear.data.dataset_writer import check_destination
+from deepspeed_gear.data.ingest.d4rl import D4rlReader
+from deepspeed_gear.data.ingest.minari import MinariReader
+from deepspeed_gear.data.ingest.reader import Reader, Selection
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.dataset import Dataset, DatasetWriter
-from deepspeed_gear.store.dataset_writer import check_destination
-from deepspeed_gear.store.ingest.common import Reader, Selection
-from deepspeed_gear.store.ingest.d4rl import D4rlReader
-from deepspeed_gear.store.ingest.minari import MinariReader
 
 READERS: dict[str, type[Reader]] = {reader.format: reader for reader in (D4rlReader, MinariReader)}
 _DERIVED = (

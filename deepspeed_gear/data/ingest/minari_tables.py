@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.dataset_files import read_json
+from deepspeed_gear.data.ingest.minari import EpisodeStore, Key, decode_jpeg
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.store.dataset_files import read_json
-from deepspeed_gear.store.ingest.minari import EpisodeStore, Key, decode_jpeg
 
 _METADATA_FILE = "metadata.json"
 

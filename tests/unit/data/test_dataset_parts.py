@@ -13,11 +13,11 @@ import pytest
 from gear_support import SCHEMA, write_dataset
 
 from deepspeed_gear.cli import inspect, split
+from deepspeed_gear.data import dataset_part_writer
+from deepspeed_gear.data.dataset import Dataset, statistics_of
+from deepspeed_gear.data.dataset_part import Part
+from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.store import part_writer
-from deepspeed_gear.store.dataset import Dataset, statistics_of
-from deepspeed_gear.store.part import Part
-from deepspeed_gear.store.part_writer import write_parts
 
 LENGTHS = [3, 1, 7, 2, 5, 4]
 BOUNDS = np.array([0, 1, 4, 6])
@@ -41,7 +41,7 @@ def run(*arguments: str) -> int:
 def test_parts_together_are_the_whole(
     whole: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(part_writer, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(dataset_part_writer, "_BLOCK_BYTES", block_bytes)
     parts = write_parts(whole, tmp_path / "out", BOUNDS)
     assert [part.path for part in parts] == [tmp_path / "out" / f"part-{i}" for i in range(3)]
     for part in parts:
@@ -72,7 +72,7 @@ def test_a_part_knows_its_place(whole: Dataset, tmp_path: Path) -> None:
 
 def test_equal_bytes_at_another_place_are_another_part(tmp_path: Path) -> None:
     """Two trajectories of one step with the same values: only the place tells the parts apart."""
-    from deepspeed_gear.store.dataset import DatasetWriter
+    from deepspeed_gear.data.dataset import DatasetWriter
 
     with DatasetWriter(tmp_path / "set", SCHEMA) as writer:
         for _ in range(2):
@@ -162,7 +162,7 @@ def test_a_failure_leaves_no_set_of_new_and_old_parts(
     whole: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_parts(whole, tmp_path / "out", BOUNDS)
-    monkeypatch.setattr(part_writer, "_check_digests", lambda *_: 1 / 0)
+    monkeypatch.setattr(dataset_part_writer, "_check_digests", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_parts(whole, tmp_path / "out", BOUNDS, overwrite=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["part-2"]

@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.errors import DataError
-from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.dataset_files import (
+from deepspeed_gear.data.dataset_files import (
     EXTENTS_FILE,
     FORMAT,
     SCHEMA_FILE,
@@ -29,11 +27,13 @@ from deepspeed_gear.store.dataset_files import (
     fingerprint_of,
     write_json,
 )
-from deepspeed_gear.store.statistics import check_split, compute_statistics, training_trajectories
-from deepspeed_gear.store.trajectory import check_finite, check_trajectory
+from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics, training_trajectories
+from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Schema
 
 if TYPE_CHECKING:
-    from deepspeed_gear.store.dataset import Dataset
+    from deepspeed_gear.data.dataset import Dataset
 
 _LOCK_FILE = ".gear-partial"
 _REPLACED = ".replaced"
@@ -135,7 +135,7 @@ class DatasetWriter:
             DataError: There are no trajectories, or none is left for training; nothing stays behind.
         Cost: one pass over the columns for the statistics.
         """
-        from deepspeed_gear.store.dataset import Dataset
+        from deepspeed_gear.data.dataset import Dataset
 
         if self._closed:
             raise DataError(str(self.dest), "must be closed once only")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepspeed_gear.store.split import TRAIN, split_of
+from deepspeed_gear.data.splits import TRAIN, split_of
 
 IDS = np.arange(100_000)
 GOLDEN = [23, 26, 29, 45, 50, 60, 113, 135, 156, 166, 167, 185, 188]

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from deepspeed_gear.cli import ingest as command
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.ingest import READERS, ingest, open_source
+from deepspeed_gear.data.ingest.reader import RowReader
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.dataset import Dataset
-from deepspeed_gear.store.ingest import READERS, ingest, open_source
-from deepspeed_gear.store.ingest.common import RowReader
 
 Maker = Callable[..., Any]
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "data"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "data"
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -92,8 +92,8 @@ def test_next_observations_that_are_not_shifted_are_kept(tmp_path: Path, d4rl: M
 def test_a_shift_is_checked_across_blocks(
     tmp_path: Path, d4rl: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepspeed_gear.store.ingest.common._BLOCK_BYTES", 24)
-    monkeypatch.setattr("deepspeed_gear.store.ingest.d4rl._BLOCK_ROWS", 3)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.reader._BLOCK_BYTES", 24)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.d4rl._BLOCK_ROWS", 3)
     lengths = (3, 1, 4, 2, 7, 3, 1)
     arrays = d4rl(tmp_path / "a.hdf5", lengths, ("timeouts",) * 7)
     assert open_source(tmp_path / "a.hdf5").columns[0].rows == "T+1"
@@ -215,7 +215,7 @@ def test_nan_is_allowed_by_a_flag_and_left_out_of_statistics(tmp_path: Path, d4r
 
 
 def test_row_reader_serves_any_rising_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_gear.store.ingest.common._BLOCK_BYTES", 40)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.reader._BLOCK_BYTES", 40)
     values = np.arange(33 * 2, dtype=np.int32).reshape(33, 2)
     reads: list[tuple[int, int]] = []
 
@@ -223,7 +223,7 @@ def test_row_reader_serves_any_rising_ranges(tmp_path: Path, monkeypatch: pytest
         reads.append((low, high))
         return np.asarray(dataset[low:high])
 
-    monkeypatch.setattr("deepspeed_gear.store.ingest.common.read_rows", read_rows)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.reader.read_rows", read_rows)
     with h5py.File(tmp_path / "a.hdf5", "w") as file:
         file.create_dataset("x", data=values, chunks=(4, 1), compression="gzip")
         file["y"] = values
@@ -295,7 +295,7 @@ def test_wrong_splits_are_refused(tmp_path: Path, d4rl: Maker, options: list[str
 KILLED = """
 import os, signal, sys
 from deepspeed_gear.store import dataset_writer
-from deepspeed_gear.store.ingest import ingest
+from deepspeed_gear.data.ingest import ingest
 add = dataset_writer.DatasetWriter.add
 def add_then_die(self, *arguments):
     if add(self, *arguments) == 1:

@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.errors import DataError, SchemaError
-from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.dataset_files import (
+from deepspeed_gear.data.dataset_files import (
     EXTENTS_FILE,
     FORMAT,
     SCHEMA_FILE,
@@ -26,10 +24,12 @@ from deepspeed_gear.store.dataset_files import (
     read_json,
     read_npy_header,
 )
-from deepspeed_gear.store.dataset_writer import DatasetWriter
-from deepspeed_gear.store.mapped_files import MappedFiles
-from deepspeed_gear.store.part import Part
-from deepspeed_gear.store.statistics import ColumnStatistics, statistics_of
+from deepspeed_gear.data.dataset_part import Part
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics, statistics_of
+from deepspeed_gear.data.dataset_writer import DatasetWriter
+from deepspeed_gear.data.mapped_files import MappedFiles
+from deepspeed_gear.errors import DataError, SchemaError
+from deepspeed_gear.schema import Column, Schema
 
 __all__ = ["ColumnStatistics", "Dataset", "DatasetWriter", "statistics_of"]
 

@@ -18,12 +18,12 @@ import pytest
 from gear_support import prefix
 
 from deepspeed_gear import Replay
+from deepspeed_gear.data import mapped_files
+from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+from deepspeed_gear.data.dataset_files import FileRecord, fingerprint_of, npy_header, probe_digest
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store import mapped_files
-from deepspeed_gear.store.dataset import Dataset, DatasetWriter
-from deepspeed_gear.store.dataset_files import FileRecord, fingerprint_of, npy_header, probe_digest
 
 SCHEMA = Schema(
     [Column("observation", "float32", (2,), "observation", "T+1"), Column("action", "bfloat16", (4,))]
@@ -289,7 +289,7 @@ def test_an_access_behind_the_end_names_the_file(tmp_path: Path, has_faulthandle
     program = """
 import os, sys
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.store.dataset import Dataset
+from deepspeed_gear.data.dataset import Dataset
 data = Dataset.open(sys.argv[1])
 data.files.guard(load_backend("cpu").native)
 os.truncate(sys.argv[1] + "/columns/action.npy", 0)

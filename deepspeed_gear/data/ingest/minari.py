@@ -12,10 +12,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.errors import DataError
-from deepspeed_gear.schema import Column
-from deepspeed_gear.store.dataset_files import read_json
-from deepspeed_gear.store.ingest.common import (
+from deepspeed_gear.data.dataset_files import read_json
+from deepspeed_gear.data.ingest.reader import (
     Episode,
     Reader,
     Selection,
@@ -26,6 +24,8 @@ from deepspeed_gear.store.ingest.common import (
     open_hdf5,
     read_rows,
 )
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column
 
 Key = tuple[str, ...]
 
@@ -323,7 +323,7 @@ def _open_store(path: Path, folder: Path, metadata: dict[str, Any]) -> EpisodeSt
     form = metadata.get("data_format", "hdf5")
     makers: dict[str, Callable[[], EpisodeStore]] = {"hdf5": lambda: Hdf5Store(folder / _MAIN_FILE)}
     if form in _TABLE_FORMS:
-        from deepspeed_gear.store.ingest.minari_table import TableStore
+        from deepspeed_gear.data.ingest.minari_tables import TableStore
 
         makers[form] = lambda: TableStore(folder, form, metadata)
     if form not in makers:

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.dataset_part import Part
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.part import Part
 
 FORMAT = 2  # since 2 a column without allow_nan has only finite values
 SCHEMA_FILE = "schema.json"

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+from deepspeed_gear.data.dataset_files import npy_header
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import DTYPES, Column, Schema
-from deepspeed_gear.store.dataset import Dataset, DatasetWriter
-from deepspeed_gear.store.dataset_files import npy_header
 
 SCHEMA = Schema(
     [

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.split import split_of
 
 if TYPE_CHECKING:
-    from deepspeed_gear.store.dataset import Dataset
+    from deepspeed_gear.data.dataset import Dataset
 
 QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
 MAX_SAMPLE_ROWS = 1 << 22

@@ -1,0 +1,1 @@
+"""Data sets on disk: reading, writing, splits, parts and statistics."""
