@@ -28,7 +28,7 @@ from deepspeed_gear.replay.maker import BatchMaker
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.lock import StoreLock
+from deepspeed_gear.store.store_lock import StoreLock
 
 OP = "the op: gather_"
 PARTS: tuple[tuple[type, str, str], ...] = (

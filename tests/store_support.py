@@ -43,10 +43,10 @@ class StoreScene:
         from deepspeed_gear.ops import load_backend
         from deepspeed_gear.selection.kinds import regions_of
         from deepspeed_gear.selection.stream import Stream
-        from deepspeed_gear.store.layout import Run
-        from deepspeed_gear.store.life import Life
-        from deepspeed_gear.store.spec import TableSpec, table_layout
+        from deepspeed_gear.store.memory_layout import Run
+        from deepspeed_gear.store.retention import Life
         from deepspeed_gear.store.table import Table
+        from deepspeed_gear.store.table_spec import TableSpec, table_layout
 
         self.ops, self.specs, self.timeout_s = load_backend(backend), list(specs), timeout_s
         self.name, self.run = f"{prefix()}-{os.urandom(4).hex()}", Run("0" * 32)
@@ -133,7 +133,7 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
     from deepspeed_gear.selection.cut import NOTHING
     from deepspeed_gear.selection.masses import NUM_DIRTY
     from deepspeed_gear.selection.priorities import PriorityMasses
-    from deepspeed_gear.store.extents import FREE_ROWS
+    from deepspeed_gear.store.row_allocator import FREE_ROWS
     from deepspeed_gear.store.table import (
         COMMITTED,
         FIRST_ROW,
@@ -236,14 +236,14 @@ def killed_at(line: int, action: Callable[[], None]) -> bool:
         sys.settrace(trace)
         action()
 
-    from deepspeed_gear.store import forks
+    from deepspeed_gear.store import process_bound
 
-    bound = set(forks._living)
-    forks._living.clear()  # the child dies in place of this process, with what this one has made
+    bound = set(process_bound._living)
+    process_bound._living.clear()  # the child dies in place of this process, with what this one has made
     try:
         status = exit_status(in_child(run))
     finally:
-        forks._living.update(bound)
+        process_bound._living.update(bound)
     assert status in (0, -signal.SIGKILL)
     return status != 0
 

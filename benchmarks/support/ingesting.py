@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from deepspeed_gear import Column, Schema, TrajectoryWriter
-from deepspeed_gear.store.memory import living
+from deepspeed_gear.store.shared_memory import living
 
 STEPS_SCHEMA = [
     Column("observation", "float32", (11,), "observation"),

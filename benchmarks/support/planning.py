@@ -30,7 +30,7 @@ from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.masses import CHANGE_WORDS, Masses
 from deepspeed_gear.selection.rules import UNIT_CODES, MassRule
-from deepspeed_gear.store.spec import CONTROL_WORDS
+from deepspeed_gear.store.table_spec import CONTROL_WORDS
 
 SEED, KEY = 1, 7
 STEPS, TRAJECTORIES = 1000, 1000  # of a trajectory; of a node

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from deepspeed_gear.cli.shm_comm import buffers, remove_unused_buffers
-from deepspeed_gear.store.memory import remove_garbage, stores
+from deepspeed_gear.store.shared_memory import remove_garbage, stores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.by_row import rows_of
 from deepspeed_gear.selection.exclusions import Exclusion, count_exclusions, rule_of_json
-from deepspeed_gear.store.living import LivingStore
+from deepspeed_gear.store.live_stores import LivingStore
 from deepspeed_gear.store.table import COMMITTED, NUM_STEPS, STATE
 
 TRAIN = "stream/train/"

@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed_gear.cli.distribution import Distribution, of_living, of_saved
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.store.living import living_stores
+from deepspeed_gear.store.live_stores import living_stores
 
 
 def inspect_living(process: int | None, as_json: bool, plot: str | None) -> None:

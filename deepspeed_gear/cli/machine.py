@@ -96,7 +96,7 @@ def _native() -> dict[str, Any]:
 
 def _why_not_registered() -> str:
     """Return why CUDA cannot read shared memory in place here; empty if it can."""
-    from ..store.registration import why_impossible
+    from deepspeed_gear.store.cuda_registration import why_impossible
 
     try:
         return why_impossible()
@@ -106,7 +106,8 @@ def _why_not_registered() -> str:
 
 def _collecting() -> list[dict[str, Any]]:
     """Return how batches of this user's running processes get to their devices, a table of a process each."""
-    from ..store.living import living_stores
+    from deepspeed_gear.store.live_stores import living_stores
+
     from ..store.table import PEER_PID, REGISTERED
 
     found = []

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed_gear.store.memory import SHM
+from deepspeed_gear.store.shared_memory import SHM
 
 _PROC = Path("/proc")
 

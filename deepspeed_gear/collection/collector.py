@@ -18,7 +18,7 @@ from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.schema import DTYPES, Schema
-from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 SOURCES = {"T": 0, "T+1": 1, "1": 2}  # enum Source of ops/csrc/cpu/ops.h
 COMPUTED = {"timestep": 3, "position": 4}

@@ -24,7 +24,7 @@ from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, is_computed, 
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import FIELD_INTS, R_ANCHOR, R_FIRST_ROW
-from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 _SOURCE, _OFFSET, _LENGTH, _ALIGN, _FOLLOWS, _PAD, _ELEMENTS, _MASK, _FIRST, _COUNT = range(FIELD_INTS)
 _Key = tuple[str, int]  # "out", "mask" or "n_step", and its number

@@ -12,9 +12,9 @@ from deepspeed_gear.config import NStepConfig
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.parallel.rows import RowNeeds, layout_of
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.columns import as_tensor
-from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 WORD_BYTES = 8
 FIRST_WORDS = 1024  # of messages, before any has been packed

@@ -12,7 +12,7 @@ from deepspeed_gear.parallel.plan import Needs, needs_of
 from deepspeed_gear.parallel.rows import Read, RowNeeds
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ import numpy as np
 from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
 from deepspeed_gear.parallel.news import SOME_NODE, News
 from deepspeed_gear.parallel.topology import Topology
-from deepspeed_gear.store.layout import Region
-from deepspeed_gear.store.memory import SharedMemory
+from deepspeed_gear.store.memory_layout import Region
+from deepspeed_gear.store.shared_memory import SharedMemory
 
 BEAT, ENDED, TURNS = 0, 1, 2  # words of a rank; turns: those taken, and one more
 WORDS, TEXT_BYTES = 8, 2048

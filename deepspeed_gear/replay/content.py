@@ -11,13 +11,13 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.life import TIMES_SAMPLED
-from deepspeed_gear.store.sets import distinct
+from deepspeed_gear.store.eviction import Room, quiet
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.retention import TIMES_SAMPLED
+from deepspeed_gear.store.slot_sets import distinct
 from deepspeed_gear.store.table import COMMITTED, ID, STATE, Table
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
-from deepspeed_gear.writer.room import Room, quiet
 
 
 def inserter_of(

@@ -43,7 +43,7 @@ from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.on_ring import RingSelection
-from deepspeed_gear.store.forks import ProcessBound
+from deepspeed_gear.store.process_bound import ProcessBound
 
 
 class DeviceReplay(ProcessBound):

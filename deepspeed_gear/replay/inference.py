@@ -15,8 +15,8 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.columns import as_tensor
-from deepspeed_gear.store.forks import ProcessBound
+from deepspeed_gear.store.column_arrays import as_tensor
+from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.request_slots import Places, RequestSlots
 from deepspeed_gear.store.staging import StagedRows
 from deepspeed_gear.store.table import Table

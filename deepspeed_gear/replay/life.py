@@ -7,7 +7,7 @@ from dataclasses import replace
 from deepspeed_gear.config import GearConfig, TableConfig
 from deepspeed_gear.config.rate_limits import RateConfig
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.store.life import UNLIMITED, Life, Rate
+from deepspeed_gear.store.retention import UNLIMITED, Life, Rate
 
 
 def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Life:

@@ -19,8 +19,8 @@ from deepspeed_gear.replay.snapshot import SavedTable
 from deepspeed_gear.selection import saved
 from deepspeed_gear.selection.cut import COUNT, KEY, SAMPLES
 from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.store.eviction import unwritten
 from deepspeed_gear.store.table import FIRST_ROW, ID, Table
-from deepspeed_gear.writer.room import unwritten
 
 Sizes = Mapping[str, tuple[int, int]]  # slots and rows of a node's stores, by table
 

@@ -42,8 +42,8 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.mixture import Mixture
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.spec import TableSpec
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table_spec import TableSpec
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.plan import shards_of
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.store.sharding import non_empty, shard_of_node
-from deepspeed_gear.store.spec import Shard
+from deepspeed_gear.store.table_spec import Shard
 
 NOTHING = Shard(0, 1, 0, 0)
 Parts = Mapping[int, Mapping[str, Part | None]]  # what each node has on disk of each table

@@ -34,7 +34,7 @@ from deepspeed_gear.errors import BuildError, ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.parallel.plan import Needs
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.registration import (
+from deepspeed_gear.store.cuda_registration import (
     CudaRuntime,
     Registration,
     as_device_tensor,
@@ -43,8 +43,8 @@ from deepspeed_gear.store.registration import (
     plan,
     span_of,
 )
-from deepspeed_gear.store.spec import RETURN_TO_GO
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 LOG = logging.getLogger("deepspeed_gear")
 MakeCollector = Callable[[Stream, Carriage, Reach, int], PlacedCollector]

@@ -23,8 +23,8 @@ from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.replay.life import life_of
 from deepspeed_gear.replay.sizes import BatchInfo
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.life import Life
-from deepspeed_gear.store.spec import Shard, TableSpec, spare_rows_for
+from deepspeed_gear.store.retention import Life
+from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config does not say how many
 

@@ -25,7 +25,7 @@ from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.selection import saved
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.extents import INSERTED, REACH, STEPS_INSERTED
+from deepspeed_gear.store.row_allocator import INSERTED, REACH, STEPS_INSERTED
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NEXT_ID, NUM_ROWS, RETIRED, STATE, Table
 
 FORMAT = 2

@@ -15,7 +15,7 @@ from deepspeed_gear.selection.draws import Recent, recent_cuts
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.staleness import dropped
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.sets import distinct
+from deepspeed_gear.store.slot_sets import distinct
 from deepspeed_gear.store.table import BORN, GENERATION, NEXT_ID, Table
 
 Cuts = list[tuple[Stream, Recent]]  # of one global batch: one a table

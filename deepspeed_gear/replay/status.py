@@ -24,7 +24,7 @@ from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.link import MUST_TAKE_ALL, Link
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.parallel.watch import HEARD_BEATS, MOST_BEAT_S, Watch
-from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")

@@ -19,11 +19,11 @@ from deepspeed_gear.replay.status import Status
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.kinds import regions_of
 from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.store.layout import Region, Run
-from deepspeed_gear.store.memory import remove_garbage
-from deepspeed_gear.store.named import new_run_name
-from deepspeed_gear.store.spec import TableSpec, table_layout
+from deepspeed_gear.store.memory_layout import Region, Run
+from deepspeed_gear.store.named_stores import new_run_name
+from deepspeed_gear.store.shared_memory import remove_garbage
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table_spec import TableSpec, table_layout
 from deepspeed_gear.store.writer_options import digest, options_of, with_schema
 
 _DEFAULTS = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from deepspeed_gear.errors import ConfigError, NotReadyError
 from deepspeed_gear.selection.staleness import Staleness
-from deepspeed_gear.store.extents import POLICY
+from deepspeed_gear.store.row_allocator import POLICY
 from deepspeed_gear.store.table import PEER_PID, Table
 
 _POLL_S = 500e-6

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_gear.ops.constants import DRAWABLE
 from deepspeed_gear.ops.functional import Ops
-from deepspeed_gear.store.sets import is_among
+from deepspeed_gear.store.slot_sets import is_among
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NUM_ROWS, RETIRED, STATE, Table
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_gear.selection.rules import MassRule, PriorityRule
-from deepspeed_gear.store.layout import RESOLUTION_WORDS, Region
+from deepspeed_gear.store.memory_layout import RESOLUTION_WORDS, Region
 
 NOTHING = -1
 # words of a position, and of the head of a ring entry

@@ -12,9 +12,9 @@ from deepspeed_gear.selection.by_row import rows_of
 from deepspeed_gear.selection.cut import COUNT, CUT_WORDS, KEY, NOTHING, StreamSpec
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.store.layout import Region
-from deepspeed_gear.store.spec import TableSpec
+from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import GENERATION, NUM_STEPS, Table
+from deepspeed_gear.store.table_spec import TableSpec
 
 _ONE = np.int32(1)  # of the counters' type: a plain 1 takes a hundred times as long
 

@@ -14,8 +14,16 @@ import numpy as np
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.selection.anchors import AnchorRule
 from deepspeed_gear.selection.rules import Condition, MassRule, Window
-from deepspeed_gear.store.extents import COMMITTED, FIRST_ROW, GENERATION, ID, NUM_STEPS, RESERVED, STATE
-from deepspeed_gear.store.life import PRESENT
+from deepspeed_gear.store.retention import PRESENT
+from deepspeed_gear.store.row_allocator import (
+    COMMITTED,
+    FIRST_ROW,
+    GENERATION,
+    ID,
+    NUM_STEPS,
+    RESERVED,
+    STATE,
+)
 
 if TYPE_CHECKING:
     from deepspeed_gear.schema import Schema

@@ -12,8 +12,8 @@ from deepspeed_gear.ops.constants import R_SLOT
 from deepspeed_gear.selection.cut import SAMPLES, StreamSpec
 from deepspeed_gear.selection.exclusions import summary_of
 from deepspeed_gear.selection.masses import Masses
-from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.life import TIMES_SAMPLED, UNLIMITED
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.retention import TIMES_SAMPLED, UNLIMITED
 from deepspeed_gear.store.table import COMMITTED, PEER_PID, STATE, Table
 
 DEFAULT_TIMEOUT_S = 600.0

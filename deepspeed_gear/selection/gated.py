@@ -9,8 +9,8 @@ from deepspeed_gear.selection.gate import EmptyError, Gate, Waiting
 from deepspeed_gear.selection.joint import JointGate
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.staleness import Staleness
-from deepspeed_gear.store.bells import Bells
-from deepspeed_gear.store.extents import CUTTING, LISTENING
+from deepspeed_gear.store.futex import Bells
+from deepspeed_gear.store.row_allocator import CUTTING, LISTENING
 from deepspeed_gear.store.table import Table
 
 IDLE_S, MOST_PAUSE_S = 500e-6, 8e-3

@@ -1,6 +1,6 @@
 """The gate of a table that several nodes hold: all open it or none does, by what each one says.
 
-What a node says also moves the reach of its writers, so that they keep the rate together (`store/shares.py`).
+What a node says also moves the reach of its writers, so that they keep the rate together (`store/rate_quotas.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.selection.cut import COLLECTS
 from deepspeed_gear.selection.gate import Gate, Waiting
-from deepspeed_gear.store.extents import PENDING, REACH, WANTED
-from deepspeed_gear.store.shares import divide, kept
+from deepspeed_gear.store.rate_quotas import divide, kept
+from deepspeed_gear.store.row_allocator import PENDING, REACH, WANTED
 from deepspeed_gear.store.table import Table
 
 # Words of what a node says.

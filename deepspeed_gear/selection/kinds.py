@@ -9,8 +9,8 @@ from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.draws import Draws
 from deepspeed_gear.selection.masses import Masses
 from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.store.layout import Region
-from deepspeed_gear.store.spec import TableSpec
+from deepspeed_gear.store.memory_layout import Region
+from deepspeed_gear.store.table_spec import TableSpec
 
 DRAWS, ORDERS, AGES = ("random", "stratified"), ("epoch", "pass"), ("oldest", "newest")  # beside "top"
 

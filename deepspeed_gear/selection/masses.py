@@ -25,9 +25,9 @@ from deepspeed_gear.ops.constants import (
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.selection.cut import NOTHING, StreamSpec
 from deepspeed_gear.selection.rules import UNIT_CODES
-from deepspeed_gear.store.extents import CHANGED
-from deepspeed_gear.store.layout import Region
-from deepspeed_gear.store.life import PRESENT
+from deepspeed_gear.store.memory_layout import Region
+from deepspeed_gear.store.retention import PRESENT
+from deepspeed_gear.store.row_allocator import CHANGED
 from deepspeed_gear.store.table import COMMITTED, ID, NUM_STEPS, STATE, Table
 
 NUM_DIRTY, APPLYING, SEEN = 0, 1, 3  # words of the changes; 2 is PriorityMasses' own

@@ -31,9 +31,9 @@ from deepspeed_gear.selection.masses import SEEN, Masses
 from deepspeed_gear.selection.reports import Reports
 from deepspeed_gear.selection.rules import UNIT_CODES
 from deepspeed_gear.selection.top import oldest_of_equal
-from deepspeed_gear.store.extents import CHANGED
-from deepspeed_gear.store.layout import Region
-from deepspeed_gear.store.sets import distinct, is_among
+from deepspeed_gear.store.memory_layout import Region
+from deepspeed_gear.store.row_allocator import CHANGED
+from deepspeed_gear.store.slot_sets import distinct, is_among
 from deepspeed_gear.store.table import (
     COMMITTED,
     GENERATION,

@@ -28,7 +28,7 @@ from deepspeed_gear.ops.constants import (
 )
 from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.peers import Peers
-from deepspeed_gear.store.layout import Region
+from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
 
 BATCH, ORDER = REPORT_BATCH, REPORT_NUMBER

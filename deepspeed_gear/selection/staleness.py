@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import CHANGED, POLICY
-from deepspeed_gear.store.life import VERSION
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.retention import VERSION
+from deepspeed_gear.store.row_allocator import CHANGED, POLICY
 from deepspeed_gear.store.table import (
     BORN,
     COMMITTED,

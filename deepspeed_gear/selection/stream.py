@@ -58,7 +58,7 @@ from deepspeed_gear.selection.peers import Peers
 from deepspeed_gear.selection.priorities import PriorityMasses
 from deepspeed_gear.selection.selector import GateClosedError, Selector
 from deepspeed_gear.selection.staleness import Staleness
-from deepspeed_gear.store.extents import CUTTING, REACH, RECOVERIES
+from deepspeed_gear.store.row_allocator import CUTTING, REACH, RECOVERIES
 from deepspeed_gear.store.table import Table
 
 _POLL_S = 100e-6

@@ -19,12 +19,19 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.bells import BELL_WORDS, Bells
-from deepspeed_gear.store.layout import Layout, Region, Run, read_header, read_meaning, write_header
-from deepspeed_gear.store.lock import StoreLock
-from deepspeed_gear.store.memory import SHM, PeerTakenError, SharedMemory, file_path, living, opened_file
-from deepspeed_gear.store.sets import is_among
+from deepspeed_gear.store.futex import BELL_WORDS, Bells
+from deepspeed_gear.store.memory_layout import Layout, Region, Run, read_header, read_meaning, write_header
+from deepspeed_gear.store.shared_memory import (
+    SHM,
+    PeerTakenError,
+    SharedMemory,
+    file_path,
+    living,
+    opened_file,
+)
+from deepspeed_gear.store.slot_sets import is_among
 from deepspeed_gear.store.staging import Staging
+from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.timeouts import check_timeout
 
 FREE, IDLE, RESTING, POSTED, TAKEN, ANSWERED = range(6)

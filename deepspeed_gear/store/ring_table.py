@@ -41,8 +41,8 @@ from deepspeed_gear.ops.constants import (
     tree_size,
 )
 from deepspeed_gear.schema import DTYPES, Schema
-from deepspeed_gear.store.columns import as_tensor
-from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.column_arrays import as_tensor
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 _SOURCES = {"T": SOURCE_STEPS, "T+1": SOURCE_STEPS_PLUS_ONE, "1": SOURCE_TRAJECTORY}
 _ONE = 0x3F800000  # bits of 1.0

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.data.dataset_part import Part
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.store.spec import Shard
+from deepspeed_gear.store.table_spec import Shard
 
 _SHARED = "or give every node the whole data set"
 

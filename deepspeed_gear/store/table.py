@@ -18,9 +18,13 @@ from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.bells import Bells
-from deepspeed_gear.store.columns import Columns, as_tensor
-from deepspeed_gear.store.extents import (
+from deepspeed_gear.store.column_arrays import Columns, as_tensor
+from deepspeed_gear.store.dataset_loading import derive_returns, fill
+from deepspeed_gear.store.futex import Bells
+from deepspeed_gear.store.memory_layout import Layout, Region, Run, read_header, write_header
+from deepspeed_gear.store.native_handle import open_store
+from deepspeed_gear.store.open_slots import Unfinished
+from deepspeed_gear.store.row_allocator import (
     BELL,
     BORN,
     COMMITTED,
@@ -44,13 +48,9 @@ from deepspeed_gear.store.extents import (
     Extents,
     NativeExtents,
 )
-from deepspeed_gear.store.filling import derive_returns, fill
-from deepspeed_gear.store.layout import Layout, Region, Run, read_header, write_header
-from deepspeed_gear.store.lock import StoreLock
-from deepspeed_gear.store.memory import SharedMemory
-from deepspeed_gear.store.native import open_store
-from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec, table_layout
-from deepspeed_gear.store.unfinished import Unfinished
+from deepspeed_gear.store.shared_memory import SharedMemory
+from deepspeed_gear.store.store_lock import StoreLock
+from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec, table_layout
 
 __all__ = [
     "BORN",

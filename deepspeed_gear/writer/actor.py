@@ -20,7 +20,7 @@ import numpy as np
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.memory import StoreGoneError
+from deepspeed_gear.store.shared_memory import StoreGoneError
 from deepspeed_gear.writer.board import PolicyBoard
 from deepspeed_gear.writer.writer import TrajectoryWriter
 

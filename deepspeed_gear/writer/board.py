@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.store.forks import ProcessBound
-from deepspeed_gear.store.layout import Layout, Region, Run, read_header, write_header
-from deepspeed_gear.store.memory import SharedMemory, file_path
+from deepspeed_gear.store.memory_layout import Layout, Region, Run, read_header, write_header
+from deepspeed_gear.store.process_bound import ProcessBound
+from deepspeed_gear.store.shared_memory import SharedMemory, file_path
 
 PREFIX = "gear"
 MAX_READERS = 1024

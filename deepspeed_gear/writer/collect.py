@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from deepspeed_gear.errors import ConfigError, PeerError
-from deepspeed_gear.store.forks import ProcessBound
-from deepspeed_gear.store.named import RUN_VARIABLE
+from deepspeed_gear.store.named_stores import RUN_VARIABLE
+from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.writer.actor import Job, gymnasium_module
 from deepspeed_gear.writer.board import PolicyBoard
 

@@ -11,11 +11,11 @@ import numpy as np
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.selection.cut import KEY
-from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import BY_CALLER, LOCK_BROKEN, LOCK_TIMEOUT, MUST_RECOVER, NOT_FINITE
-from deepspeed_gear.store.life import PRESENT
+from deepspeed_gear.store.eviction import Room
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.retention import PRESENT
+from deepspeed_gear.store.row_allocator import BY_CALLER, LOCK_BROKEN, LOCK_TIMEOUT, MUST_RECOVER, NOT_FINITE
 from deepspeed_gear.store.table import OLDEST_OPEN, Table
-from deepspeed_gear.writer.room import Room
 
 Check = Callable[[dict[str, np.ndarray]], None]
 Committed = Callable[[int], None]

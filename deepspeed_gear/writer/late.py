@@ -10,10 +10,10 @@ import numpy as np
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.store.extents import OPEN
-from deepspeed_gear.store.life import PRESENT
+from deepspeed_gear.store.eviction import quiet
+from deepspeed_gear.store.retention import PRESENT
+from deepspeed_gear.store.row_allocator import OPEN
 from deepspeed_gear.store.table import NUM_STEPS, Table
-from deepspeed_gear.writer.room import quiet
 
 
 def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite, not_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.forks import ProcessBound
-from deepspeed_gear.store.native import form_of
+from deepspeed_gear.store.native_handle import form_of
+from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
 
 Tell = Callable[[object, np.ndarray], None]

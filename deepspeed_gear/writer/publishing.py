@@ -13,8 +13,8 @@ import numpy as np
 from deepspeed_gear.data.trajectory_checks import no_values
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.extents import AHEAD, FIRST_ROW
-from deepspeed_gear.store.unfinished import Handle
+from deepspeed_gear.store.open_slots import Handle
+from deepspeed_gear.store.row_allocator import AHEAD, FIRST_ROW
 from deepspeed_gear.writer.inserter import Inserter
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.readers import Readers
 from deepspeed_gear.selection.rules import check_weights
-from deepspeed_gear.store.forks import ProcessBound
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.attach import attach
 from deepspeed_gear.writer.autoreset import Autoreset, resolve

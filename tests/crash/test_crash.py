@@ -22,11 +22,11 @@ from store_support import StoreScene, check_whole, every_death, priority_rule, s
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.life import Life
+from deepspeed_gear.store.eviction import Room
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.retention import Life
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, STATE
 from deepspeed_gear.writer.inserter import Inserter
-from deepspeed_gear.writer.room import Room
 
 LENGTHS = [3, 1, 4, 2, 5]
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "17"))

@@ -21,8 +21,7 @@ from deepspeed_gear.collection.lane import CudaLane
 from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, WAYS
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.store.memory import SharedMemory
-from deepspeed_gear.store.registration import (
+from deepspeed_gear.store.cuda_registration import (
     OVER_BUDGET,
     CudaRuntime,
     Registration,
@@ -31,6 +30,7 @@ from deepspeed_gear.store.registration import (
     plan,
     span_of,
 )
+from deepspeed_gear.store.shared_memory import SharedMemory
 
 # The first test builds both ops, where that has not been done before.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]

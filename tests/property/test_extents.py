@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.store.extents import (
+from deepspeed_gear.store.memory_layout import SLOT_WORDS
+from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.retention import UNLIMITED
+from deepspeed_gear.store.row_allocator import (
     AFTER,
     BEFORE,
     CHANGED,
@@ -44,10 +47,7 @@ from deepspeed_gear.store.extents import (
     Extents,
     NativeExtents,
 )
-from deepspeed_gear.store.layout import SLOT_WORDS
-from deepspeed_gear.store.life import UNLIMITED
-from deepspeed_gear.store.native import address
-from deepspeed_gear.store.spec import CONTROL_WORDS, LIFE_WORDS
+from deepspeed_gear.store.table_spec import CONTROL_WORDS, LIFE_WORDS
 
 PEER, IDS = 3, (1, 2)
 

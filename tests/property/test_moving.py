@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import NotReadyError
-from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import CUTTING, FREE_ROWS, OPEN, RESERVED, SCATTERED
-from deepspeed_gear.store.life import Life
-from deepspeed_gear.store.spec import RETURN_TO_GO, spare_rows_for
+from deepspeed_gear.store.compaction import cheapest_run
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.retention import Life
+from deepspeed_gear.store.row_allocator import CUTTING, FREE_ROWS, OPEN, RESERVED, SCATTERED
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, NUM_STEPS, STATE
+from deepspeed_gear.store.table_spec import RETURN_TO_GO, spare_rows_for
 from deepspeed_gear.writer.inserter import Inserter
-from deepspeed_gear.writer.moving import cheapest_run
 
 RULES = ("fifo", "lifo", "uniform", "lowest_priority", "keep_best")
 LONGEST = 12

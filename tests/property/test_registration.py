@@ -14,8 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_gear.store.memory import SharedMemory
-from deepspeed_gear.store.registration import (
+from deepspeed_gear.store.cuda_registration import (
     IS_FILE,
     OVER_BUDGET,
     Registration,
@@ -25,6 +24,7 @@ from deepspeed_gear.store.registration import (
     plan,
     span_of,
 )
+from deepspeed_gear.store.shared_memory import SharedMemory
 
 PAGE = 16  # small numbers find the same borders
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -13,8 +13,8 @@ from process_support import exit_status, in_child, kill
 from torch import nn
 
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.store.living import living_stores
-from deepspeed_gear.store.memory import stores
+from deepspeed_gear.store.live_stores import living_stores
+from deepspeed_gear.store.shared_memory import stores
 from deepspeed_gear.writer import board as board_module
 from deepspeed_gear.writer.board import PolicyBoard
 

@@ -12,8 +12,8 @@ from process_support import in_child, kill
 
 from deepspeed_gear import Replay
 from deepspeed_gear.cli.main import main
-from deepspeed_gear.store.layout import MAGIC
-from deepspeed_gear.store.memory import SharedMemory
+from deepspeed_gear.store.memory_layout import MAGIC
+from deepspeed_gear.store.shared_memory import SharedMemory
 
 
 def leave(name: str) -> None:

@@ -24,7 +24,7 @@ from deepspeed_gear.cli.main import main
 from deepspeed_gear.cli.network import Pair
 from deepspeed_gear.cli.remote import read_hostfile
 from deepspeed_gear.errors import ConfigError, PeerError
-from deepspeed_gear.store.registration import note_collect, why_impossible
+from deepspeed_gear.store.cuda_registration import note_collect, why_impossible
 
 GOOD: dict[str, Any] = {
     "boot_id": "boot",

@@ -22,7 +22,7 @@ from deepspeed_gear import Replay
 from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.distribution import Distribution, histogram, of_living, of_saved, saved_tables
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
-from deepspeed_gear.store.living import living_stores
+from deepspeed_gear.store.live_stores import living_stores
 
 LENGTHS = (1, 2, 5, 9, 14, 3)
 SAMPLERS = {

@@ -13,11 +13,11 @@ from store_support import StoreScene, stream_spec
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.selection.cut import COLLECTS, SAMPLES
 from deepspeed_gear.selection.joint import JointGate
-from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import PENDING, WANTED
-from deepspeed_gear.store.life import Life, Rate
-from deepspeed_gear.store.spec import Shard
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.retention import Life, Rate
+from deepspeed_gear.store.row_allocator import PENDING, WANTED
 from deepspeed_gear.store.table import OWNER
+from deepspeed_gear.store.table_spec import Shard
 from deepspeed_gear.writer.inserter import Inserter
 
 Make = Callable[..., list[StoreScene]]

@@ -17,7 +17,7 @@ from deepspeed_gear.parallel.plan import grid, shards_of
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.replay.placement import NOTHING, Placement, _place, place_tables
 from deepspeed_gear.store.sharding import non_empty
-from deepspeed_gear.store.spec import Shard
+from deepspeed_gear.store.table_spec import Shard
 
 LENGTHS = [3, 1, 7, 2, 5, 4, 6, 2]
 

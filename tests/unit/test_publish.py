@@ -16,7 +16,14 @@ from process_support import exit_status, in_child
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.errors import DataError, NotReadyError, StoreError, StoreFullError
-from deepspeed_gear.store.extents import FREE_ROWS, NUM_COMMITTED, OPEN, PENDING, ROWS_HELD, STEPS_INSERTED
+from deepspeed_gear.store.row_allocator import (
+    FREE_ROWS,
+    NUM_COMMITTED,
+    OPEN,
+    PENDING,
+    ROWS_HELD,
+    STEPS_INSERTED,
+)
 
 SCHEMA = Schema(
     [

@@ -19,7 +19,7 @@ from process_support import environment
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.cli.distribution import of_living
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
-from deepspeed_gear.store.living import living_stores
+from deepspeed_gear.store.live_stores import living_stores
 
 SCHEMA = Schema([Column("observation", "float32", (2,), "observation", "T+1"), Column("which", "int64")])
 

@@ -19,7 +19,7 @@ from deepspeed_gear.parallel.plan import grid, needs_of
 from deepspeed_gear.parallel.routes import Routes, routes_of, row_needs
 from deepspeed_gear.parallel.rows import Read, RowNeeds
 from deepspeed_gear.parallel.topology import Place, Topology
-from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 FIELDS: dict[str, Any] = {
     "observation": {"offset": -5, "length": 6, "normalize": "mean_std"},

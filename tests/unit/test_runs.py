@@ -17,8 +17,8 @@ from process_support import in_child, kill, reapers
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
-from deepspeed_gear.store.layout import HEADER
-from deepspeed_gear.store.living import living_stores
+from deepspeed_gear.store.live_stores import living_stores
+from deepspeed_gear.store.memory_layout import HEADER
 from deepspeed_gear.writer import attach as attach_module
 from deepspeed_gear.writer.collect import collect
 

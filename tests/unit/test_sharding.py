@@ -19,7 +19,7 @@ from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.replay import setup
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.sharding import non_empty, shard_of_node
-from deepspeed_gear.store.spec import Shard
+from deepspeed_gear.store.table_spec import Shard
 
 BOUNDS = np.array([0, 2, 3, 9])
 WHOLE, OTHER = "a" * 64, "b" * 64

@@ -17,7 +17,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.forks import ProcessBound
+from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory

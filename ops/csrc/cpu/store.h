@@ -2,7 +2,7 @@
 // changed.
 //
 // Everything lies in shared memory and follows from the slot table: after a death it is rebuilt
-// from there. The same in plain Python: deepspeed_gear/store/extents.py.
+// from there. The same in plain Python: deepspeed_gear/store/row_allocator.py.
 #pragma once
 #include <cstdint>
 #include <vector>

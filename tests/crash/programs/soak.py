@@ -28,7 +28,7 @@ import torch
 from torn import BATCH, SCHEMA, WINDOW, rows, wrong
 
 from deepspeed_gear import Replay, TrajectoryWriter
-from deepspeed_gear.store.extents import INSERTED
+from deepspeed_gear.store.row_allocator import INSERTED
 
 MOST_STEPS, WRITERS, ATTACH_EVERY = 5000, 2, 500
 PREFIX = f"gearsoak{os.environ.get('GEAR_SOAK', '')}"

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear import Column, Schema, TrajectoryWriter
-from deepspeed_gear.store.layout import HOLDER_OFFSET
+from deepspeed_gear.store.memory_layout import HOLDER_OFFSET
 
 SCHEMA = Schema(
     [
@@ -97,7 +97,7 @@ def read(seconds: float, least: int) -> dict[str, int]:
     import torch.distributed as dist
 
     from deepspeed_gear import Replay
-    from deepspeed_gear.store.extents import FREE_ROWS, INSERTED
+    from deepspeed_gear.store.row_allocator import FREE_ROWS, INSERTED
 
     dist.init_process_group("gloo")
     found = {"samples": 0, "wrong": 0}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import PeerError
-from deepspeed_gear.store.memory import SharedMemory
+from deepspeed_gear.store.shared_memory import SharedMemory
 
 mode, folder, section = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 dist.init_process_group("gloo")

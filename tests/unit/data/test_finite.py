@@ -13,7 +13,7 @@ from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import FLOATING
-from deepspeed_gear.store.extents import FREE_ROWS, PENDING, ROWS_HELD
+from deepspeed_gear.store.row_allocator import FREE_ROWS, PENDING, ROWS_HELD
 
 BITS = {
     "float16": (np.uint16, 0x7C00, 10),

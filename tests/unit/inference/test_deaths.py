@@ -26,8 +26,8 @@ from store_support import killed_at
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
 from deepspeed_gear.replay.inference import InferenceLoader
-from deepspeed_gear.store.living import living_stores
-from deepspeed_gear.store.memory import remove_garbage
+from deepspeed_gear.store.live_stores import living_stores
+from deepspeed_gear.store.shared_memory import remove_garbage
 from deepspeed_gear.writer.simulators import Simulators
 
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import AFTER, CUTTING, FREE_ROWS, OPEN, ROVER
-from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.row_allocator import AFTER, CUTTING, FREE_ROWS, OPEN, ROVER
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, FREE, NUM_ROWS, STATE, Table
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 MOST_LOOKED_AT = 1024  # extents, from where rows were last found
 

@@ -9,10 +9,10 @@ from typing import Any
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.extents import LINK_WORDS
-from deepspeed_gear.store.layout import SLOT_WORDS, Layout, Region, read_meaning
-from deepspeed_gear.store.life import UNLIMITED, Life
-from deepspeed_gear.store.memory import opened_file
+from deepspeed_gear.store.memory_layout import SLOT_WORDS, Layout, Region, read_meaning
+from deepspeed_gear.store.retention import UNLIMITED, Life
+from deepspeed_gear.store.row_allocator import LINK_WORDS
+from deepspeed_gear.store.shared_memory import opened_file
 
 CONTROL_WORDS, PEER_WORDS, LIFE_WORDS = 32, 8, 4
 NOTE_BYTES = 512  # what a process says of how its batches get to its device

@@ -17,9 +17,9 @@ from process_support import exit_status, in_child, kill
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.store.layout import HEADER_BYTES, HOLDER_OFFSET
-from deepspeed_gear.store.lock import StoreLock
-from deepspeed_gear.store.memory import SHM, SharedMemory
+from deepspeed_gear.store.memory_layout import HEADER_BYTES, HOLDER_OFFSET
+from deepspeed_gear.store.shared_memory import SHM, SharedMemory
+from deepspeed_gear.store.store_lock import StoreLock
 
 
 class Scene:

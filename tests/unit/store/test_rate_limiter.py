@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from deepspeed_gear.store.extents import BY_CALLER, KEEP, NEWEST, OLDEST
-from deepspeed_gear.store.life import Life, Rate
+from deepspeed_gear.store.retention import Life, Rate
+from deepspeed_gear.store.row_allocator import BY_CALLER, KEEP, NEWEST, OLDEST
 
 
 def test_the_bounds_themselves_are_admitted() -> None:

@@ -16,9 +16,9 @@ from gear_support import SCHEMA, prefix, shared_files, trajectory, write_dataset
 from deepspeed_gear.data.dataset import Dataset, DatasetWriter
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.layout import Run
-from deepspeed_gear.store.spec import RETURN_TO_GO, Shard, TableSpec, table_layout
+from deepspeed_gear.store.memory_layout import Run
 from deepspeed_gear.store.table import FIRST_ROW, ID, NEXT_ID, NUM_STEPS, Table
+from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec, table_layout
 
 LENGTHS = [3, 1, 7, 2, 5, 4]
 NAMES = [*SCHEMA.names, RETURN_TO_GO]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from deepspeed_gear.store.extents import (
+from deepspeed_gear.store.row_allocator import (
     COMMITTED,
     FIRST_ROW,
     FREE,
@@ -27,7 +27,7 @@ from deepspeed_gear.store.extents import (
     STATE,
     Extents,
 )
-from deepspeed_gear.store.sets import is_among
+from deepspeed_gear.store.slot_sets import is_among
 
 if TYPE_CHECKING:
     from deepspeed_gear.store.table import Table

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.columns import Columns
-from deepspeed_gear.store.layout import HOLDER_OFFSET, MUTEX_OFFSET
-from deepspeed_gear.store.memory import SharedMemory
-from deepspeed_gear.store.spec import Shard, TableSpec
+from deepspeed_gear.store.column_arrays import Columns
+from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
+from deepspeed_gear.store.shared_memory import SharedMemory
+from deepspeed_gear.store.table_spec import Shard, TableSpec
 
 ROWS_CODES = {"T": 0, "T+1": 1, "1": 2}
 _KINDS = {"f": "f", "i": "i", "u": "u", "b": "b"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.store.sets import distinct
+from deepspeed_gear.store.slot_sets import distinct
 
 FREE, RESERVED, COMMITTED, RETIRED = range(4)
 # words of a slot; common/slot.h

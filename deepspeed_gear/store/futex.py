@@ -7,7 +7,7 @@ from types import ModuleType
 
 import numpy as np
 
-from deepspeed_gear.store.native import address
+from deepspeed_gear.store.native_handle import address
 
 BELL_WORDS = 32  # a bell has 128 bytes of its own: who waits for one is not slowed down by others
 _POLL_S = 50e-6

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.store.layout import MAGIC, Layout, Run, read_header
-from deepspeed_gear.store.memory import SHM
+from deepspeed_gear.store.memory_layout import MAGIC, Layout, Run, read_header
 from deepspeed_gear.store.reaper import NAME
+from deepspeed_gear.store.shared_memory import SHM
 
 _PROC = Path("/proc")
 

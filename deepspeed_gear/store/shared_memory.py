@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
-from deepspeed_gear.store.layout import MAGIC
+from deepspeed_gear.store.memory_layout import MAGIC
 from deepspeed_gear.store.memory_limits import check_available
 from deepspeed_gear.store.reaper import FLOCK, WHOLE, Start, unlink_same
 

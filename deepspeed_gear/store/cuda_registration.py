@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from deepspeed_gear.store.memory import MADV_POPULATE_WRITE, SharedMemory
-from deepspeed_gear.store.native import address
-from deepspeed_gear.store.spec import NOTE_BYTES
+from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.shared_memory import MADV_POPULATE_WRITE, SharedMemory
 from deepspeed_gear.store.table import REGISTERED, Table
+from deepspeed_gear.store.table_spec import NOTE_BYTES
 
 MOST_CALL_BYTES = 1 << 30  # one call of 512 GiB fails on some drivers, and each holds the driver's lock
 PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped

@@ -16,8 +16,8 @@ from process_support import exit_status, in_child, kill
 
 from deepspeed_gear import PolicyBoard, TrajectoryWriter
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
-from deepspeed_gear.store.layout import MAGIC
-from deepspeed_gear.store.memory import SHM, SharedMemory, remove_garbage, stores
+from deepspeed_gear.store.memory_layout import MAGIC
+from deepspeed_gear.store.shared_memory import SHM, SharedMemory, remove_garbage, stores
 
 SIZE = 3 * 4096
 

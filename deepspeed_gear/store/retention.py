@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deepspeed_gear.store.extents import (
+from deepspeed_gear.store.row_allocator import (
     BY_CALLER,
     INSERTED,
     KEEP,

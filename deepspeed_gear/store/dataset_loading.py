@@ -17,9 +17,9 @@ from deepspeed_gear.ops.constants import (
     SLOT_NUM_STEPS,
     SLOT_STATE,
 )
-from deepspeed_gear.store.columns import part_of
-from deepspeed_gear.store.extents import NEXT_ID
-from deepspeed_gear.store.spec import RETURN_TO_GO
+from deepspeed_gear.store.column_arrays import part_of
+from deepspeed_gear.store.row_allocator import NEXT_ID
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 if TYPE_CHECKING:
     from deepspeed_gear.store.table import Table

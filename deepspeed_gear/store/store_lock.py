@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.store.layout import HOLDER_OFFSET, MUTEX_OFFSET
-from deepspeed_gear.store.memory import SharedMemory
+from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
+from deepspeed_gear.store.shared_memory import SharedMemory
 
 _LOCKED, _OWNER_DIED, _TIMED_OUT = 0, 1, 2
 _POLL_S = 50e-6

@@ -10,7 +10,7 @@ from gear_support import prefix
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_gear.store.sets import distinct, is_among
+from deepspeed_gear.store.slot_sets import distinct, is_among
 
 NUMBERS = st.lists(st.integers(-5, 5), max_size=20)
 ADD_UNTIL_FULL = """

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.store.layout import (
+from deepspeed_gear.store.memory_layout import (
     ALIGNMENT,
     HEADER,
     HEADER_BYTES,

@@ -11,8 +11,9 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.selection.cut import SAMPLES
-from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import (
+from deepspeed_gear.store.compaction import Mover
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.row_allocator import (
     AHEAD,
     CUTTING,
     FREE_ROWS,
@@ -29,7 +30,6 @@ from deepspeed_gear.store.extents import (
     WANTED,
 )
 from deepspeed_gear.store.table import COMMITTED, ID, NUM_ROWS, STATE, Table
-from deepspeed_gear.writer.moving import Mover
 
 _POLL_S, _AGREE_S = 200e-6, 0.25
 FOR_REMOVAL = 7  # purpose of the random words that choose who goes

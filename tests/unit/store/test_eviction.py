@@ -14,9 +14,9 @@ from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import NotReadyError, StoreFullError
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.readers import Readers
-from deepspeed_gear.store.extents import OPEN, RECOVERIES
-from deepspeed_gear.store.life import Life, Rate
+from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.retention import Life, Rate
+from deepspeed_gear.store.row_allocator import OPEN, RECOVERIES
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, RETIRED, STATE
 from deepspeed_gear.writer.inserter import Inserter
 

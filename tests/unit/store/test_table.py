@@ -20,8 +20,7 @@ from deepspeed_gear.errors import DataError, StoreError, StoreFullError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay import content
 from deepspeed_gear.schema import DTYPES, Column, Schema
-from deepspeed_gear.store.layout import HEADER, Layout, Run
-from deepspeed_gear.store.spec import RETURN_TO_GO, TableSpec
+from deepspeed_gear.store.memory_layout import HEADER, Layout, Run
 from deepspeed_gear.store.table import (
     COMMITTED,
     FREE,
@@ -32,6 +31,7 @@ from deepspeed_gear.store.table import (
     STATE,
     Table,
 )
+from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec
 
 
 @pytest.fixture(params=["reference", "cpu"])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.spec import RETURN_TO_GO, TableSpec
+from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec
 
 
 class Columns:

@@ -6,8 +6,8 @@ import pytest
 
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.store import memory_limits
-from deepspeed_gear.store.memory import SharedMemory
 from deepspeed_gear.store.memory_limits import cgroup_folders, tightest
+from deepspeed_gear.store.shared_memory import SharedMemory
 
 MIB = 1 << 20
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
