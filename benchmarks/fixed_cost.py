@@ -25,9 +25,9 @@ from support.workloads import workload
 from deepspeed_gear.collection.collector import Collector
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.maker import BatchMaker
-from deepspeed_gear.selection.masses import Masses
-from deepspeed_gear.selection.peers import Peers
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.selection_readers import Peers
+from deepspeed_gear.sampling.sum_tree import Masses
 from deepspeed_gear.store.store_lock import StoreLock
 
 OP = "the op: gather_"

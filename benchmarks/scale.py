@@ -29,7 +29,7 @@ from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.delivery import HEAD_WORDS, Delivery
 from deepspeed_gear.parallel.meeting import HELLO_WORDS
 from deepspeed_gear.parallel.nodes import NodeSelector
-from deepspeed_gear.selection.masses import Masses
+from deepspeed_gear.sampling.sum_tree import Masses
 
 NODES = [2**i for i in range(11)]
 MOST_WHOLE = 8  # up to so many nodes, every node's plan is made, to compare its bytes with those counted

@@ -23,7 +23,7 @@ from support.report import Disturbance, document, print_table, write_json
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import UNIT_STEP, tree_size
-from deepspeed_gear.selection.anchors import AnchorRule
+from deepspeed_gear.sampling.anchors import AnchorRule
 
 ITEMS_LOG2, QUICK_LOG2, CHUNK = 25, 12, 1 << 17
 LEAST_P = 1e-4  # two-sided; three independent tests at fixed seeds

@@ -41,8 +41,8 @@ class StoreScene:
         shard: Any = None,
     ) -> None:
         from deepspeed_gear.ops import load_backend
-        from deepspeed_gear.selection.kinds import regions_of
-        from deepspeed_gear.selection.stream import Stream
+        from deepspeed_gear.sampling.batch_stream import Stream
+        from deepspeed_gear.sampling.stream_kinds import regions_of
         from deepspeed_gear.store.memory_layout import Run
         from deepspeed_gear.store.retention import Life
         from deepspeed_gear.store.table import Table
@@ -77,7 +77,7 @@ class StoreScene:
 
     def attach(self, peer: int, **changes: Any) -> tuple[Any, list[Any]]:
         """Attach to the store once more; return table and streams."""
-        from deepspeed_gear.selection.stream import Stream
+        from deepspeed_gear.sampling.batch_stream import Stream
         from deepspeed_gear.store.table import Table
 
         given = {"expected": self.layout, "run_id": self.run.id, "ops": self.ops}
@@ -100,7 +100,7 @@ class StoreScene:
 
 def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
     """Return how priorities become masses; `alpha` and `beta` are numbers, or functions of the batch."""
-    from deepspeed_gear.selection.rules import PriorityRule
+    from deepspeed_gear.sampling.mass_rules import PriorityRule
 
     schedules = [f if callable(f) else (lambda _, value=f: value) for f in (alpha, beta)]
     defaults = {"initial": None, "normalize": "batch", "lag": 0, "log_size": 256}
@@ -109,9 +109,9 @@ def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
 
 def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any) -> Any:
     """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given."""
-    from deepspeed_gear.selection.anchors import AnchorRule
-    from deepspeed_gear.selection.cut import StreamSpec
-    from deepspeed_gear.selection.rules import MassRule
+    from deepspeed_gear.sampling.anchors import AnchorRule
+    from deepspeed_gear.sampling.mass_rules import MassRule
+    from deepspeed_gear.sampling.selection import StreamSpec
 
     rule = MassRule(
         unit,  # type: ignore[arg-type]
@@ -130,9 +130,9 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
 
 def check_whole(table: Any, streams: Sequence[Any]) -> None:
     """Check that everything derived in a store agrees with its slot table; takes the lock."""
-    from deepspeed_gear.selection.cut import NOTHING
-    from deepspeed_gear.selection.masses import NUM_DIRTY
-    from deepspeed_gear.selection.priorities import PriorityMasses
+    from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+    from deepspeed_gear.sampling.selection import NOTHING
+    from deepspeed_gear.sampling.sum_tree import NUM_DIRTY
     from deepspeed_gear.store.row_allocator import FREE_ROWS
     from deepspeed_gear.store.table import (
         COMMITTED,
@@ -193,7 +193,7 @@ def check_priorities_whole(masses: Any) -> None:
 
     from deepspeed_gear.ops import reference
     from deepspeed_gear.ops.constants import DRAWABLE
-    from deepspeed_gear.selection.priorities import ALPHA
+    from deepspeed_gear.sampling.samplers.prioritized import ALPHA
 
     leaves = torch.empty(masses.num_items, dtype=torch.int64)
     reference.mass_(

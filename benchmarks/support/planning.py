@@ -25,11 +25,11 @@ from deepspeed_gear.parallel.plan import grid
 from deepspeed_gear.parallel.routes import Routes, routes_of
 from deepspeed_gear.parallel.rows import layout_of
 from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.sampling.anchors import AnchorRule
+from deepspeed_gear.sampling.mass_rules import UNIT_CODES, MassRule
+from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.sum_tree import CHANGE_WORDS, Masses
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.selection.anchors import AnchorRule
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.masses import CHANGE_WORDS, Masses
-from deepspeed_gear.selection.rules import UNIT_CODES, MassRule
 from deepspeed_gear.store.table_spec import CONTROL_WORDS
 
 SEED, KEY = 1, 7

@@ -13,10 +13,10 @@ from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
 from deepspeed_gear.replay import saves
 from deepspeed_gear.replay.snapshot import check_rows, read_table
+from deepspeed_gear.sampling.anchors import AnchorRule
+from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, rule_of_json
+from deepspeed_gear.sampling.samplers.step_priorities import rows_of
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.anchors import AnchorRule
-from deepspeed_gear.selection.by_row import rows_of
-from deepspeed_gear.selection.exclusions import Exclusion, count_exclusions, rule_of_json
 from deepspeed_gear.store.live_stores import LivingStore
 from deepspeed_gear.store.table import COMMITTED, NUM_STEPS, STATE
 

@@ -16,7 +16,7 @@ from deepspeed_gear.parallel.carrier import WORD_BYTES, Carrier
 from deepspeed_gear.parallel.freight import Freight
 from deepspeed_gear.parallel.link import NO_WORDS, Link
 from deepspeed_gear.parallel.routes import Routes
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
 
 HEAD_WORDS = 2  # of a message: its size, the smallest mass that its node has drawn
 ROWS = 2  # a further one where rows come on their own: how many words of them

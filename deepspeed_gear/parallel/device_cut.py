@@ -32,8 +32,8 @@ from deepspeed_gear.ops.constants import (
 from deepspeed_gear.parallel.device_peers import DevicePeers
 from deepspeed_gear.parallel.device_rows import STEPS, Come, DeviceRows, Sent
 from deepspeed_gear.parallel.wire import MOST
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.kinds import stratify_
+from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.stream_kinds import stratify_
 from deepspeed_gear.selection.on_ring import RingSelection
 
 _TOTAL, _ITEMS, _LEAST, _HIGHEST, _BATCH = range(5)  # of the record of a replica; samples so far behind

@@ -11,9 +11,9 @@ from deepspeed_gear.errors import PeerError, StoreError, relayed
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY
 from deepspeed_gear.parallel import wire
 from deepspeed_gear.parallel.link import NO_WORDS, Link, message_of
-from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.selector import Selector
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.local_selector import Selector
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 
 # Words of what a node says first.
 KEY, STATUS, STOP, WAITED_US, WAITING, TOTAL, ITEMS, LEAST, HIGHEST = range(9)

@@ -21,13 +21,13 @@ from deepspeed_gear.parallel.link import NO_WORDS, Link
 from deepspeed_gear.parallel.meeting import HIGHEST, ITEMS, LEAST, Meeting
 from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.parallel.window import edge_over_nodes
-from deepspeed_gear.selection.age import AgeMasses, items_of
-from deepspeed_gear.selection.gate import Gate
-from deepspeed_gear.selection.joint import JOINT_WORDS, JointGate
-from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.selector import Check, GateClosedError
-from deepspeed_gear.selection.stream import Stream
-from deepspeed_gear.selection.top import merge_top
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.global_rate_gate import JOINT_WORDS, JointGate
+from deepspeed_gear.sampling.local_selector import Check, GateClosedError
+from deepspeed_gear.sampling.rate_gate import Gate
+from deepspeed_gear.sampling.samplers.age import AgeMasses, items_of
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.samplers.top_k import merge_top
 
 
 class NodeSelector(Meeting):

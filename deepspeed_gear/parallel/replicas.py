@@ -8,9 +8,9 @@ import torch
 from deepspeed_gear.ops.constants import REPORT_WORDS
 from deepspeed_gear.parallel.link import Link
 from deepspeed_gear.parallel.meeting import Meeting
-from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.selector import Check, Selector
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.local_selector import Check, Selector
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 
 
 class ReplicaSelector(Meeting):

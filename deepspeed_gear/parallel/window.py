@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_gear.parallel.link import Link
-from deepspeed_gear.selection.rules import NO_ID, Edge, Window, newest_of
+from deepspeed_gear.sampling.mass_rules import NO_ID, Edge, Window, newest_of
 
 _PARTS = 64  # into which each round divides the ids that are left
 _NOTHING, _INTEGER, _FLOAT = 0, 1, 2

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from deepspeed_gear.ops.constants import MASS_BITS
-from deepspeed_gear.selection.priorities import WINDOW, PriorityMasses
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.samplers.prioritized import WINDOW, PriorityMasses
 
 LOG = logging.getLogger("deepspeed_gear")
 MOST_CLAMPED = 1e-3  # part of the reports that may be clamped without a warning

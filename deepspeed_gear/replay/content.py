@@ -11,7 +11,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.store.eviction import Room, quiet
 from deepspeed_gear.store.pins import Readers
 from deepspeed_gear.store.retention import TIMES_SAMPLED

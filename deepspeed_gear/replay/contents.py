@@ -14,7 +14,7 @@ from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.replay import content, versions
 from deepspeed_gear.replay.inference import InferenceLoader, open_loader
 from deepspeed_gear.replay.parts import Parts
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset, resolve

@@ -13,7 +13,7 @@ from deepspeed_gear.replay.over_nodes import share_out
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.replay.saves import State
 from deepspeed_gear.replay.sizes import TRAIN
-from deepspeed_gear.selection.cut import PASS_SHIFT
+from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")

@@ -40,8 +40,8 @@ from deepspeed_gear.replay.device_sharing import Sharing, join
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.parts import Plan, agree_on, statistics_of_plan
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.cut import StreamSpec
 from deepspeed_gear.selection.on_ring import RingSelection
 from deepspeed_gear.store.process_bound import ProcessBound
 

@@ -19,7 +19,7 @@ from deepspeed_gear.parallel.rows import RowNeeds
 from deepspeed_gear.replay import setup
 from deepspeed_gear.replay.parts import Plan
 from deepspeed_gear.replay.samplers import stream_specs
-from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.store.ring_table import RingTable
 
 

@@ -15,8 +15,8 @@ from deepspeed_gear.ops.constants import RESOLUTION_WORDS, tree_size
 from deepspeed_gear.replay.device_parts import masses_of
 from deepspeed_gear.replay.parts import Plan
 from deepspeed_gear.replay.sizes import TRAIN
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.rules import UNIT_CODES
+from deepspeed_gear.sampling.mass_rules import UNIT_CODES
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.store.ring_table import RingTable
 
 _RING = 2  # batches of a pass whose tensors are used in turn

@@ -16,7 +16,7 @@ from deepspeed_gear.parallel.device_rows import DeviceRows
 from deepspeed_gear.replay.device_parts import arrivals_of, needs_of_rows
 from deepspeed_gear.replay.device_reports import DeviceReports
 from deepspeed_gear.replay.parts import Plan
-from deepspeed_gear.selection.cut import StreamSpec
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.selection.on_ring import RingSelection
 
 

@@ -21,10 +21,10 @@ from deepspeed_gear.replay.maker import BatchMaker
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.sizes import BatchInfo
 from deepspeed_gear.replay.status import NO_DIGEST, Status
-from deepspeed_gear.selection.cut import COUNT, EPOCH, Cut
-from deepspeed_gear.selection.gate import EmptyTableError
-from deepspeed_gear.selection.mixture import Mixture
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.mixture import Mixture
+from deepspeed_gear.sampling.rate_gate import EmptyTableError
+from deepspeed_gear.sampling.selection import COUNT, EPOCH, Cut
 
 LOG = logging.getLogger("deepspeed_gear")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.collection.lane import Event, allow_captures_elsewhere
-from deepspeed_gear.selection.reports import Reports
+from deepspeed_gear.sampling.priority_log import Reports
 
 _BLOCKS = 4  # of pinned memory, made at once
 

@@ -16,9 +16,9 @@ from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.replay.resharding import Content, Division
 from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.replay.snapshot import SavedTable
-from deepspeed_gear.selection import saved
-from deepspeed_gear.selection.cut import COUNT, KEY, SAMPLES
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling import stream_state
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.selection import COUNT, KEY, SAMPLES
 from deepspeed_gear.store.eviction import unwritten
 from deepspeed_gear.store.table import FIRST_ROW, ID, Table
 
@@ -111,7 +111,7 @@ class Loading:
                 if found.whole.slots is not None:
                     snapshot.load_rows(table, found, chosen, next_id)
                 for stream in self._parts.streams.get(name, {}).values():
-                    saved.restore(stream, np.arange(len(chosen)), self._content(name, stream))
+                    stream_state.restore(stream, np.arange(len(chosen)), self._content(name, stream))
                 if found.whole.slots is not None:
                     table.unfinished.end_all()
 
@@ -143,7 +143,7 @@ class Loading:
 
     def _deliver(self, name: str, stream: Stream, selector: NodeSelector) -> None:
         whole, part = self._found[name].whole.streams[TRAIN], self._content(name, stream)
-        if not saved.keeps_cuts(stream, part):
+        if not stream_state.keeps_cuts(stream, part):
             return
         owners = resharding.owners_of(whole, self._divisions[name])
         for at in np.argsort(part["heads"][:, KEY]).tolist():
@@ -156,7 +156,7 @@ class Loading:
             entry = key % stream.spec.depth
             selector.deliver(key, entry, first, owners[at, :count], own, torch.from_numpy(records))
         with stream.table.lock:
-            saved.keep_cuts(stream, part)
+            stream_state.keep_cuts(stream, part)
 
     def tell(self) -> None:
         """Tell every rank which node holds the trajectories that were loaded. Collective."""

@@ -21,8 +21,8 @@ from deepspeed_gear.replay import position
 from deepspeed_gear.replay.placing import Placing, is_wanted
 from deepspeed_gear.replay.relabelling import Relabelling
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
-from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
 
 Transform = Callable[[Batch, torch.Tensor], Batch]
 

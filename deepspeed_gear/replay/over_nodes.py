@@ -28,10 +28,10 @@ from deepspeed_gear.parallel.watch import Watch
 from deepspeed_gear.replay.placement import Placement
 from deepspeed_gear.replay.sizes import TRAIN, Turns
 from deepspeed_gear.replay.status import Status
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.selection import KEY, StreamSpec
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.cut import KEY, StreamSpec
-from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import Table
 
 EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is nobody's

@@ -38,10 +38,10 @@ from deepspeed_gear.replay.samplers import mixture_of, stream_specs, total_weigh
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo, Turns
 from deepspeed_gear.replay.status import Status
 from deepspeed_gear.replay.stores import attach_tables
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.mixture import Mixture
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.mixture import Mixture
-from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 

@@ -9,8 +9,8 @@ from deepspeed_gear.collection.batch import Batch, Lent
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.replay.sizes import TRAIN
-from deepspeed_gear.selection.cut import EPOCH_SIZE, PASS_SHIFT
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.selection import EPOCH_SIZE, PASS_SHIFT
 
 
 class Passes:

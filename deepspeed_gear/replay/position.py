@@ -12,7 +12,7 @@ from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import FOR_TRANSFORM
 from deepspeed_gear.replay.saves import ANOTHER, entry
-from deepspeed_gear.selection.cut import EPOCH, EPOCH_FIRST, EPOCH_SIZE, KEY, SAMPLES
+from deepspeed_gear.sampling.selection import EPOCH, EPOCH_FIRST, EPOCH_SIZE, KEY, SAMPLES
 
 FORMAT = 2
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")

@@ -10,7 +10,7 @@ from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.over_nodes import meet
 from deepspeed_gear.replay.parts import Parts
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
 
 _POLL_S = 100e-6
 

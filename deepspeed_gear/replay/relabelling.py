@@ -12,7 +12,7 @@ from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.hindsight_checks import reward_field
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
 
 Reward = Callable[[Batch], torch.Tensor]
 

@@ -30,9 +30,9 @@ from deepspeed_gear.replay.parts import agree_on, build, refuse_device, release
 from deepspeed_gear.replay.passes import Passes
 from deepspeed_gear.replay.questions import Questions
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo, Turns
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.stream import Stream
 
 Ids = Sequence[int] | torch.Tensor
 T = TypeVar("T")

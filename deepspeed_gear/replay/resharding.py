@@ -25,7 +25,7 @@ from deepspeed_gear.ops.constants import (
     UNKNOWN,
 )
 from deepspeed_gear.parallel.plan import shards_of
-from deepspeed_gear.selection.cut import COUNT, KEY
+from deepspeed_gear.sampling.selection import COUNT, KEY
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, STATE
 
 Content = dict[str, np.ndarray]  # of a stream, as `saved.export` names it

@@ -29,10 +29,8 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import most_mass_bits
 from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
-from deepspeed_gear.selection.anchors import AnchorRule, Reach
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.mixture import Mixture
-from deepspeed_gear.selection.rules import (
+from deepspeed_gear.sampling.anchors import AnchorRule, Reach
+from deepspeed_gear.sampling.mass_rules import (
     Condition,
     CustomMasses,
     MassRule,
@@ -42,6 +40,8 @@ from deepspeed_gear.selection.rules import (
     key_of,
     weight_bits,
 )
+from deepspeed_gear.sampling.mixture import Mixture
+from deepspeed_gear.sampling.selection import StreamSpec
 
 SPARE_CUTS = 4  # cuts that a rank may lag behind the fastest one of its node
 LEAST_LOG = 1 << 16  # reports of priorities that may wait on a rank

@@ -22,9 +22,9 @@ from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.replay import saves
 from deepspeed_gear.replay.resharding import Division, Saved, in_rows, merge, packed
 from deepspeed_gear.replay.sizes import TRAIN
+from deepspeed_gear.sampling import stream_state
+from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.selection import saved
-from deepspeed_gear.selection.stream import Stream
 from deepspeed_gear.store.row_allocator import INSERTED, REACH, STEPS_INSERTED
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NEXT_ID, NUM_ROWS, RETIRED, STATE, Table
 
@@ -67,7 +67,7 @@ def _write(table: Table, streams: list[Stream], to: Path, batches: int, more: di
         if table.spec.shard is not None:  # reports and cuts name slots of the store
             np.save(to / "numbers.npy", slots)
     for stream in streams:
-        for name, array in saved.export(stream, slots, batches).items():
+        for name, array in stream_state.export(stream, slots, batches).items():
             np.save(to / f"stream.{stream.spec.name}.{name}.npy", array)
     manifest = {
         "format": FORMAT,

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_GENERATION, R_ID, R_SLOT
-from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
-from deepspeed_gear.selection.draws import Recent, recent_cuts
-from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.staleness import dropped
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.sample_counts import Recent, recent_cuts
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR
+from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.slot_sets import distinct
 from deepspeed_gear.store.table import BORN, GENERATION, NEXT_ID, Table
 

@@ -16,9 +16,9 @@ from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.parallel.watch import Watch
 from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.replay.status import Status
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.kinds import regions_of
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.stream_kinds import regions_of
 from deepspeed_gear.store.memory_layout import Region, Run
 from deepspeed_gear.store.named_stores import new_run_name
 from deepspeed_gear.store.shared_memory import remove_garbage

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from deepspeed_gear.errors import ConfigError, NotReadyError
-from deepspeed_gear.selection.staleness import Staleness
+from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.store.row_allocator import POLICY
 from deepspeed_gear.store.table import PEER_PID, Table
 

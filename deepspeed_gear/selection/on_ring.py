@@ -18,8 +18,8 @@ from deepspeed_gear.ops.constants import (
     UNIT_STEP,
     UNIT_TRAJECTORY,
 )
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.rules import UNIT_CODES
+from deepspeed_gear.sampling.mass_rules import UNIT_CODES
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.store.ring_table import RingTable
 
 _NORMALIZE = {None: NOT_NORMALIZED, "batch": BY_BATCH, "table": BY_TABLE}

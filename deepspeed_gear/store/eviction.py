@@ -10,7 +10,7 @@ import numpy as np
 
 from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.philox import below, philox
-from deepspeed_gear.selection.cut import SAMPLES
+from deepspeed_gear.sampling.selection import SAMPLES
 from deepspeed_gear.store.compaction import Mover
 from deepspeed_gear.store.pins import Readers
 from deepspeed_gear.store.row_allocator import (

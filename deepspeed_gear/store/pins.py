@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_gear.selection.by_row import StepPriorities
-from deepspeed_gear.selection.cut import AHEAD, DONE, EPOCH_FIRST, EPOCH_SIZE, NOTHING, SAMPLES
+from deepspeed_gear.sampling.samplers.step_priorities import StepPriorities
+from deepspeed_gear.sampling.selection import AHEAD, DONE, EPOCH_FIRST, EPOCH_SIZE, NOTHING, SAMPLES
 from deepspeed_gear.store.native_handle import address
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, NUM_ROWS, PEER_PID, Table
 

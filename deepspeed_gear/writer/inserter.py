@@ -10,7 +10,7 @@ import numpy as np
 
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.selection.cut import KEY
+from deepspeed_gear.sampling.selection import KEY
 from deepspeed_gear.store.eviction import Room
 from deepspeed_gear.store.pins import Readers
 from deepspeed_gear.store.retention import PRESENT

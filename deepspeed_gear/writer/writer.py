@@ -12,8 +12,8 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from deepspeed_gear.errors import StoreError
+from deepspeed_gear.sampling.mass_rules import check_weights
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.rules import check_weights
 from deepspeed_gear.store.pins import Readers
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table

@@ -24,7 +24,7 @@ from store_support import StoreScene, check_whole, every_death, priority_rule, s
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import BY_ID, tree_levels
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.reports import HEAD, TAIL
+from deepspeed_gear.sampling.priority_log import HEAD, TAIL
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION
 
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))

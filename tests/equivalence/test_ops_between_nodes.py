@@ -31,7 +31,7 @@ from deepspeed_gear.ops.constants import (
     U_SLOT,
     UNKNOWN,
 )
-from deepspeed_gear.selection.reports import NEVER
+from deepspeed_gear.sampling.priority_log import NEVER
 
 MOST_32, MOST_BACK = (1 << 32) - 1, (1 << 16) - 1
 words_32 = st.integers(0, MOST_32) | st.sampled_from([0, 1 << 31, MOST_32])

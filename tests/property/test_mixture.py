@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.selection.mixture import Mixture
+from deepspeed_gear.sampling.mixture import Mixture
 
 OPS = load_backend("reference")
 

@@ -16,7 +16,7 @@ from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import BY_ID, FOR_COORDINATE, MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
+from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, GENERATION, ID, STATE
 
 NUM_SLOTS, NUM_ROWS, KEY_OF_STREAM, NUM_PEERS = 5, 40, 7, 3

@@ -29,7 +29,7 @@ from deepspeed_gear.ops.constants import (
 )
 from deepspeed_gear.replay import resharding
 from deepspeed_gear.replay.resharding import Division, Saved
-from deepspeed_gear.selection.cut import COUNT, HEAD_WORDS, KEY
+from deepspeed_gear.sampling.selection import COUNT, HEAD_WORDS, KEY
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, RETIRED, STATE
 
 BATCH = 5

@@ -15,8 +15,8 @@ from store_support import StoreScene, priority_rule, stream_spec
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import R_MASS, tree_size
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.kinds import stratify_
-from deepspeed_gear.selection.rules import Window
+from deepspeed_gear.sampling.mass_rules import Window
+from deepspeed_gear.sampling.stream_kinds import stratify_
 from deepspeed_gear.store.table import FIRST_ROW
 
 BATCH, NUM_BATCHES = 20_000, 6

@@ -18,7 +18,7 @@ from deepspeed_gear.ops.constants import FOR_GOAL, FOR_RELABELLING, ONE_Q62
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.parallel.plan import needs_of
 from deepspeed_gear.parallel.topology import Place
-from deepspeed_gear.selection.rules import key_of
+from deepspeed_gear.sampling.mass_rules import key_of
 
 COLUMNS = [
     Column("observation", "float32", (2,), "observation", "T+1"),

@@ -15,8 +15,8 @@ from gear_support import config_of, lengths_of, wait_until, write_dataset
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.collection.lane import HostEvent
 from deepspeed_gear.errors import DataError, ShapeError, StoreError
-from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.reports import NEVER
+from deepspeed_gear.sampling.priority_log import NEVER
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 
 SAMPLER = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
 

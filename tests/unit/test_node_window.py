@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.parallel.window import edge_over_nodes
-from deepspeed_gear.selection.rules import Edge, Window
+from deepspeed_gear.sampling.mass_rules import Edge, Window
 
 
 class Gathering:

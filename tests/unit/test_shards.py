@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepspeed_gear.ops import functional
-from deepspeed_gear.selection.top import merge_top
+from deepspeed_gear.sampling.samplers.top_k import merge_top
 
 SIZES = {1: [1000], 3: [1, 700, 299], 8: [33, 0, 32, 1, 400, 31, 500, 3]}
 

@@ -14,7 +14,7 @@ from store_support import StoreScene, priority_rule, stream_spec
 from deepspeed_gear.ops.constants import FOR_ANCHOR, FOR_GOAL, R_MASS, R_NUMBER, R_SLOT
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.reference.select import philox as philox_of_ops
-from deepspeed_gear.selection.anchors import AnchorRule, Reach
+from deepspeed_gear.sampling.anchors import AnchorRule, Reach
 
 LENGTHS = [1, 2, 7, 33, 5, 12, 1, 30]
 words_64 = st.integers(0, 2**63 - 1) | st.sampled_from([0, 2**32 - 1, 2**32, 2**63 - 1])

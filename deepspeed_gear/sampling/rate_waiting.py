@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from deepspeed_gear.selection.cut import CLOSED, COLLECTS, KEY, StreamSpec
-from deepspeed_gear.selection.gate import EmptyError, Gate, Waiting
-from deepspeed_gear.selection.joint import JointGate
-from deepspeed_gear.selection.masses import Masses
-from deepspeed_gear.selection.staleness import Staleness
+from deepspeed_gear.sampling.global_rate_gate import JointGate
+from deepspeed_gear.sampling.rate_gate import EmptyError, Gate, Waiting
+from deepspeed_gear.sampling.selection import CLOSED, COLLECTS, KEY, StreamSpec
+from deepspeed_gear.sampling.staleness import Staleness
+from deepspeed_gear.sampling.sum_tree import Masses
 from deepspeed_gear.store.futex import Bells
 from deepspeed_gear.store.row_allocator import CUTTING, LISTENING
 from deepspeed_gear.store.table import Table

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.selection.anchors import AnchorRule, Reach
-from deepspeed_gear.selection.rules import Condition, MassRule, key_of
+from deepspeed_gear.sampling.anchors import AnchorRule, Reach
+from deepspeed_gear.sampling.mass_rules import Condition, MassRule, key_of
 
 IDS = np.arange(6)
 KEY_OF_MAIN_TRAIN = 48426439

@@ -10,7 +10,11 @@ import torch
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS, R_SLOT
 from deepspeed_gear.ops.functional import Ops
-from deepspeed_gear.selection.cut import (
+from deepspeed_gear.sampling.exclusions import summary_of
+from deepspeed_gear.sampling.local_selector import Selector
+from deepspeed_gear.sampling.rate_gate import EmptyError, Gate
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.selection import (
     DONE,
     EPOCH,
     EPOCH_FIRST,
@@ -22,12 +26,8 @@ from deepspeed_gear.selection.cut import (
     TOTAL,
     StreamSpec,
 )
-from deepspeed_gear.selection.exclusions import summary_of
-from deepspeed_gear.selection.gate import EmptyError, Gate
-from deepspeed_gear.selection.kinds import stratify_
-from deepspeed_gear.selection.masses import Masses
-from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.selector import Selector
+from deepspeed_gear.sampling.stream_kinds import stratify_
+from deepspeed_gear.sampling.sum_tree import Masses
 from deepspeed_gear.store.table import Table
 
 

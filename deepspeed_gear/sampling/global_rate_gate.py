@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_gear.errors import NotReadyError
-from deepspeed_gear.selection.cut import COLLECTS
-from deepspeed_gear.selection.gate import Gate, Waiting
+from deepspeed_gear.sampling.rate_gate import Gate, Waiting
+from deepspeed_gear.sampling.selection import COLLECTS
 from deepspeed_gear.store.rate_quotas import divide, kept
 from deepspeed_gear.store.row_allocator import PENDING, REACH, WANTED
 from deepspeed_gear.store.table import Table

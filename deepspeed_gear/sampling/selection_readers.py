@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from deepspeed_gear.errors import PeerError
-from deepspeed_gear.selection.cut import NOTHING, StreamSpec
+from deepspeed_gear.sampling.selection import NOTHING, StreamSpec
 from deepspeed_gear.store.table import PEER_PID, Table
 
 _AWAKE_S = 500e-6

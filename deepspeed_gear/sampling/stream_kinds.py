@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_gear.selection.age import AgeMasses
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.draws import Draws
-from deepspeed_gear.selection.masses import Masses
-from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.sampling.sample_counts import Draws
+from deepspeed_gear.sampling.samplers.age import AgeMasses
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.sum_tree import Masses
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table_spec import TableSpec
 

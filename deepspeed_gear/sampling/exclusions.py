@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.selection.anchors import AnchorRule
-from deepspeed_gear.selection.rules import Condition, MassRule, Window
+from deepspeed_gear.sampling.anchors import AnchorRule
+from deepspeed_gear.sampling.mass_rules import Condition, MassRule, Window
 from deepspeed_gear.store.retention import PRESENT
 from deepspeed_gear.store.row_allocator import (
     COMMITTED,
@@ -26,8 +26,8 @@ from deepspeed_gear.store.row_allocator import (
 )
 
 if TYPE_CHECKING:
+    from deepspeed_gear.sampling.sum_tree import Masses
     from deepspeed_gear.schema import Schema
-    from deepspeed_gear.selection.masses import Masses
 
 Values = Callable[[str, np.ndarray], np.ndarray]  # column, slots [n] -> [n]
 

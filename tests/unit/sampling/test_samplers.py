@@ -19,8 +19,8 @@ from deepspeed_gear import Column, DatasetWriter, Replay, Schema
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
 from deepspeed_gear.ops.reference.select import anchor_at
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.anchors import AnchorRule
-from deepspeed_gear.selection.rules import (
+from deepspeed_gear.sampling.anchors import AnchorRule
+from deepspeed_gear.sampling.mass_rules import (
     MOST_BITS,
     Window,
     check_weights,

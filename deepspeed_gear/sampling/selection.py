@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_gear.selection.rules import MassRule, PriorityRule
+from deepspeed_gear.sampling.mass_rules import MassRule, PriorityRule
 from deepspeed_gear.store.memory_layout import RESOLUTION_WORDS, Region
 
 NOTHING = -1

@@ -9,9 +9,9 @@ import numpy as np
 
 from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.constants import R_SLOT
-from deepspeed_gear.selection.cut import SAMPLES, StreamSpec
-from deepspeed_gear.selection.exclusions import summary_of
-from deepspeed_gear.selection.masses import Masses
+from deepspeed_gear.sampling.exclusions import summary_of
+from deepspeed_gear.sampling.selection import SAMPLES, StreamSpec
+from deepspeed_gear.sampling.sum_tree import Masses
 from deepspeed_gear.store.pins import Readers
 from deepspeed_gear.store.retention import TIMES_SAMPLED, UNLIMITED
 from deepspeed_gear.store.table import COMMITTED, PEER_PID, STATE, Table

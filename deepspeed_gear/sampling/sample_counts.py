@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_ID, R_SLOT
-from deepspeed_gear.selection.by_row import rows_of
-from deepspeed_gear.selection.cut import COUNT, CUT_WORDS, KEY, NOTHING, StreamSpec
-from deepspeed_gear.selection.masses import Masses
-from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.samplers.step_priorities import rows_of
+from deepspeed_gear.sampling.selection import COUNT, CUT_WORDS, KEY, NOTHING, StreamSpec
+from deepspeed_gear.sampling.sum_tree import Masses
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import GENERATION, NUM_STEPS, Table
 from deepspeed_gear.store.table_spec import TableSpec

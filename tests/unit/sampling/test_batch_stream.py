@@ -19,9 +19,9 @@ from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.anchors import AnchorRule
-from deepspeed_gear.selection.cut import PASS_SHIFT, Cut
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.anchors import AnchorRule
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.selection import PASS_SHIFT, Cut
 
 LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 ITEMS = {(number, step) for number, steps in enumerate(LENGTHS) for step in range(steps)}

@@ -23,8 +23,8 @@ from deepspeed_gear.ops.constants import (
     tree_size,
 )
 from deepspeed_gear.ops.philox import below, philox
-from deepspeed_gear.selection.cut import NOTHING, StreamSpec
-from deepspeed_gear.selection.rules import UNIT_CODES
+from deepspeed_gear.sampling.mass_rules import UNIT_CODES
+from deepspeed_gear.sampling.selection import NOTHING, StreamSpec
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.retention import PRESENT
 from deepspeed_gear.store.row_allocator import CHANGED

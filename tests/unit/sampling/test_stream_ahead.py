@@ -15,8 +15,8 @@ from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.cut import AHEAD, KEY, NOTHING
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.selection import AHEAD, KEY, NOTHING
 
 LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.constants import R_SLOT
-from deepspeed_gear.selection.age import AgeMasses
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.gate import Gate
-from deepspeed_gear.selection.masses import Masses
-from deepspeed_gear.selection.priorities import PriorityMasses
+from deepspeed_gear.sampling.rate_gate import Gate
+from deepspeed_gear.sampling.samplers.age import AgeMasses
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.sum_tree import Masses
 
 Check = Callable[[], None]
 

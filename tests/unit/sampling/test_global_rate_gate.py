@@ -11,8 +11,8 @@ from gear_support import trajectory
 from store_support import StoreScene, stream_spec
 
 from deepspeed_gear.errors import NotReadyError
-from deepspeed_gear.selection.cut import COLLECTS, SAMPLES
-from deepspeed_gear.selection.joint import JointGate
+from deepspeed_gear.sampling.global_rate_gate import JointGate
+from deepspeed_gear.sampling.selection import COLLECTS, SAMPLES
 from deepspeed_gear.store.pins import Readers
 from deepspeed_gear.store.retention import Life, Rate
 from deepspeed_gear.store.row_allocator import PENDING, WANTED

@@ -26,8 +26,8 @@ from deepspeed_gear.ops.constants import (
     REPORT_WORDS,
     RESOLUTION_WORDS,
 )
-from deepspeed_gear.selection.cut import StreamSpec
-from deepspeed_gear.selection.peers import Peers
+from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.selection_readers import Peers
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
 

@@ -25,12 +25,12 @@ from deepspeed_gear.ops.constants import (
     U_SLOT,
     minima_size,
 )
-from deepspeed_gear.selection.by_row import StepPriorities, rows_of
-from deepspeed_gear.selection.cut import NOTHING, StreamSpec
-from deepspeed_gear.selection.masses import SEEN, Masses
-from deepspeed_gear.selection.reports import Reports
-from deepspeed_gear.selection.rules import UNIT_CODES
-from deepspeed_gear.selection.top import oldest_of_equal
+from deepspeed_gear.sampling.mass_rules import UNIT_CODES
+from deepspeed_gear.sampling.priority_log import Reports
+from deepspeed_gear.sampling.samplers.step_priorities import StepPriorities, rows_of
+from deepspeed_gear.sampling.samplers.top_k import oldest_of_equal
+from deepspeed_gear.sampling.selection import NOTHING, StreamSpec
+from deepspeed_gear.sampling.sum_tree import SEEN, Masses
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.row_allocator import CHANGED
 from deepspeed_gear.store.slot_sets import distinct, is_among

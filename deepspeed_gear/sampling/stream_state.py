@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_GENERATION, R_ID, R_SLOT, SHARD_BITS, UNKNOWN
-from deepspeed_gear.selection.cut import AHEAD, COUNT, CUT_WORDS, KEY, NOTHING
-from deepspeed_gear.selection.stream import Stream
+from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.selection import AHEAD, COUNT, CUT_WORDS, KEY, NOTHING
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
 
 

@@ -12,7 +12,7 @@ from store_support import StoreScene, check_whole
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import REPORT_NUMBER
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.reports import NEVER
+from deepspeed_gear.sampling.priority_log import NEVER
 from deepspeed_gear.store.pins import Readers
 
 

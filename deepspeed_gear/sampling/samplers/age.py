@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepspeed_gear.selection.masses import Masses
-from deepspeed_gear.selection.rules import Edge
+from deepspeed_gear.sampling.mass_rules import Edge
+from deepspeed_gear.sampling.sum_tree import Masses
 from deepspeed_gear.store.table import COMMITTED, ID, STATE
 
 

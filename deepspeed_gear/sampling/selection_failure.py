@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_gear.errors import GearError, NotReadyError, PeerError, StoreError, relayed
-from deepspeed_gear.selection.cut import NOTICE_WORDS, StreamSpec
-from deepspeed_gear.selection.gate import EmptyTableError
+from deepspeed_gear.sampling.rate_gate import EmptyTableError
+from deepspeed_gear.sampling.selection import NOTICE_WORDS, StreamSpec
 from deepspeed_gear.store.table import Table
 
 NUMBER, KEY, KIND, SIZE = range(4)  # words in front of the text

@@ -12,7 +12,7 @@ import numpy as np
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, UNIT_LENGTH, UNIT_STEP, UNIT_TRAJECTORY
-from deepspeed_gear.selection.anchors import AnchorRule
+from deepspeed_gear.sampling.anchors import AnchorRule
 
 Unit = Literal["trajectory", "step"]
 UNIT_CODES: dict[str, int] = {"trajectory": UNIT_TRAJECTORY, "step": UNIT_STEP}

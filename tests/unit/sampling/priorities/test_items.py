@@ -13,9 +13,9 @@ from store_support import check_whole
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import CLAMPED, DRAWABLE, ONE_Q62, R_MASS
 from deepspeed_gear.replay import content
-from deepspeed_gear.selection.anchors import AnchorRule
-from deepspeed_gear.selection.cut import DIVISOR, EXPONENT, NUMERATOR
-from deepspeed_gear.selection.priorities import WINDOW
+from deepspeed_gear.sampling.anchors import AnchorRule
+from deepspeed_gear.sampling.samplers.prioritized import WINDOW
+from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR
 
 # ---- items come and go ---------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.ops.reference.select import anchor_at, num_anchors
-from deepspeed_gear.selection.anchors import AnchorRule, Reach
+from deepspeed_gear.sampling.anchors import AnchorRule, Reach
 
 LENGTHS = np.array([1, 2, 7, 32, 33, 100])
 

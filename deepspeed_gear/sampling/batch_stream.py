@@ -28,7 +28,14 @@ import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.constants import R_MASS
-from deepspeed_gear.selection.cut import (
+from deepspeed_gear.sampling.global_rate_gate import JointGate
+from deepspeed_gear.sampling.local_selector import GateClosedError, Selector
+from deepspeed_gear.sampling.rate_gate import EmptyError, Gate, Waiting
+from deepspeed_gear.sampling.rate_waiting import IDLE_S, Gated
+from deepspeed_gear.sampling.sample_counts import Draws
+from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.selecting import Drawing
+from deepspeed_gear.sampling.selection import (
     AHEAD,
     CLOSED,
     COUNT,
@@ -47,17 +54,10 @@ from deepspeed_gear.selection.cut import (
     Cut,
     StreamSpec,
 )
-from deepspeed_gear.selection.drawing import Drawing
-from deepspeed_gear.selection.draws import Draws
-from deepspeed_gear.selection.gate import EmptyError, Gate, Waiting
-from deepspeed_gear.selection.gated import IDLE_S, Gated
-from deepspeed_gear.selection.joint import JointGate
-from deepspeed_gear.selection.kinds import DRAWS, ORDERS, masses_of
-from deepspeed_gear.selection.notice import Notice
-from deepspeed_gear.selection.peers import Peers
-from deepspeed_gear.selection.priorities import PriorityMasses
-from deepspeed_gear.selection.selector import GateClosedError, Selector
-from deepspeed_gear.selection.staleness import Staleness
+from deepspeed_gear.sampling.selection_failure import Notice
+from deepspeed_gear.sampling.selection_readers import Peers
+from deepspeed_gear.sampling.staleness import Staleness
+from deepspeed_gear.sampling.stream_kinds import DRAWS, ORDERS, masses_of
 from deepspeed_gear.store.row_allocator import CUTTING, REACH, RECOVERIES
 from deepspeed_gear.store.table import Table
 

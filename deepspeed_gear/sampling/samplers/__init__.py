@@ -1,0 +1,1 @@
+"""One module for each way to give items their masses."""
