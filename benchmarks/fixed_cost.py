@@ -22,7 +22,7 @@ import numpy as np
 from support.report import Disturbance, document, print_table, write_json
 from support.workloads import workload
 
-from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.batching.gather import Collector
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.maker import BatchMaker
 from deepspeed_gear.sampling.batch_stream import Stream

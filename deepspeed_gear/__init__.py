@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from deepspeed_gear.collection.batch import Batch
+    from deepspeed_gear.batching.batch import Batch
     from deepspeed_gear.data.dataset import Dataset, DatasetWriter
     from deepspeed_gear.engine.attach import attach, disable, enable, initialize
     from deepspeed_gear.errors import GearError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.collection.placed import PlacedCollector
+from deepspeed_gear.batching.transfer.device_gather import PlacedCollector
 from support.device_clock import Clock, Row, Run, median_us, rows_against
 from support.host_placement import Sizes, available_bytes
 

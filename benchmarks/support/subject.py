@@ -8,7 +8,7 @@ from time import perf_counter_ns, thread_time_ns
 import numpy as np
 import torch
 
-from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.batching.gather import Collector
 from support.limit import CopyLimit
 from support.workloads import Workload
 

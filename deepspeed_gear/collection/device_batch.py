@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_gear.collection.batch import Batch
-from deepspeed_gear.collection.burn_in import BurnIn
-from deepspeed_gear.collection.collector import Buffers
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.gather import Buffers
 from deepspeed_gear.ops.constants import R_ID
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed
 from deepspeed.utils import logger
 
-from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import parse, refuse_batch_sizes
 from deepspeed_gear.engine import resume
 from deepspeed_gear.engine.pipeline import attach_pipeline, check_section, keep_sizes

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import GearConfig, PipelineConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.plan import EXAMPLE

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.collection.device_batch import DeviceBatch
-from deepspeed_gear.collection.lane import refuse_capture
 from deepspeed_gear.ops.constants import (
     R_ANCHOR,
     R_GENERATION,

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.replay import position, saves, snapshot
 from deepspeed_gear.replay.feed import Feed
 from deepspeed_gear.replay.loading import Loading
 from deepspeed_gear.replay.over_nodes import share_out
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.replay.saves import State
-from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.collection.batch import Batch
-from deepspeed_gear.collection.burn_in import BurnIn
-from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.gather import Collector
 from deepspeed_gear.collection.device_batch import DeviceBatch
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.errors import (
@@ -39,7 +40,6 @@ from deepspeed_gear.replay.device_reports import reported
 from deepspeed_gear.replay.device_sharing import Sharing, join
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.parts import Plan, agree_on, statistics_of_plan
-from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.selection.on_ring import RingSelection

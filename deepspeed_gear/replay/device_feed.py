@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed_gear.collection.burn_in import BurnIn
-from deepspeed_gear.collection.collector import Collector, note_overwritten
+from deepspeed_gear.batching.batch_info import BatchInfo
+from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.gather import Collector, note_overwritten
 from deepspeed_gear.collection.device_batch import DeviceBatch
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS, RING_TOTAL
 from deepspeed_gear.parallel.device_cut import DeviceCut
 from deepspeed_gear.replay.device_sharing import Draws, Reports, Sharing
-from deepspeed_gear.replay.sizes import BatchInfo
 from deepspeed_gear.selection.on_ring import RingSelection
 
 

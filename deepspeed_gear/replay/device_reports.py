@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.collection.device_batch import DeviceBatch
-from deepspeed_gear.collection.lane import refuse_capture
 from deepspeed_gear.config import PrioritizedSampler
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.collection.batch import Batch
-from deepspeed_gear.collection.lane import refuse_capture
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import DataError, ShapeError

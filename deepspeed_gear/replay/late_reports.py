@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed_gear.collection.lane import Event, allow_captures_elsewhere
+from deepspeed_gear.batching.transfer.cuda_streams import Event, allow_captures_elsewhere
 from deepspeed_gear.sampling.priority_log import Reports
 
 _BLOCKS = 4  # of pinned memory, made at once

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_ID, R_SLOT, UNKNOWN
 from deepspeed_gear.parallel.nodes import NodeSelector
 from deepspeed_gear.replay import resharding, saves, snapshot
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.replay.resharding import Content, Division
-from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.replay.snapshot import SavedTable
 from deepspeed_gear.sampling import stream_state
 from deepspeed_gear.sampling.batch_stream import Stream

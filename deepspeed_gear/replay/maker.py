@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.collection.batch import Batch
-from deepspeed_gear.collection.burn_in import BurnIn
-from deepspeed_gear.collection.collector import Collector
-from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.gather import Collector
+from deepspeed_gear.batching.relabelling import Relabelling
+from deepspeed_gear.batching.transfer.device_gather import Carriage, PlacedCollector, Reach
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import ConfigError
@@ -19,8 +21,6 @@ from deepspeed_gear.ops.constants import R_MASS, R_NUMBER, R_SLOT
 from deepspeed_gear.parallel.plan import Needs
 from deepspeed_gear.replay import position
 from deepspeed_gear.replay.placing import Placing, is_wanted
-from deepspeed_gear.replay.relabelling import Relabelling
-from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
 

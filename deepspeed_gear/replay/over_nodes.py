@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_gear.batching.batch_info import TRAIN, Turns
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import ConfigError
@@ -26,7 +27,6 @@ from deepspeed_gear.parallel.routes import Routes, routes_of
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.parallel.watch import Watch
 from deepspeed_gear.replay.placement import Placement
-from deepspeed_gear.replay.sizes import TRAIN, Turns
 from deepspeed_gear.replay.status import Status
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses

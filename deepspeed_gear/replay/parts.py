@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.collection.burn_in import BurnIn
-from deepspeed_gear.collection.prefetch import Prefetcher
+from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo, Turns
+from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.prefetcher import Prefetcher
+from deepspeed_gear.batching.relabelling import Relabelling
 from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, statistics_of
@@ -33,9 +35,7 @@ from deepspeed_gear.replay.over_nodes import (
     watch_over,
 )
 from deepspeed_gear.replay.placement import Placement, place_tables
-from deepspeed_gear.replay.relabelling import Relabelling
 from deepspeed_gear.replay.samplers import mixture_of, stream_specs, total_weight
-from deepspeed_gear.replay.sizes import TRAIN, BatchInfo, Turns
 from deepspeed_gear.replay.status import Status
 from deepspeed_gear.replay.stores import attach_tables
 from deepspeed_gear.sampling.batch_stream import Stream

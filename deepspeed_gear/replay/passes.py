@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from deepspeed_gear.collection.batch import Batch, Lent
+from deepspeed_gear.batching.batch import Batch, Lent
+from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.parts import Parts
-from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import EPOCH_SIZE, PASS_SHIFT
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.collection.batch import Batch
-from deepspeed_gear.collection.calibration import Figures, fastest, made_up_records, measure
-from deepspeed_gear.collection.guards import Guards
-from deepspeed_gear.collection.lane import Event, lane_of, refuse_capture
-from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach, n_step_columns
-from deepspeed_gear.collection.ways import (
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.transfer.calibration import Figures, fastest, made_up_records, measure
+from deepspeed_gear.batching.transfer.cuda_streams import Event, lane_of, refuse_capture
+from deepspeed_gear.batching.transfer.deferred_release import Guards
+from deepspeed_gear.batching.transfer.device_gather import Carriage, PlacedCollector, Reach, n_step_columns
+from deepspeed_gear.batching.transfer.methods import (
     COPIES,
     DIRECT,
     LEAST_COPY_BYTES,

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.plan import Needs, grid, needs_of, readers_of, shards_of
 from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay.replay import Replay
-from deepspeed_gear.replay.sizes import BatchInfo
 from deepspeed_gear.schema import DTYPES
 
 N_STEP_BYTES = 16  # return_n, discount, steps_n

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
 from deepspeed_gear.parallel.topology import Place
@@ -29,7 +30,6 @@ from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.parts import agree_on, build, refuse_device, release
 from deepspeed_gear.replay.passes import Passes
 from deepspeed_gear.replay.questions import Questions
-from deepspeed_gear.replay.sizes import TRAIN, BatchInfo, Turns
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.schema import Schema

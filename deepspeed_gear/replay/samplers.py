@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.config import (
     CustomSampler,
     GearConfig,
@@ -28,7 +29,6 @@ from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import most_mass_bits
-from deepspeed_gear.replay.sizes import TRAIN, BatchInfo
 from deepspeed_gear.sampling.anchors import AnchorRule, Reach
 from deepspeed_gear.sampling.mass_rules import (
     Condition,

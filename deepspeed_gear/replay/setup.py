@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.config import (
     GearConfig,
     ResolvedField,
@@ -21,7 +22,6 @@ from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.replay.life import life_of
-from deepspeed_gear.replay.sizes import BatchInfo
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.retention import Life
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for

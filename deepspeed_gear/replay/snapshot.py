@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.replay import saves
 from deepspeed_gear.replay.resharding import Division, Saved, in_rows, merge, packed
-from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.sampling import stream_state
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.schema import Column, Schema

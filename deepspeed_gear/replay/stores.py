@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.config import GearConfig, TableConfig, WeightedSampler
 from deepspeed_gear.config.rate_limits import RateConfig, VersionConfig
 from deepspeed_gear.config.types import defaults_of
@@ -14,7 +15,6 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.parallel.watch import Watch
-from deepspeed_gear.replay.sizes import TRAIN
 from deepspeed_gear.replay.status import Status
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import StreamSpec

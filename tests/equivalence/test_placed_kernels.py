@@ -9,10 +9,10 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory
 
 from deepspeed_gear import Replay
-from deepspeed_gear.collection.collector import Collector
-from deepspeed_gear.collection.lane import HostLane
-from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach
-from deepspeed_gear.collection.ways import COPIES, DIRECT
+from deepspeed_gear.batching.gather import Collector
+from deepspeed_gear.batching.transfer.cuda_streams import HostLane
+from deepspeed_gear.batching.transfer.device_gather import Carriage, PlacedCollector, Reach
+from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT
 from deepspeed_gear.config import NStepConfig
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import SLOT_FIRST_ROW

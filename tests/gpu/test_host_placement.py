@@ -17,8 +17,8 @@ from device_support import AT_ONCE_S, no_garbage
 from gear_support import config_of
 
 from deepspeed_gear import Batch, Column, Replay, Schema
-from deepspeed_gear.collection.lane import CudaLane
-from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, WAYS
+from deepspeed_gear.batching.transfer.cuda_streams import CudaLane
+from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, WAYS
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.store.cuda_registration import (

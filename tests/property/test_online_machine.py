@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from process_support import exit_status, in_child
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
-from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.row_allocator import FREE_ROWS, NUM_COMMITTED, PENDING, ROWS_HELD
 from deepspeed_gear.writer import late

@@ -13,11 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.collection.collector import Collector
-from deepspeed_gear.collection.lane import HostLane
-from deepspeed_gear.collection.pieces import BYTES, COLUMN, FROM, TO, Window, fetch, pieces_of, split
-from deepspeed_gear.collection.placed import Carriage, PlacedCollector, Reach
-from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, WAYS
+from deepspeed_gear.batching.gather import Collector
+from deepspeed_gear.batching.transfer.copy_engine import (
+    BYTES,
+    COLUMN,
+    FROM,
+    TO,
+    Window,
+    fetch,
+    pieces_of,
+    split,
+)
+from deepspeed_gear.batching.transfer.cuda_streams import HostLane
+from deepspeed_gear.batching.transfer.device_gather import Carriage, PlacedCollector, Reach
+from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, WAYS
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
 from deepspeed_gear.ops.reference.gather import bounds

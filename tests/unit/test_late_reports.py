@@ -13,7 +13,7 @@ import torch
 from gear_support import config_of, lengths_of, wait_until, write_dataset
 
 from deepspeed_gear import Batch, Replay
-from deepspeed_gear.collection.lane import HostEvent
+from deepspeed_gear.batching.transfer.cuda_streams import HostEvent
 from deepspeed_gear.errors import DataError, ShapeError, StoreError
 from deepspeed_gear.sampling.priority_log import NEVER
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses

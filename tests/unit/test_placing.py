@@ -17,9 +17,9 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
 
 from deepspeed_gear import Batch, Column, Replay, Schema
-from deepspeed_gear.collection.calibration import Figures, fastest
-from deepspeed_gear.collection.lane import Event, HostEvent, HostLane
-from deepspeed_gear.collection.ways import COPIES, DIRECT, WAYS, ways_of
+from deepspeed_gear.batching.transfer.calibration import Figures, fastest
+from deepspeed_gear.batching.transfer.cuda_streams import Event, HostEvent, HostLane
+from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, WAYS, ways_of
 from deepspeed_gear.config import ResolvedField, parse
 from deepspeed_gear.errors import ConfigError, StoreFullError
 from deepspeed_gear.replay import placing

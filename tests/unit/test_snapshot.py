@@ -13,7 +13,7 @@ import torch
 from snapshot_support import into_shards
 
 from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.replay.snapshot import read_table
 

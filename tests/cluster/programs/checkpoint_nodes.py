@@ -21,7 +21,7 @@ import torch.distributed as dist
 from gear_support import SCHEMA, lengths_of, prefix, trajectory
 
 from deepspeed_gear import Replay
-from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.errors import GearError
 from deepspeed_gear.store.table import ID
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_gear import GearError, Replay
-from deepspeed_gear.collection.batch import Batch
+from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.replay import BatchInfo
 
 folder = Path(sys.argv[-1])

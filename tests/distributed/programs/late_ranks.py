@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_gear import Replay
-from deepspeed_gear.collection.lane import HostEvent
+from deepspeed_gear.batching.transfer.cuda_streams import HostEvent
 from deepspeed_gear.errors import DataError, PeerError
 
 dist.init_process_group("gloo")

@@ -11,8 +11,8 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.torch_version import TorchVersion
 
-from deepspeed_gear.collection.batch import Batch, Lifetime, storages_of
-from deepspeed_gear.collection.hindsight import GoalField, GoalRows
+from deepspeed_gear.batching.batch import Batch, Lifetime, storages_of
+from deepspeed_gear.batching.hindsight import GoalField, GoalRows
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import ConfigError

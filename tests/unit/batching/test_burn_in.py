@@ -12,7 +12,7 @@ from gear_support import SCHEMA, config_of, trajectory
 from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Replay
-from deepspeed_gear.collection.burn_in import BurnIn
+from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.parallel.plan import needs_of
 from deepspeed_gear.parallel.topology import Place

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_gear.collection.collector import Buffers
+from deepspeed_gear.batching.gather import Buffers
 from deepspeed_gear.ops import Ops
 
 

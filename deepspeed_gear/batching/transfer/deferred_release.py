@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from deepspeed_gear.collection.lane import Event
+from deepspeed_gear.batching.transfer.cuda_streams import Event
 
 Release = Callable[[int], None]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepspeed_gear.collection.lane import Lane
+from deepspeed_gear.batching.transfer.cuda_streams import Lane
 from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_MASS, R_NUM_STEPS, R_SLOT, RESOLUTION_WORDS
 from deepspeed_gear.store.table import Table
 

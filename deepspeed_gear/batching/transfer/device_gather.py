@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.collection.collector import N_STEP_DTYPES, SOURCES, Buffers, Collector, Rows
-from deepspeed_gear.collection.groups import Group
-from deepspeed_gear.collection.lane import Event, Lane, Packing
-from deepspeed_gear.collection.pieces import Fetched, Window, fetch, pieces_of
-from deepspeed_gear.collection.ways import COPIES, DIRECT, STAGED, is_computed, ways_of
+from deepspeed_gear.batching.gather import N_STEP_DTYPES, SOURCES, Buffers, Collector, Rows
+from deepspeed_gear.batching.gather_groups import Group
+from deepspeed_gear.batching.transfer.copy_engine import Fetched, Window, fetch, pieces_of
+from deepspeed_gear.batching.transfer.cuda_streams import Event, Lane, Packing
+from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, is_computed, ways_of
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import FIELD_INTS, R_ANCHOR, R_FIRST_ROW

@@ -11,9 +11,9 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory
 
 from deepspeed_gear import Replay
-from deepspeed_gear.collection.lane import ALIGNMENT, Event, HostEvent, HostLane, Packing
-from deepspeed_gear.collection.placed import PINNED, Carriage, PlacedCollector, Reach
-from deepspeed_gear.collection.ways import DIRECT, STAGED
+from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Event, HostEvent, HostLane, Packing
+from deepspeed_gear.batching.transfer.device_gather import PINNED, Carriage, PlacedCollector, Reach
+from deepspeed_gear.batching.transfer.methods import DIRECT, STAGED
 from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
 from deepspeed_gear.replay import placing
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from gear_support import wait_until
 
-from deepspeed_gear.collection.prefetch import Prefetcher
+from deepspeed_gear.batching.prefetcher import Prefetcher
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from deepspeed_gear.collection.guards import Guards
-from deepspeed_gear.collection.lane import HostEvent, HostLane
+from deepspeed_gear.batching.transfer.cuda_streams import HostEvent, HostLane
+from deepspeed_gear.batching.transfer.deferred_release import Guards
 
 
 def test_a_cut_is_released_by_its_event() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from deepspeed_gear.collection.batch import Batch
-from deepspeed_gear.collection.hindsight import Goals
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.hindsight import Goals
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.hindsight_checks import reward_field
 from deepspeed_gear.config.schedules import imported

@@ -13,7 +13,7 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
 
 from deepspeed_gear import Column, DatasetWriter, Replay, Schema
-from deepspeed_gear.collection.collector import Collector
+from deepspeed_gear.batching.gather import Collector
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import SLOT_FIRST_ROW

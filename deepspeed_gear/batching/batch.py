@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.collection.burn_in import BurnIn
+from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.config.field_checks import LEARNS, MASK, SAMPLE_NAMES
 from deepspeed_gear.errors import FieldError, StaleBatchError
 

@@ -1,0 +1,1 @@
+"""Host-to-device copies of a batch: zero-copy, copy engine or staged."""
