@@ -20,8 +20,8 @@ from support.report import Disturbance, document, print_table, write_json
 from support.workloads import workload
 
 from deepspeed_gear import Replay
+from deepspeed_gear.distributed.read_needs import grid
 from deepspeed_gear.engine.attach import nothing
-from deepspeed_gear.parallel.plan import grid
 from deepspeed_gear.replay import BatchInfo
 
 GRIDS: dict[str, dict[str, int]] = {

@@ -25,10 +25,10 @@ from fixed_cost import Timers
 from support.planning import ROW_BYTES, WINDOW, Batch, Node, Wire, routes_at
 from support.report import Disturbance, document, print_table, write_json
 
-from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.delivery import HEAD_WORDS, Delivery
-from deepspeed_gear.parallel.meeting import HELLO_WORDS
-from deepspeed_gear.parallel.nodes import NodeSelector
+from deepspeed_gear.distributed import node_messages
+from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS, Delivery
+from deepspeed_gear.distributed.sharded.selection_agreement import HELLO_WORDS
+from deepspeed_gear.distributed.sharded.sharded_selector import NodeSelector
 from deepspeed_gear.sampling.sum_tree import Masses
 
 NODES = [2**i for i in range(11)]
@@ -69,7 +69,7 @@ def counted(batch: Batch, num_nodes: int, ranks: int) -> np.ndarray:
     """Return the bytes from each node to each other one; windows that overlap are not merged. [S, S]."""
     reader = np.arange(len(batch.owner)) % (num_nodes * ranks) // ranks
     rows = np.minimum(batch.anchor + 1, WINDOW)
-    size = 8 * wire.resolution_words(False) + rows * sum(ROW_BYTES.values())
+    size = 8 * node_messages.resolution_words(False) + rows * sum(ROW_BYTES.values())
     pair = batch.owner * num_nodes + reader
     found = np.bincount(pair, size, num_nodes**2).reshape(num_nodes, num_nodes).astype(np.int64)
     found += 8 * (1 + HELLO_WORDS + HEAD_WORDS)  # what a node says first, and of its draws

@@ -9,9 +9,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from deepspeed_gear.batching.batch import Batch
     from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+    from deepspeed_gear.distributed.topology import Place, Topology
     from deepspeed_gear.engine.attach import attach, disable, enable, initialize
     from deepspeed_gear.errors import GearError
-    from deepspeed_gear.parallel.topology import Place, Topology
     from deepspeed_gear.replay import DeviceReplay, Replay
     from deepspeed_gear.schema import Column, Schema
     from deepspeed_gear.writer.board import PolicyBoard

@@ -16,15 +16,15 @@ import torch
 from fixed_cost import Timers
 
 from deepspeed_gear.config import check_against, parse
+from deepspeed_gear.distributed.read_needs import grid
+from deepspeed_gear.distributed.row_exchange.exchange_plan import Routes, routes_of
+from deepspeed_gear.distributed.row_exchange.row_reads import layout_of
+from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS
+from deepspeed_gear.distributed.sharded.selection_agreement import HELLO_WORDS, TOTAL
+from deepspeed_gear.distributed.sharded.sharded_selector import NodeSelector
+from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import functional, load_backend
 from deepspeed_gear.ops.constants import FAN_OUT, R_ANCHOR, R_ID, R_NUM_STEPS, R_SLOT, SLOT_WORDS
-from deepspeed_gear.parallel.delivery import HEAD_WORDS
-from deepspeed_gear.parallel.meeting import HELLO_WORDS, TOTAL
-from deepspeed_gear.parallel.nodes import NodeSelector
-from deepspeed_gear.parallel.plan import grid
-from deepspeed_gear.parallel.routes import Routes, routes_of
-from deepspeed_gear.parallel.rows import layout_of
-from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, MassRule
 from deepspeed_gear.sampling.selection import StreamSpec

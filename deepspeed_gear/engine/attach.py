@@ -15,14 +15,14 @@ from deepspeed.utils import logger
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import parse, refuse_batch_sizes
+from deepspeed_gear.distributed import deepspeed_compat
+from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.engine import resume
 from deepspeed_gear.engine.pipeline import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.register_builders import register
-from deepspeed_gear.parallel import compat
-from deepspeed_gear.parallel.exchange import Exchange
-from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
 from deepspeed_gear.schema import Schema
 
@@ -82,7 +82,7 @@ def attach(
     """
     if "gear" in engine.__dict__:
         return engine
-    compat.check_engine(engine)
+    deepspeed_compat.check_engine(engine)
     register()
     owns = replay is None
     if replay is None:
@@ -99,7 +99,7 @@ def attach(
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
     keep_sizes(engine)
-    if compat.is_pipeline(engine) and isinstance(replay, Replay):
+    if deepspeed_compat.is_pipeline(engine) and isinstance(replay, Replay):
         attach_pipeline(engine, replay)  # after its section was checked, so that nothing can fail here
     if owns:
         _log_sizes(engine, replay)
@@ -153,7 +153,7 @@ def _check_section_first(config: Any, options: Mapping[str, Any]) -> None:
     def check() -> None:
         if path is not None:
             raise ConfigError(f"config {path}", "must be JSON", None, "correct the file")
-        compat.check_elasticity(config)
+        deepspeed_compat.check_elasticity(config)
         refuse_batch_sizes(parse(_section_in(config)))
 
     try:
@@ -172,14 +172,14 @@ def _section_in(config: Mapping[str, Any]) -> Any:
 def _make_replay(
     engine: Any, config: Any, schemas: Mapping[str, Schema] | None, checkpoint: resume.Checkpoint
 ) -> Replay | DeviceReplay:
-    section = _section_in({"gear": compat.gear_section(engine) if config is None else config})
+    section = _section_in({"gear": deepspeed_compat.gear_section(engine) if config is None else config})
     exchange = Exchange()
 
     def sizes() -> tuple[Place, BatchInfo, bool]:
         checked = parse(section)
-        compat.check_elasticity(engine.config)
+        deepspeed_compat.check_elasticity(engine.config)
         resume.check_start(engine, checkpoint)
-        if compat.is_pipeline(engine):
+        if deepspeed_compat.is_pipeline(engine):
             check_section(checked)
         return *_sizes_of(engine), checked.on_device
 
@@ -188,7 +188,7 @@ def _make_replay(
     finally:
         exchange.close()
     if on_device:
-        dtype = compat.compute_dtype(engine)
+        dtype = deepspeed_compat.compute_dtype(engine)
         return DeviceReplay(
             section, engine.device, schemas=schemas, info=info, place=place, engine_dtype=dtype
         )
@@ -197,8 +197,8 @@ def _make_replay(
         schemas=schemas,
         info=info,
         place=place,
-        turns=compat.turns_of(engine),
-        engine_dtype=compat.compute_dtype(engine),
+        turns=deepspeed_compat.turns_of(engine),
+        engine_dtype=deepspeed_compat.compute_dtype(engine),
         device=engine.device,
     )
 
@@ -208,9 +208,9 @@ def nothing() -> None:
 
 
 def _sizes_of(engine: Any) -> tuple[Place, BatchInfo]:
-    place, micro = compat.place_of(engine), int(engine.train_micro_batch_size_per_gpu())
+    place, micro = deepspeed_compat.place_of(engine), int(engine.train_micro_batch_size_per_gpu())
     worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world
-    return place, BatchInfo(micro, compat.accumulation_of(engine), *worlds)
+    return place, BatchInfo(micro, deepspeed_compat.accumulation_of(engine), *worlds)
 
 
 def _check_shared(engine: Any, replay: Replay | DeviceReplay, checkpoint: resume.Checkpoint) -> None:
@@ -296,12 +296,12 @@ def _report_metrics(engine: Any, replay: Replay | DeviceReplay) -> None:
                 events = [
                     (f"Train/Gear/{name}", value, engine.global_samples) for name, value in taken.items()
                 ]
-                compat.write_events(engine, events)
+                deepspeed_compat.write_events(engine, events)
             return result
 
         return step
 
-    _wrap(engine, "train_batch" if compat.is_pipeline(engine) else "step", stepping)
+    _wrap(engine, "train_batch" if deepspeed_compat.is_pipeline(engine) else "step", stepping)
 
 
 def _close_with(engine: Any, replay: Replay | DeviceReplay) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from deepspeed_gear.distributed import deepspeed_compat
+from deepspeed_gear.distributed.control_plane import Exchange
 from deepspeed_gear.errors import CheckpointError, ConfigError
-from deepspeed_gear.parallel import compat
-from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.replay import DeviceReplay, Replay
 
 CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state
@@ -102,7 +102,7 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
     """
     if not (checkpoint is None or checkpoint is False or isinstance(checkpoint, (str, Path))):
         raise ConfigError("checkpoint", "must be a folder or False", checkpoint, "see deepspeed_gear.attach")
-    if checkpoint is not None or not compat.is_under_way(engine):
+    if checkpoint is not None or not deepspeed_compat.is_under_way(engine):
         return
     raise ConfigError(
         "checkpoint",
@@ -144,8 +144,8 @@ def load_late(engine: Any, replay: Replay | DeviceReplay, checkpoint: Checkpoint
 
 
 def _read(engine: Any, given: Path) -> _Saved:
-    folder = given if compat.model_states(given) else _latest(engine, given)
-    files = compat.model_states(folder)
+    folder = given if deepspeed_compat.model_states(given) else _latest(engine, given)
+    files = deepspeed_compat.model_states(folder)
     if not files:
         remedy = "give attach the folder that load_checkpoint got, or that of the tag"
         raise CheckpointError(str(folder), "must hold *_model_states.pt of DeepSpeed", None, remedy)

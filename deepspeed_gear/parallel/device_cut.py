@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepspeed_gear.distributed.node_messages import MOST
 from deepspeed_gear.errors import GearError, PeerError, StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import (
@@ -31,7 +32,6 @@ from deepspeed_gear.ops.constants import (
 )
 from deepspeed_gear.parallel.device_peers import DevicePeers
 from deepspeed_gear.parallel.device_rows import STEPS, Come, DeviceRows, Sent
-from deepspeed_gear.parallel.wire import MOST
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.sampling.stream_kinds import stratify_
 from deepspeed_gear.selection.on_ring import RingSelection

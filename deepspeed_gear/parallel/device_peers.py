@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_gear.parallel.exchange import Exchange
-from deepspeed_gear.parallel.link import GRACE_S, Link, message_of
-from deepspeed_gear.parallel.topology import Place, Topology
-from deepspeed_gear.parallel.transport import Transport
+from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.device_collectives import Transport
+from deepspeed_gear.distributed.node_channel import GRACE_S, Link, message_of
+from deepspeed_gear.distributed.topology import Place, Topology
 
 
 class _ByRank(Topology):

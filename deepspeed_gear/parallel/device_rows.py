@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.config import NStepConfig
+from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, most_rows
+from deepspeed_gear.distributed.row_exchange.row_reads import RowNeeds, layout_of
 from deepspeed_gear.ops.constants import (
     R_ANCHOR,
     R_NUM_STEPS,
@@ -22,9 +24,7 @@ from deepspeed_gear.ops.constants import (
     S_SLOT,
     SAMPLE_WORDS,
 )
-from deepspeed_gear.parallel.carrier import WORD_BYTES, most_rows
 from deepspeed_gear.parallel.device_peers import DevicePeers
-from deepspeed_gear.parallel.rows import RowNeeds, layout_of
 from deepspeed_gear.store.ring_table import RingTable
 
 STEPS = RESOLUTION_WORDS  # the word of a record that travels behind those of a resolution

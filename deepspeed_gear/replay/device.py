@@ -17,6 +17,7 @@ from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Collector
 from deepspeed_gear.collection.device_batch import DeviceBatch
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
+from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
@@ -30,7 +31,6 @@ from deepspeed_gear.ops.constants import (
     RING_TAIL,
 )
 from deepspeed_gear.parallel.device_peers import shares_gpus
-from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import device_state, position
 from deepspeed_gear.replay.clamping import ClampWarning
 from deepspeed_gear.replay.device_feed import DeviceFeed

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch_info import TRAIN
+from deepspeed_gear.distributed.sharded.sharded_selector import NodeSelector
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_ID, R_SLOT, UNKNOWN
-from deepspeed_gear.parallel.nodes import NodeSelector
 from deepspeed_gear.replay import resharding, saves, snapshot
 from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.replay.resharding import Content, Division

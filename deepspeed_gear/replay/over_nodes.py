@@ -14,20 +14,20 @@ import torch
 from deepspeed_gear.batching.batch_info import TRAIN, Turns
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.distributed.batch_barrier import Status
+from deepspeed_gear.distributed.control_plane import Exchange, rendezvous
+from deepspeed_gear.distributed.failure_detector import Watch
+from deepspeed_gear.distributed.node_channel import Link
+from deepspeed_gear.distributed.row_exchange.device_transport import Freight
+from deepspeed_gear.distributed.row_exchange.exchange_plan import Routes, routes_of
+from deepspeed_gear.distributed.row_exchange.row_exchange import Carrier, arrivals_of, most_rows
+from deepspeed_gear.distributed.shard_placement import Placement
+from deepspeed_gear.distributed.sharded.replicated_selector import ReplicaSelector
+from deepspeed_gear.distributed.sharded.resolution_exchange import Goals
+from deepspeed_gear.distributed.sharded.selection_agreement import Meeting
+from deepspeed_gear.distributed.sharded.sharded_selector import NodeSelector
+from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.parallel.carrier import Carrier, arrivals_of, most_rows
-from deepspeed_gear.parallel.delivery import Goals
-from deepspeed_gear.parallel.exchange import Exchange, rendezvous
-from deepspeed_gear.parallel.freight import Freight
-from deepspeed_gear.parallel.link import Link
-from deepspeed_gear.parallel.meeting import Meeting
-from deepspeed_gear.parallel.nodes import NodeSelector
-from deepspeed_gear.parallel.replicas import ReplicaSelector
-from deepspeed_gear.parallel.routes import Routes, routes_of
-from deepspeed_gear.parallel.topology import Topology
-from deepspeed_gear.parallel.watch import Watch
-from deepspeed_gear.replay.placement import Placement
-from deepspeed_gear.replay.status import Status
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.selection import KEY, StreamSpec

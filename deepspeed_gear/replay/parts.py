@@ -17,12 +17,14 @@ from deepspeed_gear.batching.relabelling import Relabelling
 from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, statistics_of
+from deepspeed_gear.distributed.batch_barrier import Status
+from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.failure_detector import Watch
+from deepspeed_gear.distributed.read_needs import Needs, needs_of
+from deepspeed_gear.distributed.shard_placement import Placement, place_tables
+from deepspeed_gear.distributed.topology import Place, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.parallel.exchange import Exchange
-from deepspeed_gear.parallel.plan import Needs, needs_of
-from deepspeed_gear.parallel.topology import Place, Topology
-from deepspeed_gear.parallel.watch import Watch
 from deepspeed_gear.replay import setup
 from deepspeed_gear.replay.late_reports import LateReports
 from deepspeed_gear.replay.maker import BatchMaker
@@ -34,9 +36,7 @@ from deepspeed_gear.replay.over_nodes import (
     status_of,
     watch_over,
 )
-from deepspeed_gear.replay.placement import Placement, place_tables
 from deepspeed_gear.replay.samplers import mixture_of, stream_specs, total_weight
-from deepspeed_gear.replay.status import Status
 from deepspeed_gear.replay.stores import attach_tables
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.mixture import Mixture

@@ -30,9 +30,9 @@ from deepspeed_gear.batching.transfer.methods import (
     suits_copies,
 )
 from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.distributed.read_needs import Needs
 from deepspeed_gear.errors import BuildError, ConfigError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.parallel.plan import Needs
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.store.cuda_registration import (
     CudaRuntime,

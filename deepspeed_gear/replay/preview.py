@@ -13,9 +13,9 @@ import torch
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.distributed.read_needs import Needs, grid, needs_of, readers_of, shards_of
+from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.parallel.plan import Needs, grid, needs_of, readers_of, shards_of
-from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.schema import DTYPES
 

@@ -17,8 +17,8 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.config import GearConfig
+from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
-from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.replay import continuation, feedback, statistics
 from deepspeed_gear.replay.clamping import warnings_of
 from deepspeed_gear.replay.contents import Contents

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepspeed_gear.distributed.read_needs import shards_of
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import (
     ANY_SLOT,
@@ -24,7 +25,6 @@ from deepspeed_gear.ops.constants import (
     U_SLOT,
     UNKNOWN,
 )
-from deepspeed_gear.parallel.plan import shards_of
 from deepspeed_gear.sampling.selection import COUNT, KEY
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, STATE
 

@@ -11,11 +11,11 @@ from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.config import GearConfig, TableConfig, WeightedSampler
 from deepspeed_gear.config.rate_limits import RateConfig, VersionConfig
 from deepspeed_gear.config.types import defaults_of
+from deepspeed_gear.distributed.batch_barrier import Status
+from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.failure_detector import Watch
+from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.parallel.exchange import Exchange
-from deepspeed_gear.parallel.topology import Topology
-from deepspeed_gear.parallel.watch import Watch
-from deepspeed_gear.replay.status import Status
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.sampling.stream_kinds import regions_of

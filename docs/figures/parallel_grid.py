@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from deepspeed_gear.config import parse
-from deepspeed_gear.parallel.topology import Place
+from deepspeed_gear.distributed.topology import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 COLORS = ("#dbe9f6", "#fde5cc")  # of replicas

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_gear.distributed.row_exchange.row_exchange import most_rows
+from deepspeed_gear.distributed.row_exchange.row_reads import Read, RowLayout, RowNeeds, layout_of
 from deepspeed_gear.ops import Ops, functional, load_backend
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT, RESOLUTION_WORDS, SLOT_FIRST_ROW, SLOT_WORDS
-from deepspeed_gear.parallel.carrier import most_rows
-from deepspeed_gear.parallel.rows import Read, RowLayout, RowNeeds, layout_of
 
 FINAL_ROW = {"a": 0, "b": 1, "c": 0}
 ROW_BYTES = {"a": 4, "b": 12, "c": 1, "t": 8, "u": 3}

@@ -20,9 +20,9 @@ from gear_support import SCHEMA, trajectory
 
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.batching.batch_info import BatchInfo
+from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY, RING_COUNTS
-from deepspeed_gear.parallel.topology import Place
 
 GLOBAL_BATCHES = 6
 dist.init_process_group("gloo")

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_gear import Batch, Replay
+from deepspeed_gear.distributed.control_plane import Exchange, rendezvous
 from deepspeed_gear.engine import resume
 from deepspeed_gear.errors import CheckpointError, DataError, PeerError
-from deepspeed_gear.parallel.exchange import Exchange, rendezvous
 
 folder, section = Path(sys.argv[1]), json.loads(sys.argv[2])
 dist.init_process_group("gloo")

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.distributed.read_needs import needs_of
+from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.parallel.plan import needs_of
-from deepspeed_gear.parallel.topology import Place
 
 LENGTHS = (1, 2, 5, 9, 14)
 FIELDS = {

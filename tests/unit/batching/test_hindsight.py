@@ -12,12 +12,12 @@ from gear_support import config_of
 from scipy import stats
 
 from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
+from deepspeed_gear.distributed.read_needs import needs_of
+from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import FOR_GOAL, FOR_RELABELLING, ONE_Q62
 from deepspeed_gear.ops.philox import below, philox
-from deepspeed_gear.parallel.plan import needs_of
-from deepspeed_gear.parallel.topology import Place
 from deepspeed_gear.sampling.mass_rules import key_of
 
 COLUMNS = [

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_gear.distributed import node_channel as link_module
+from deepspeed_gear.distributed.node_channel import FIRST_ROOM, Link
 from deepspeed_gear.errors import LostNodeError
-from deepspeed_gear.parallel import link as link_module
-from deepspeed_gear.parallel.link import FIRST_ROOM, Link
 
 SIZES = st.integers(0, 40) | st.sampled_from([FIRST_ROOM - 2, FIRST_ROOM - 1, FIRST_ROOM, 5000])
 

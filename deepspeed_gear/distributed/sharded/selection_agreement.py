@@ -7,10 +7,10 @@ from typing import NoReturn
 
 import numpy as np
 
+from deepspeed_gear.distributed import node_messages
+from deepspeed_gear.distributed.node_channel import NO_WORDS, Link, message_of
 from deepspeed_gear.errors import PeerError, StoreError, relayed
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY
-from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.link import NO_WORDS, Link, message_of
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.local_selector import Selector
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
@@ -149,12 +149,12 @@ class Meeting(Selector):
         """Raise if a node says that it has failed: its own error there, its text elsewhere."""
         if not heard[:, STATUS].any():
             return
-        text = "" if error is None else wire.text_of(error)
-        texts = self.link.gather(wire.pack_text(text, TEXT_WORDS))
+        text = "" if error is None else node_messages.text_of(error)
+        texts = self.link.gather(node_messages.pack_text(text, TEXT_WORDS))
         if error is not None:
             raise error
         node = int(np.nonzero(heard[:, STATUS])[0][0])
-        raise relayed(PeerError, wire.unpack_text(texts[node]), self.link.name(node))
+        raise relayed(PeerError, node_messages.unpack_text(texts[node]), self.link.name(node))
 
     def _apply_together(self, action: Callable[[], None]) -> None:
         """Change this node's masses, and hear what all have then."""

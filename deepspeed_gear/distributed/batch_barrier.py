@@ -19,11 +19,11 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
+from deepspeed_gear.distributed import node_messages
+from deepspeed_gear.distributed.failure_detector import HEARD_BEATS, MOST_BEAT_S, Watch
+from deepspeed_gear.distributed.node_channel import MUST_TAKE_ALL, Link
+from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError, relayed
-from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.link import MUST_TAKE_ALL, Link
-from deepspeed_gear.parallel.topology import Topology
-from deepspeed_gear.parallel.watch import HEARD_BEATS, MOST_BEAT_S, Watch
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
 
@@ -248,11 +248,11 @@ class Status:
             link.raise_ended(node, f"it ended before turn {self._count}")
         texts = None
         if heard[:, STATUS].any():
-            texts = link.gather(wire.pack_text(text, TEXT_BYTES // 8))
+            texts = link.gather(node_messages.pack_text(text, TEXT_BYTES // 8))
         every = link.gather_ragged(np.array(digests).reshape(-1, 3)) if heard[:, VERIFIES].any() else []
         if texts is not None and not text:
             node = int(np.nonzero(heard[:, STATUS])[0][0])
-            said = wire.unpack_text(texts[node])
+            said = node_messages.unpack_text(texts[node])
             raise _failure_of(link.name(node), said)
         if every and texts is None:
             self._compare_digests([(int(a), int(b), int(c)) for rows in every for a, b, c in rows])

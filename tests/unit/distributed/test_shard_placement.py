@@ -11,12 +11,12 @@ from gear_support import SCHEMA, write_dataset
 from deepspeed_gear.config import GearConfig, parse
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_part_writer import write_parts
+from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.dataset_shards import non_empty
+from deepspeed_gear.distributed.read_needs import grid, shards_of
+from deepspeed_gear.distributed.shard_placement import NOTHING, Placement, _place, place_tables
+from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.parallel.exchange import Exchange
-from deepspeed_gear.parallel.plan import grid, shards_of
-from deepspeed_gear.parallel.topology import Topology
-from deepspeed_gear.replay.placement import NOTHING, Placement, _place, place_tables
-from deepspeed_gear.store.sharding import non_empty
 from deepspeed_gear.store.table_spec import Shard
 
 LENGTHS = [3, 1, 7, 2, 5, 4, 6, 2]

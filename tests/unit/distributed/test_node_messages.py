@@ -6,15 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.parallel import wire
 
 
 @given(st.text(max_size=40), st.integers(1, 12))
 def test_texts(text: str, words: int) -> None:
-    packed = wire.pack_text(text, words)
+    packed = node_messages.pack_text(text, words)
     assert packed.shape == (words,)
-    found = wire.unpack_text(packed)
+    found = node_messages.unpack_text(packed)
     if len(text.encode()) <= 8 * words:
         assert found == text.rstrip("\0")
     else:
@@ -24,9 +24,9 @@ def test_texts(text: str, words: int) -> None:
 
 
 def test_what_others_are_told_of_an_error() -> None:
-    assert wire.text_of(ValueError("no")) == "ValueError: no"
+    assert node_messages.text_of(ValueError("no")) == "ValueError: no"
     error = ConfigError("gear.seed", "must be given", None)
-    assert wire.text_of(error) == str(error)
+    assert node_messages.text_of(error) == str(error)
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=6), max_size=4), st.data())
@@ -40,6 +40,6 @@ def test_the_highest_priorities_of_all_shards(
     ids = [np.array([len(shards) * t + s for _, t in own], np.int64) for s, own in enumerate(shards)]
     if not shards:
         return
-    shard, index = wire.merge_by_id(priorities, ids, count)
+    shard, index = node_messages.merge_by_id(priorities, ids, count)
     expected = [(s, i) for _, _, i, s in sorted(items)[:count]]
     assert list(zip(shard.tolist(), index.tolist(), strict=True)) == expected

@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deepspeed_gear.distributed.control_plane import Exchange
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.parallel.exchange import Exchange
 
 AXES = ("pipe", "data", "sequence", "tensor")
 
@@ -174,11 +174,13 @@ class Topology:
         Raises:
             ConfigError: As `discover`, or it is of a kind that is not supported.
         """
-        from deepspeed_gear.parallel import compat  # DeepSpeed is not needed without an engine
+        from deepspeed_gear.distributed import deepspeed_compat  # DeepSpeed is not needed without an engine
 
         exchange = Exchange()
         try:
-            return cls.discover(exchange, exchange.agree("the engine", lambda: compat.place_of(engine)))
+            return cls.discover(
+                exchange, exchange.agree("the engine", lambda: deepspeed_compat.place_of(engine))
+            )
         finally:
             exchange.close()
 

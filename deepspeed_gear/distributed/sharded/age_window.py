@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_gear.parallel.link import Link
+from deepspeed_gear.distributed.node_channel import Link
 from deepspeed_gear.sampling.mass_rules import NO_ID, Edge, Window, newest_of
 
 _PARTS = 64  # into which each round divides the ids that are left

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from deepspeed_gear.config import NStepConfig
+from deepspeed_gear.distributed.row_exchange.row_reads import RowNeeds, layout_of
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.parallel.rows import RowNeeds, layout_of
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.table import Table

@@ -19,8 +19,8 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
+from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.parallel.topology import Place
 
 REQUIRED = (
     "train_micro_batch_size_per_gpu",

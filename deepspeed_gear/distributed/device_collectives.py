@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_gear.parallel.exchange import lane
+from deepspeed_gear.distributed.control_plane import lane
 
 
 class Transport:

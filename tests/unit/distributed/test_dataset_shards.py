@@ -14,11 +14,11 @@ from deepspeed_gear.config import parse
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_part import Part
 from deepspeed_gear.data.dataset_part_writer import write_parts
+from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.dataset_shards import non_empty, shard_of_node
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.parallel.exchange import Exchange
 from deepspeed_gear.replay import setup
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.sharding import non_empty, shard_of_node
 from deepspeed_gear.store.table_spec import Shard
 
 BOUNDS = np.array([0, 2, 3, 9])

@@ -13,8 +13,8 @@ import pytest
 from gear_support import wait_until
 from torch.distributed import TCPStore
 
+from deepspeed_gear.distributed.failure_detector import Watch
 from deepspeed_gear.errors import LostNodeError, PeerError
-from deepspeed_gear.parallel.watch import Watch
 
 TIMEOUT_S = 2.0
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.config import GearConfig, ResolvedField, check_against, parse
+from deepspeed_gear.distributed.read_needs import grid, needs_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import Routes, routes_of, row_needs
+from deepspeed_gear.distributed.row_exchange.row_reads import Read, RowNeeds
+from deepspeed_gear.distributed.topology import Place, Topology
 from deepspeed_gear.ops import functional
 from deepspeed_gear.ops.constants import R_SLOT, S_PEER, S_SLOT
-from deepspeed_gear.parallel.plan import grid, needs_of
-from deepspeed_gear.parallel.routes import Routes, routes_of, row_needs
-from deepspeed_gear.parallel.rows import Read, RowNeeds
-from deepspeed_gear.parallel.topology import Place, Topology
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 FIELDS: dict[str, Any] = {

@@ -12,15 +12,15 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from deepspeed_gear.distributed import node_messages
+from deepspeed_gear.distributed.node_channel import NO_WORDS, Link
+from deepspeed_gear.distributed.row_exchange.device_transport import Freight
+from deepspeed_gear.distributed.row_exchange.exchange_plan import Routes
+from deepspeed_gear.distributed.row_exchange.row_exchange import Carrier
+from deepspeed_gear.distributed.sharded.age_window import edge_over_nodes
+from deepspeed_gear.distributed.sharded.resolution_exchange import Delivery, Goals, NodeCut
+from deepspeed_gear.distributed.sharded.selection_agreement import HIGHEST, ITEMS, LEAST, Meeting
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY, R_SLOT, REPORT_WORDS, RESOLUTION_WORDS
-from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.carrier import Carrier
-from deepspeed_gear.parallel.delivery import Delivery, Goals, NodeCut
-from deepspeed_gear.parallel.freight import Freight
-from deepspeed_gear.parallel.link import NO_WORDS, Link
-from deepspeed_gear.parallel.meeting import HIGHEST, ITEMS, LEAST, Meeting
-from deepspeed_gear.parallel.routes import Routes
-from deepspeed_gear.parallel.window import edge_over_nodes
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.global_rate_gate import JOINT_WORDS, JointGate
 from deepspeed_gear.sampling.local_selector import Check, GateClosedError
@@ -168,7 +168,7 @@ class NodeSelector(Meeting):
             self._due = masses.reports.due(key)
             entries = [rows for _, rows in self._due]
             reports = np.concatenate(entries) if entries else np.empty((0, REPORT_WORDS), np.int64)
-        packed = np.empty((len(reports), wire.PACKED_REPORT_WORDS), np.int64)
+        packed = np.empty((len(reports), node_messages.PACKED_REPORT_WORDS), np.int64)
         ends = np.empty(self._num_nodes, np.int64)
         tensors = [torch.from_numpy(part) for part in (packed, ends, reports)]
         masses.ops.pack_reports_(*tensors, key - masses.rule.lag)
@@ -183,7 +183,7 @@ class NodeSelector(Meeting):
 
         def change() -> None:
             masses.counts[HIGHEST_PRIORITY] = max(highest, int(masses.counts[HIGHEST_PRIORITY]))
-            packed = np.concatenate(self._heard).reshape(-1, wire.PACKED_REPORT_WORDS)
+            packed = np.concatenate(self._heard).reshape(-1, node_messages.PACKED_REPORT_WORDS)
             reports = np.empty((len(packed), REPORT_WORDS), np.int64)
             masses.ops.unpack_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
             masses.apply_reports(key, [masses.known_reports(reports)] if len(reports) else [])
@@ -288,7 +288,7 @@ class NodeSelector(Meeting):
         found = self.link.gather_ragged(own)
         priorities = [rows[:, 0].astype(np.int32).view(np.float32) for rows in found]
         if self._table.spec.dataset is None:  # equal priorities by the age of their trajectories
-            shards, which = wire.merge_by_id(priorities, [rows[:, 1] for rows in found], count)
+            shards, which = node_messages.merge_by_id(priorities, [rows[:, 1] for rows in found], count)
         else:
             shards, which = merge_top(priorities, [np.arange(len(rows)) for rows in found], count)
         before = np.cumsum(self._totals) - self._totals

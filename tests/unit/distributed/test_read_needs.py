@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.config import check_against, parse
+from deepspeed_gear.distributed.read_needs import grid, needs_of, readers_of, shards_of
+from deepspeed_gear.distributed.topology import AXES, Place, Topology, check_grid
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.parallel.plan import grid, needs_of, readers_of, shards_of
-from deepspeed_gear.parallel.topology import AXES, Place, Topology, check_grid
 
 FIELDS = {
     "observation": {"offset": -5, "length": 6, "normalize": "mean_std"},

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.distributed.heartbeats import SOME_NODE, News
+from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
-from deepspeed_gear.parallel.news import SOME_NODE, News
-from deepspeed_gear.parallel.topology import Topology
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.shared_memory import SharedMemory
 

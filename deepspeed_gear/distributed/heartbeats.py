@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.distributed.topology import Topology
 
 LOG = logging.getLogger("deepspeed_gear")
 SOME_NODE = "another node"  # name of a failure of which nothing else is known

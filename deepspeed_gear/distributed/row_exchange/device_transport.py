@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_gear.parallel.exchange import lane
-from deepspeed_gear.parallel.link import GRACE_S, Link
+from deepspeed_gear.distributed.control_plane import lane
+from deepspeed_gear.distributed.node_channel import GRACE_S, Link
 
 _LEAST_ROOM = 1 << 12  # words of a buffer
 

@@ -11,8 +11,8 @@ import numpy as np
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, dotted
 from deepspeed_gear.config.field_checks import LEARNS, MASK
+from deepspeed_gear.distributed.topology import AXES, Place
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.parallel.topology import AXES, Place
 
 EXAMPLE = '"pipeline": {"inputs": ["observation"], "labels": ["action", "mask.action"]}'
 

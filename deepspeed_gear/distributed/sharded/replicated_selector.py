@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from deepspeed_gear.distributed.node_channel import Link
+from deepspeed_gear.distributed.sharded.selection_agreement import Meeting
 from deepspeed_gear.ops.constants import REPORT_WORDS
-from deepspeed_gear.parallel.link import Link
-from deepspeed_gear.parallel.meeting import Meeting
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.local_selector import Check, Selector
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.parallel.plan import Needs, needs_of
-from deepspeed_gear.parallel.rows import Read, RowNeeds
-from deepspeed_gear.parallel.topology import Topology
+from deepspeed_gear.distributed.read_needs import Needs, needs_of
+from deepspeed_gear.distributed.row_exchange.row_reads import Read, RowNeeds
+from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deepspeed_gear.distributed.control_plane import lane
+from deepspeed_gear.distributed.heartbeats import SOME_NODE
+from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import LostNodeError, PeerError, StoreError
-from deepspeed_gear.parallel.exchange import lane
-from deepspeed_gear.parallel.news import SOME_NODE
-from deepspeed_gear.parallel.topology import Topology
 
 GRACE_S = 5.0  # beyond our own wait, so that gloo's wait ends after it
 FIRST_ROOM = 1024  # words that a message has room for before any has come

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.topology import Place, Topology, node_identity
 from deepspeed_gear.errors import ConfigError, GearError, PeerError, StoreError, relayed
-from deepspeed_gear.parallel.exchange import Exchange
-from deepspeed_gear.parallel.topology import Place, Topology, node_identity
 
 
 def test_one_process_agrees_with_itself() -> None:

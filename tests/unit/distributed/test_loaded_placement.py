@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_gear.replay.placement import Placement
+from deepspeed_gear.distributed.shard_placement import Placement
 
 
 def test_ids_that_a_checkpoint_has_put_elsewhere() -> None:

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from deepspeed_gear.distributed import node_messages
+from deepspeed_gear.distributed.node_channel import NO_WORDS, Link
+from deepspeed_gear.distributed.row_exchange.device_transport import Freight
+from deepspeed_gear.distributed.row_exchange.exchange_plan import Routes
+from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, Carrier
 from deepspeed_gear.ops.constants import R_MASS, S_GOAL, SAMPLE_WORDS
-from deepspeed_gear.parallel import wire
-from deepspeed_gear.parallel.carrier import WORD_BYTES, Carrier
-from deepspeed_gear.parallel.freight import Freight
-from deepspeed_gear.parallel.link import NO_WORDS, Link
-from deepspeed_gear.parallel.routes import Routes
 from deepspeed_gear.sampling.batch_stream import Stream
 
 HEAD_WORDS = 2  # of a message: its size, the smallest mass that its node has drawn
@@ -95,7 +95,7 @@ class Delivery:
         self._readers, self._need_of = (torch.from_numpy(part) for part in (routes.readers, routes.need_of))
         everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
         self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
-        self._words = wire.resolution_words(carrier.has_steps)
+        self._words = node_messages.resolution_words(carrier.has_steps)
         # Written word by word: behind a batch that has emptied the caches, a NumPy call takes 10 us and more.
         words = np.zeros((3, self._num_nodes), np.int64)
         (self._heads, self._ends, found), (self._head_words, self._end_words, self._found_words) = (
@@ -142,7 +142,7 @@ class Delivery:
             for message, rows in zip(messages, self._rows, strict=True):
                 message[ROWS] = len(rows)
         masses = mine.records.numpy()[:, R_MASS]
-        self.least_drawn = int(np.minimum.reduce(masses)) if len(masses) else wire.MOST
+        self.least_drawn = int(np.minimum.reduce(masses)) if len(masses) else node_messages.MOST
         for message, part in zip(messages, parts, strict=True):
             message[1] = self.least_drawn
             message[self._head_size : self._head_size + part.size] = part

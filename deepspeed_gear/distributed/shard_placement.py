@@ -10,11 +10,11 @@ import numpy as np
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_part import Part
+from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.dataset_shards import non_empty, shard_of_node
+from deepspeed_gear.distributed.read_needs import shards_of
+from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.parallel.exchange import Exchange
-from deepspeed_gear.parallel.plan import shards_of
-from deepspeed_gear.parallel.topology import Topology
-from deepspeed_gear.store.sharding import non_empty, shard_of_node
 from deepspeed_gear.store.table_spec import Shard
 
 NOTHING = Shard(0, 1, 0, 0)

@@ -1,0 +1,1 @@
+"""Rows that move between nodes: which, to where, and how."""

@@ -1,0 +1,1 @@
+"""Selection over nodes that hold shards of one table."""
