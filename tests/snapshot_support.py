@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.replay import resharding, saves
-from deepspeed_gear.replay.saves import MANIFEST
-from deepspeed_gear.replay.snapshot import read_table
+from deepspeed_gear.checkpoint import reshard, save_folders
+from deepspeed_gear.checkpoint.save_folders import MANIFEST
+from deepspeed_gear.checkpoint.table_files import read_table
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table import FIRST_ROW, NUM_ROWS
 
@@ -29,14 +29,14 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
     whole, manifest = found.whole, found.manifests[0]
     assert whole.slots is not None
     room = [(len(whole.slots), int(whole.slots[:, NUM_ROWS].sum()))] * count
-    division = resharding.divide_rows("main", whole.slots, by_rows, room)
+    division = reshard.divide_rows("main", whole.slots, by_rows, room)
     for index in range(count):
         part, chosen = folder / f"shard-{index}", division.chosen(index)
         part.mkdir()
         records = whole.slots[chosen]
-        np.save(part / "slots.npy", resharding.packed(records))
+        np.save(part / "slots.npy", reshard.packed(records))
         np.save(part / "numbers.npy", np.arange(len(chosen)))
-        order = resharding.in_rows(records)
+        order = reshard.in_rows(records)
         rows = [np.arange(first, first + n) for first, n in records[order][:, [FIRST_ROW, NUM_ROWS]].tolist()]
         for column in Schema.from_json(manifest["schema"]):
             data = np.load(folder / f"column.{column.name}.npy")
@@ -44,10 +44,10 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
             np.save(part / f"column.{column.name}.npy", data[chosen_rows])
         for name, content in whole.streams.items():
             by_step = len(content.get("priorities", content.get("draws", chosen))) > len(whole.slots)
-            items = resharding.items_of(whole.slots, chosen) if by_step else None
-            for key, array in resharding.part_of(whole, name, division, index, items).items():
+            items = reshard.items_of(whole.slots, chosen) if by_step else None
+            for key, array in reshard.part_of(whole, name, division, index, items).items():
                 np.save(part / f"stream.{name}.{key}.npy", array)
-        next_id = resharding.next_id_of(whole.next_id, index, count)
+        next_id = reshard.next_id_of(whole.next_id, index, count)
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in part.glob("*.npy")}
         own = {"next_id": next_id, "shard": {"index": index, "count": count}, "files": files}
         content = json.dumps({**manifest, **own}).encode()
@@ -56,9 +56,9 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
     for path in folder.glob("*.npy"):
         path.unlink()
     (folder / MANIFEST).unlink()
-    if not (folder.parent / saves.POSITION).exists():
+    if not (folder.parent / save_folders.POSITION).exists():
         return {}
-    state = saves.read_position(folder.parent)
+    state = save_folders.read_position(folder.parent)
     state["save"]["tables"][folder.name] = digests
-    saves.write_position(folder.parent, state)
+    save_folders.write_position(folder.parent, state)
     return state

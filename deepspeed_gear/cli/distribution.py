@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.checkpoint.table_files import check_rows, read_table
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
-from deepspeed_gear.replay import saves
-from deepspeed_gear.replay.snapshot import check_rows, read_table
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, rule_of_json
 from deepspeed_gear.sampling.samplers.step_priorities import rows_of
@@ -158,9 +158,9 @@ def saved_tables(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: A table of the newest save is missing or changed.
     """
-    if saves.is_table(folder):
+    if save_folders.is_table(folder):
         return [folder]
-    return [table for one in (folder, folder / _GEAR) for table in saves.newest_tables(one)]
+    return [table for one in (folder, folder / _GEAR) for table in save_folders.newest_tables(one)]
 
 
 def of_saved(folder: Path) -> Distribution:
@@ -193,7 +193,7 @@ def of_saved(folder: Path) -> Distribution:
         raise CheckpointError(str(folder), "must be of a table that is sampled", None)
     committed = None if slots is None else slots[:, STATE] == COMMITTED
     return Distribution(
-        saves.table_in(folder),
+        save_folders.table_in(folder),
         known.get("kind", ""),
         known.get("unit", ""),
         num_trajectories if committed is None else int(committed.sum()),

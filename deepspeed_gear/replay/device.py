@@ -15,6 +15,7 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Collector
+from deepspeed_gear.checkpoint import position
 from deepspeed_gear.collection.device_batch import DeviceBatch
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.distributed.topology import Place
@@ -31,7 +32,7 @@ from deepspeed_gear.ops.constants import (
     RING_TAIL,
 )
 from deepspeed_gear.parallel.device_peers import shares_gpus
-from deepspeed_gear.replay import device_state, position
+from deepspeed_gear.replay import device_state
 from deepspeed_gear.replay.clamping import ClampWarning
 from deepspeed_gear.replay.device_feed import DeviceFeed
 from deepspeed_gear.replay.device_parts import arrivals_of, betas_of, device_of, ops_of, specs_of, table_of

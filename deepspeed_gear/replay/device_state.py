@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.errors import CheckpointError, DataError
 from deepspeed_gear.ops.constants import (
     APPLIED,
@@ -22,7 +23,6 @@ from deepspeed_gear.ops.constants import (
     RING_TAIL,
     STALE,
 )
-from deepspeed_gear.replay import saves
 from deepspeed_gear.replay.parts import Plan
 from deepspeed_gear.store.ring_table import RingTable
 
@@ -105,7 +105,7 @@ def restore(plan: Plan, table: RingTable, state: Mapping[str, Any]) -> None:
         CheckpointError: It is of another format, config, size or data set; nothing has changed.
     """
     _check_facts(plan, state)
-    wanted, content = set(_content(plan, table)), saves.entry(state, "content", dict, "the state")
+    wanted, content = set(_content(plan, table)), save_folders.entry(state, "content", dict, "the state")
     if set(content) != wanted:
         differ = sorted(wanted ^ set(content))
         raise CheckpointError("the state's content", "must be that of a table of this config", differ[0])
@@ -117,7 +117,7 @@ def restore(plan: Plan, table: RingTable, state: Mapping[str, Any]) -> None:
         table.content[name].copy_(values)
 
 
-def save(plan: Plan, table: RingTable, folder: Path, kept: saves.State | None) -> dict[str, Any]:
+def save(plan: Plan, table: RingTable, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
     """Write each replica's table into a folder; return what `load` needs, equal on all ranks. Collective.
 
     Args:
@@ -129,33 +129,33 @@ def save(plan: Plan, table: RingTable, folder: Path, kept: saves.State | None) -
         CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
     """
     exchange, name, first = plan.exchange, plan.config.sampled_tables[0], plan.topology.rank == 0
-    save_id = exchange.broadcast(saves.new_id())
+    save_id = exchange.broadcast(save_folders.new_id())
 
     def write() -> dict[str, str]:
         if not _leads(plan):
             return {}
-        part = saves.partial_of(folder, name) / _shard(plan)
+        part = save_folders.partial_of(folder, name) / _shard(plan)
         part.mkdir()
         torch.save(state_of(plan, table), part / CONTENT)
         manifest = {"format": FORMAT, "save": save_id, "replicas": plan.info.data_world}
-        return {f"{part.name}/{saves.MANIFEST}": saves.complete(part, manifest)}
+        return {f"{part.name}/{save_folders.MANIFEST}": save_folders.complete(part, manifest)}
 
     def agree(action: Callable[[], T]) -> T:
         def checked() -> T:
-            with saves.writing(folder):
+            with save_folders.writing(folder):
                 return action()
 
         return exchange.agree("saving the table on the device", checked)
 
-    agree(lambda: saves.begin(folder, [name], kept) if first else None)
+    agree(lambda: save_folders.begin(folder, [name], kept) if first else None)
     manifests = {path: digest for part in exchange.gather(agree(write)) for path, digest in part.items()}
-    agree(lambda: saves.publish(folder, [name]) if first else None)
+    agree(lambda: save_folders.publish(folder, [name]) if first else None)
     state = {**_facts(plan), "save": {"id": save_id, "tables": {name: manifests}}}
-    agree(lambda: saves.write_position(folder, state) if first else None)
+    agree(lambda: save_folders.write_position(folder, state) if first else None)
     return state
 
 
-def load(plan: Plan, table: RingTable, folder: Path, state: saves.State | None) -> dict[str, Any]:
+def load(plan: Plan, table: RingTable, folder: Path, state: save_folders.State | None) -> dict[str, Any]:
     """Continue where `save` was called, on as many replicas; return the state of that save. Collective.
 
     Args:
@@ -169,25 +169,25 @@ def load(plan: Plan, table: RingTable, folder: Path, state: saves.State | None) 
     name = plan.config.sampled_tables[0]
 
     def known_state() -> dict[str, Any]:
-        known = saves.read_position(folder) if state is None else dict(state)
+        known = save_folders.read_position(folder) if state is None else dict(state)
         _check_facts(plan, known)
         return known
 
     def content() -> Mapping[str, Any]:
-        save = saves.save_of(known)
+        save = save_folders.save_of(known)
         count = len(save["tables"].get(name, {}))
         if count != plan.info.data_world:
             rule = f"must be of {plan.info.data_world} replicas, as this run"
             raise CheckpointError(str(folder), rule, count, "start as many replicas as before")
-        part = saves.find(folder, name, save) / _shard(plan)
-        manifest = saves.read_json(part / saves.MANIFEST)
-        files = saves.entry(manifest, "files", dict, str(part / saves.MANIFEST))
-        saves.check_file(part / CONTENT, files.get(CONTENT))
+        part = save_folders.find(folder, name, save) / _shard(plan)
+        manifest = save_folders.read_json(part / save_folders.MANIFEST)
+        files = save_folders.entry(manifest, "files", dict, str(part / save_folders.MANIFEST))
+        save_folders.check_file(part / CONTENT, files.get(CONTENT))
         found: Mapping[str, Any] = torch.load(part / CONTENT, weights_only=True)
         return found
 
     known = plan.exchange.agree("loading the table on the device", known_state)
-    saves.compare(plan.exchange.gather(known))
+    save_folders.compare(plan.exchange.gather(known))
     found = plan.exchange.agree("loading the table on the device", content)
     plan.exchange.agree("loading the table on the device", lambda: restore(plan, table, found))
     return known

@@ -14,11 +14,11 @@ import torch
 from deepspeed_gear.batching.batch import Batch, Lent
 from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.batching.prefetcher import Prefetcher
+from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, Status
 from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.constants import R_ANCHOR, R_ID
-from deepspeed_gear.replay import position
 from deepspeed_gear.replay.maker import BatchMaker
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.sampling.batch_stream import Stream

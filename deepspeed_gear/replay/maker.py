@@ -14,12 +14,12 @@ from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Collector
 from deepspeed_gear.batching.relabelling import Relabelling
 from deepspeed_gear.batching.transfer.device_gather import Carriage, PlacedCollector, Reach
+from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.read_needs import Needs
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import R_MASS, R_NUMBER, R_SLOT
-from deepspeed_gear.replay import position
 from deepspeed_gear.replay.placing import Placing, is_wanted
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut

@@ -16,10 +16,11 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo, Turns
+from deepspeed_gear.checkpoint import checkpoint
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
-from deepspeed_gear.replay import continuation, feedback, statistics
+from deepspeed_gear.replay import feedback, statistics
 from deepspeed_gear.replay.clamping import warnings_of
 from deepspeed_gear.replay.contents import Contents
 from deepspeed_gear.replay.feed import Feed
@@ -313,7 +314,7 @@ class Replay(Contents):
     def fingerprint(self) -> dict[str, str]:
         """Fingerprint of each table's data set."""
         self._check_open()
-        return continuation.fingerprint(self._parts)
+        return checkpoint.fingerprint(self._parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: whole global batches that were used, not those that were prefetched.
@@ -322,7 +323,7 @@ class Replay(Contents):
         comes again.
         """
         self._check_open()
-        return continuation.state_of(self._parts, self._feed, self._passes.begun)
+        return checkpoint.state_of(self._parts, self._feed, self._passes.begun)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Write what was added to tables, priorities and the position; return the position. Collective.
@@ -344,7 +345,7 @@ class Replay(Contents):
         self._parts.plan.exchange.agree("what was reported", self._late.drain)
         at = os.path.realpath(path)
         kept = self._last_saves.get(at)
-        state = continuation.save(self._parts, self._feed, self._passes.begun, Path(at), kept)
+        state = checkpoint.save(self._parts, self._feed, self._passes.begun, Path(at), kept)
         self._last_saves[at] = state
         return state
 
@@ -365,11 +366,11 @@ class Replay(Contents):
         at = Path(os.path.realpath(arguments.folder("folder", folder)))
         if state is not None:
             arguments.mapping("state", state, "give what save has returned")
-        known = continuation.newest_state(self._parts, at) if state is None else state
+        known = checkpoint.newest_state(self._parts, at) if state is None else state
         self._drain_and_check(known)
-        loading = continuation.read(self._parts, at, known)
-        self._passes.begun = continuation.go_on(self._parts, self._feed, known)
-        continuation.replace(self._parts, loading)
+        loading = checkpoint.read(self._parts, at, known)
+        self._passes.begun = checkpoint.go_on(self._parts, self._feed, known)
+        checkpoint.replace(self._parts, loading)
         if known["save"] is not None:
             self._last_saves[str(at)] = dict(known)
 
@@ -382,11 +383,11 @@ class Replay(Contents):
         self._check_open()
         arguments.mapping("state", state, "give what state_dict or save has returned")
         self._drain_and_check(state)
-        self._passes.begun = continuation.go_on(self._parts, self._feed, state)
+        self._passes.begun = checkpoint.go_on(self._parts, self._feed, state)
 
     def _drain_and_check(self, state: Mapping[str, Any]) -> None:
         self._parts.plan.exchange.agree("what was reported", self._late.drain)
-        continuation.check(self._parts, state)
+        checkpoint.check(self._parts, state)
 
     def take_metrics(self) -> dict[str, float]:
         """Return what goes to DeepSpeed's monitor.

@@ -8,6 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_gear.checkpoint import reshard
+from deepspeed_gear.checkpoint.reshard import Division, Saved
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import (
     ANY_SLOT,
@@ -27,8 +29,6 @@ from deepspeed_gear.ops.constants import (
     U_SLOT,
     UNKNOWN,
 )
-from deepspeed_gear.replay import resharding
-from deepspeed_gear.replay.resharding import Division, Saved
 from deepspeed_gear.sampling.selection import COUNT, HEAD_WORDS, KEY
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, RETIRED, STATE
 
@@ -84,10 +84,10 @@ def shards_of(whole: Saved, division: Division, count: int, by_step: bool) -> li
     found = []
     for index in range(count):
         chosen = division.chosen(index)
-        items = resharding.items_of(whole.slots, chosen) if by_step else None
-        part = resharding.part_of(whole, "train", division, index, items)
-        next_id = resharding.next_id_of(whole.next_id, index, count)
-        found.append(Saved(resharding.packed(whole.slots[chosen]), None, next_id, {"train": part}))
+        items = reshard.items_of(whole.slots, chosen) if by_step else None
+        part = reshard.part_of(whole, "train", division, index, items)
+        next_id = reshard.next_id_of(whole.next_id, index, count)
+        found.append(Saved(reshard.packed(whole.slots[chosen]), None, next_id, {"train": part}))
     return found
 
 
@@ -113,14 +113,14 @@ def test_any_shards_of_a_table_are_the_whole_again(
     random = np.random.default_rng(seed)
     records = stored(random, size)
     content = content_of(random, records, by_step, cuts)
-    whole = resharding.merge([Saved(records, None, 3 * size, {"train": content})])
-    division = resharding.divide_rows("main", records, False, [(size, 1000)] * count)
-    again = resharding.merge(shards_of(whole, division, count, by_step))
+    whole = reshard.merge([Saved(records, None, 3 * size, {"train": content})])
+    division = reshard.divide_rows("main", records, False, [(size, 1000)] * count)
+    again = reshard.merge(shards_of(whole, division, count, by_step))
     assert again.next_id >= whole.next_id
     assert_same(whole, again)
     assert again.slots is not None
     order = np.lexsort((records[:, FIRST_ROW], division.owner))  # rows follow shards
-    np.testing.assert_array_equal(resharding.in_rows(again.slots), order)
+    np.testing.assert_array_equal(reshard.in_rows(again.slots), order)
 
 
 @given(
@@ -137,22 +137,22 @@ def test_shards_of_shards_are_those_of_the_whole(
     """Loaded on some nodes, saved there and loaded on others: what the first checkpoint gives these."""
     random = np.random.default_rng(seed)
     records = stored(random, size)
-    whole = resharding.merge([Saved(records, None, 0, {"train": content_of(random, records, by_step, 2)})])
+    whole = reshard.merge([Saved(records, None, 0, {"train": content_of(random, records, by_step, 2)})])
     assert whole.slots is not None
 
     def divide(table: Saved, number: int) -> list[Saved]:
         assert table.slots is not None
-        division = resharding.divide_rows("main", table.slots, by_rows, [(size, 1000)] * number)
+        division = reshard.divide_rows("main", table.slots, by_rows, [(size, 1000)] * number)
         return shards_of(table, division, number, by_step)
 
-    between = resharding.merge(divide(whole, before))
+    between = reshard.merge(divide(whole, before))
     for direct, over in zip(divide(whole, count), divide(between, count), strict=True):
         assert direct.slots is not None
         assert over.slots is not None
         if by_rows:  # slots stand in the order of shards: compare trajectories, in the order of rows
-            a, b = resharding.in_rows(direct.slots), resharding.in_rows(over.slots)
+            a, b = reshard.in_rows(direct.slots), reshard.in_rows(over.slots)
             np.testing.assert_array_equal(direct.slots[a], over.slots[b])
-            items = [resharding.items_of(one.slots, at) for one, at in ((direct, a), (over, b))]
+            items = [reshard.items_of(one.slots, at) for one, at in ((direct, a), (over, b))]
             for name in ("priorities", "draws") if by_step else ():
                 one, other = direct.streams["train"][name], over.streams["train"][name]
                 np.testing.assert_array_equal(one[items[0]], other[items[1]])
@@ -163,14 +163,14 @@ def test_shards_of_shards_are_those_of_the_whole(
 def test_a_shard_names_slots_of_its_store_and_knows_its_own_samples_only() -> None:
     random = np.random.default_rng(0)
     records = stored(random, 12)
-    whole = resharding.merge([Saved(records, None, 40, {"train": content_of(random, records, True, 3)})])
-    division = resharding.divide_rows("main", records, False, [(12, 1000)] * 3)
+    whole = reshard.merge([Saved(records, None, 40, {"train": content_of(random, records, True, 3)})])
+    division = reshard.divide_rows("main", records, False, [(12, 1000)] * 3)
     shards = shards_of(whole, division, 3, True)
     ring, heads = whole.streams["train"]["ring"], whole.streams["train"]["heads"]
     drawn = np.arange(BATCH) < heads[:, COUNT, None]
     for index, shard in enumerate(shards):
         content = shard.streams["train"]
-        own = drawn & (resharding.owners_of(whole.streams["train"], division) == index)
+        own = drawn & (reshard.owners_of(whole.streams["train"], division) == index)
         assert (content["ring"][drawn & ~own][:, R_ID] == UNKNOWN).all()
         np.testing.assert_array_equal(
             division.chosen(index)[content["ring"][own][:, R_SLOT]], ring[own][:, R_SLOT]
@@ -199,11 +199,11 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
         return Saved(records, np.array(numbers), 5, {"train": content})
 
     first = shard([0, 2], [3, 7], [(1, 9, 1), (1, ANY_SLOT, 5), (1, 2, 1), (0, 7, 4)])
-    whole = resharding.merge([first, shard([1, 3, 5], [0, 8, 9], [])])
+    whole = reshard.merge([first, shard([1, 3, 5], [0, 8, 9], [])])
     log = whole.streams["train"]["log"]
     assert log[:, [U_SLOT, U_GENERATION]].tolist() == [[1, 4], [4, 1], [-1, 5]]
     division = Division.of(np.array([0, 0, 0, 0, 1]))
-    parts = [resharding.part_of(whole, "train", division, index, None)["log"] for index in range(2)]
+    parts = [reshard.part_of(whole, "train", division, index, None)["log"] for index in range(2)]
     assert (parts[0][:, U_SLOT] & ANY_SLOT).tolist() == [1]
     assert (parts[1][:, U_SLOT] & ANY_SLOT).tolist() == [0, ANY_SLOT]
     assert whole.positions_of(np.array([5, 4, 2, -1])).tolist() == [4, -1, 1, -1]
@@ -226,7 +226,7 @@ def test_a_table_is_divided_wherever_whole_trajectories_fit(
         if not fits_alone:
             shards = count + 1
     try:
-        division = resharding.divide_rows("main", records, True, [(slots, most)] * count)
+        division = reshard.divide_rows("main", records, True, [(slots, most)] * count)
     except StoreFullError:
         assert shards > count
         return
@@ -239,7 +239,7 @@ def test_a_table_is_divided_wherever_whole_trajectories_fit(
 
 
 def test_a_data_set_is_divided_by_the_bounds_of_its_ids() -> None:
-    division = resharding.divide_ids(np.array([0, 3, 3, 7]))
+    division = reshard.divide_ids(np.array([0, 3, 3, 7]))
     assert division.owner.tolist() == [0, 0, 0, 2, 2, 2, 2]
     assert division.local.tolist() == [0, 1, 2, 0, 1, 2, 3]
 
@@ -247,9 +247,9 @@ def test_a_data_set_is_divided_by_the_bounds_of_its_ids() -> None:
 def test_cuts_are_dropped_where_a_shard_has_lost_its_samples() -> None:
     random = np.random.default_rng(0)
     records = stored(random, 12)
-    whole = resharding.merge([Saved(records, None, 40, {"train": content_of(random, records, True, 3)})])
-    division = resharding.divide_rows("main", records, False, [(12, 1000)] * 2)
+    whole = reshard.merge([Saved(records, None, 40, {"train": content_of(random, records, True, 3)})])
+    division = reshard.divide_rows("main", records, False, [(12, 1000)] * 2)
     shards = shards_of(whole, division, 2, True)
     for name in ("heads", "ring", "epochs"):
         shards[1].streams["train"][name] = shards[1].streams["train"][name][:0]
-    assert len(resharding.merge(shards).streams["train"]["heads"]) == 0
+    assert len(reshard.merge(shards).streams["train"]["heads"]) == 0

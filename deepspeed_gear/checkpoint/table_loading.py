@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch_info import TRAIN
+from deepspeed_gear.checkpoint import reshard, save_folders, table_files
+from deepspeed_gear.checkpoint.reshard import Content, Division
+from deepspeed_gear.checkpoint.table_files import SavedTable
 from deepspeed_gear.distributed.sharded.sharded_selector import NodeSelector
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_ID, R_SLOT, UNKNOWN
-from deepspeed_gear.replay import resharding, saves, snapshot
 from deepspeed_gear.replay.parts import Parts
-from deepspeed_gear.replay.resharding import Content, Division
-from deepspeed_gear.replay.snapshot import SavedTable
 from deepspeed_gear.sampling import stream_state
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import COUNT, KEY, SAMPLES
@@ -49,7 +49,7 @@ class Loading:
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def read(self, folder: Path, state: saves.State) -> None:
+    def read(self, folder: Path, state: save_folders.State) -> None:
         """Read and check everything but the rows themselves; nothing changes.
 
         Args:
@@ -60,11 +60,11 @@ class Loading:
                 schema.
             StoreFullError: A table is too small.
         """
-        folders = {name: saves.find(folder, name, saves.save_of(state)) for name in self._names}
+        folders = {name: save_folders.find(folder, name, save_folders.save_of(state)) for name in self._names}
         for one in folders.values():  # so that every rank names what is missing
-            snapshot.find_shards(one)
+            table_files.find_shards(one)
         for name, table in self._tables.items():
-            found = self._found[name] = snapshot.read_table(folders[name], table.spec.schema)
+            found = self._found[name] = table_files.read_table(folders[name], table.spec.schema)
             if name in self._spread:
                 self._divisions[name] = self._divide(name, table, found)
             self._check(name, table, found)
@@ -72,20 +72,20 @@ class Loading:
     def _divide(self, name: str, table: Table, found: SavedTable) -> Division:
         whole = found.whole
         if whole.slots is None:
-            return resharding.divide_ids(self._parts.plan.placement.bounds[name])
+            return reshard.divide_ids(self._parts.plan.placement.bounds[name])
         train = self._parts.streams.get(name, {}).get(TRAIN)
         by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
         room = [sizes[name] for sizes in self._room]
-        return resharding.divide_rows(table.spec.name, whole.slots, by_rows, room)
+        return reshard.divide_rows(table.spec.name, whole.slots, by_rows, room)
 
     def _check(self, name: str, table: Table, found: SavedTable) -> None:
         slots = found.whole.slots
         if slots is not None:
-            snapshot.check_room(table, slots[self._chosen(name)])
+            table_files.check_room(table, slots[self._chosen(name)])
         elif len(self._chosen(name)) != len(table.slots):
             rule = f"must have the {len(table.slots)} trajectories of the data set"
             raise CheckpointError(str(found.folders[0]), rule, len(self._chosen(name)))
-        snapshot.check_rows(found, self._divisions.get(name), self._index)
+        table_files.check_rows(found, self._divisions.get(name), self._index)
 
     @property
     def _index(self) -> int:
@@ -106,10 +106,10 @@ class Loading:
             found, chosen = self._found[name], self._chosen(name)
             next_id = found.whole.next_id
             if name in self._divisions:
-                next_id = resharding.next_id_of(next_id, self._index, len(self._room))
+                next_id = reshard.next_id_of(next_id, self._index, len(self._room))
             with unwritten(table, table.lock.timeout_s):
                 if found.whole.slots is not None:
-                    snapshot.load_rows(table, found, chosen, next_id)
+                    table_files.load_rows(table, found, chosen, next_id)
                 for stream in self._parts.streams.get(name, {}).values():
                     stream_state.restore(stream, np.arange(len(chosen)), self._content(name, stream))
                 if found.whole.slots is not None:
@@ -122,12 +122,12 @@ class Loading:
         items: np.ndarray | slice | None = None
         if stream.spec.rule.unit == "step":
             if whole.slots is not None:
-                items = resharding.items_of(whole.slots, self._chosen(name))
+                items = reshard.items_of(whole.slots, self._chosen(name))
             else:
                 rows = [sizes[name][1] for sizes in self._room]
                 first = sum(rows[: self._index])
                 items = slice(first, first + rows[self._index])
-        return resharding.part_of(whole, stream_name, self._divisions[name], self._index, items)
+        return reshard.part_of(whole, stream_name, self._divisions[name], self._index, items)
 
     # ---- over nodes --------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Loading:
         whole, part = self._found[name].whole.streams[TRAIN], self._content(name, stream)
         if not stream_state.keeps_cuts(stream, part):
             return
-        owners = resharding.owners_of(whole, self._divisions[name])
+        owners = reshard.owners_of(whole, self._divisions[name])
         for at in np.argsort(part["heads"][:, KEY]).tolist():
             head = part["heads"][at]
             key, count = int(head[KEY]), int(head[COUNT])

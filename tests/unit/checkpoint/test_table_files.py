@@ -14,8 +14,8 @@ from snapshot_support import into_shards
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.checkpoint.table_files import read_table
 from deepspeed_gear.errors import CheckpointError, StoreFullError
-from deepspeed_gear.replay.snapshot import read_table
 
 SCHEMA = Schema(
     [

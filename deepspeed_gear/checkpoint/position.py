@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from deepspeed_gear.checkpoint.save_folders import ANOTHER, entry
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import FOR_TRANSFORM
-from deepspeed_gear.replay.saves import ANOTHER, entry
 from deepspeed_gear.sampling.selection import EPOCH, EPOCH_FIRST, EPOCH_SIZE, KEY, SAMPLES
 
 FORMAT = 2

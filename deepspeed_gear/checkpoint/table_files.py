@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.batching.batch_info import TRAIN
+from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.checkpoint.reshard import Division, Saved, in_rows, merge, packed
 from deepspeed_gear.errors import CheckpointError, StoreFullError
-from deepspeed_gear.replay import saves
-from deepspeed_gear.replay.resharding import Division, Saved, in_rows, merge, packed
 from deepspeed_gear.sampling import stream_state
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.schema import Column, Schema
@@ -47,7 +47,7 @@ def save_table(table: Table, streams: list[Stream], part: Path, batches: int, sa
         The SHA-256 of the manifest, by its path in `part`.
     """
     more: dict[str, Any] = {}
-    shard, to, name = table.spec.shard, part, saves.MANIFEST
+    shard, to, name = table.spec.shard, part, save_folders.MANIFEST
     if shard is not None:
         to, more = shard_folder(part, shard.index), {"shard": asdict(shard)}
         name = f"{to.name}/{name}"
@@ -77,7 +77,7 @@ def _write(table: Table, streams: list[Stream], to: Path, batches: int, more: di
         **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
         **more,
     }
-    return saves.complete(to, manifest)
+    return save_folders.complete(to, manifest)
 
 
 def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
@@ -149,8 +149,8 @@ def find_shards(folder: Path) -> tuple[list[Path], list[dict[str, Any]]]:
     Raises:
         CheckpointError: One is missing, of another format, or not of the same table as the others.
     """
-    shards = sorted(folder.glob(f"shard-*/{saves.MANIFEST}"))
-    if (folder / saves.MANIFEST).exists() or not shards:
+    shards = sorted(folder.glob(f"shard-*/{save_folders.MANIFEST}"))
+    if (folder / save_folders.MANIFEST).exists() or not shards:
         return [folder], [_manifest_of(folder)]
     count = _shard_of(shards[0].parent, _manifest_of(shards[0].parent))[1]
     folders = [shard_folder(folder, index) for index in range(count)]
@@ -166,9 +166,9 @@ def find_shards(folder: Path) -> tuple[list[Path], list[dict[str, Any]]]:
 
 def _shard_of(folder: Path, manifest: dict[str, Any]) -> tuple[int, int]:
     """Return the index of a shard, and of how many it is."""
-    at = str(folder / saves.MANIFEST)
-    shard = saves.entry(manifest, "shard", dict, at)
-    return saves.entry(shard, "index", int, at), saves.entry(shard, "count", int, at)
+    at = str(folder / save_folders.MANIFEST)
+    shard = save_folders.entry(manifest, "shard", dict, at)
+    return save_folders.entry(shard, "index", int, at), save_folders.entry(shard, "count", int, at)
 
 
 def _read_shard(folder: Path, manifest: dict[str, Any]) -> Saved:
@@ -280,22 +280,22 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
 
 
 def _manifest_of(folder: Path) -> dict[str, Any]:
-    path = folder / saves.MANIFEST
-    manifest = saves.read_json(path)
+    path = folder / save_folders.MANIFEST
+    manifest = save_folders.read_json(path)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
-            str(folder), f"must have format {FORMAT}", manifest.get("format"), saves.ANOTHER
+            str(folder), f"must have format {FORMAT}", manifest.get("format"), save_folders.ANOTHER
         )
     kinds = {"save": str, "schema": dict, "next_id": int, "inserted": list, "files": dict}
     for name, kind in kinds.items():
-        saves.entry(manifest, name, kind, str(path))
+        save_folders.entry(manifest, name, kind, str(path))
     return manifest
 
 
 def _check_files(folder: Path, manifest: dict[str, Any], rows: bool) -> None:
     for name, digest in manifest["files"].items():
         if name.startswith("column.") == rows:
-            saves.check_file(folder / name, digest)
+            save_folders.check_file(folder / name, digest)
 
 
 def _file_of(column: Column) -> str:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed_gear.batching.batch_info import TRAIN
-from deepspeed_gear.replay import position, saves, snapshot
+from deepspeed_gear.checkpoint import position, save_folders, table_files
+from deepspeed_gear.checkpoint.save_folders import State
+from deepspeed_gear.checkpoint.table_loading import Loading
 from deepspeed_gear.replay.feed import Feed
-from deepspeed_gear.replay.loading import Loading
 from deepspeed_gear.replay.over_nodes import share_out
 from deepspeed_gear.replay.parts import Parts
-from deepspeed_gear.replay.saves import State
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 
@@ -63,7 +63,9 @@ def save(parts: Parts, feed: Feed, passes: Passes, folder: Path, kept: State | N
     """
     plan, exchange = parts.plan, parts.plan.exchange
     spread, topology = plan.placement.spread, plan.topology
-    save_id = exchange.broadcast(saves.new_id())  # all ranks have added and reported before what is in it
+    save_id = exchange.broadcast(
+        save_folders.new_id()
+    )  # all ranks have added and reported before what is in it
     known = feed.where if topology.place.reads else None
     used = position.batches(next(one for one in exchange.gather(known) if one is not None))
     if spread:
@@ -76,25 +78,25 @@ def save(parts: Parts, feed: Feed, passes: Passes, folder: Path, kept: State | N
             streams = list(parts.streams.get(name, {}).values())
             if first or (leads and name in spread):
                 with table.lock:
-                    part = saves.partial_of(folder, name)
-                    written[name] = snapshot.save_table(table, streams, part, used, save_id)
+                    part = save_folders.partial_of(folder, name)
+                    written[name] = table_files.save_table(table, streams, part, used, save_id)
         return written
 
     def agree(action: Callable[[], T]) -> T:
         def checked() -> T:
-            with saves.writing(folder):
+            with save_folders.writing(folder):
                 return action()
 
         return exchange.agree("saving the tables", checked)
 
-    agree(lambda: saves.begin(folder, list(tables), kept) if first else None)
+    agree(lambda: save_folders.begin(folder, list(tables), kept) if first else None)
     manifests: dict[str, dict[str, str]] = {name: {} for name in tables}
     for written in exchange.gather(agree(write)):
         for name, files in written.items():
             manifests[name].update(files)
-    agree(lambda: saves.publish(folder, list(tables)) if first else None)
+    agree(lambda: save_folders.publish(folder, list(tables)) if first else None)
     state = state_of(parts, feed, passes, {"id": save_id, "tables": manifests})
-    agree(lambda: saves.write_position(folder, state) if first else None)
+    agree(lambda: save_folders.write_position(folder, state) if first else None)
     return state
 
 
@@ -126,7 +128,7 @@ def newest_state(parts: Parts, folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: There is none, or it was changed.
     """
-    return parts.plan.exchange.agree("loading the state", lambda: saves.read_position(folder))
+    return parts.plan.exchange.agree("loading the state", lambda: save_folders.read_position(folder))
 
 
 def check(parts: Parts, state: State) -> None:
@@ -138,7 +140,7 @@ def check(parts: Parts, state: State) -> None:
     """
     exchange = parts.plan.exchange
     exchange.agree("loading the state", lambda: position.check(state, parts.plan.config, fingerprint(parts)))
-    saves.compare(exchange.gather(state))
+    save_folders.compare(exchange.gather(state))
 
 
 def read(parts: Parts, folder: Path, state: State) -> Loading:

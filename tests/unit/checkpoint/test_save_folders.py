@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.errors import CheckpointError
-from deepspeed_gear.replay import saves
 
 PARTS = {"one": [""], "two": ["shard-0", "shard-1"]}
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
@@ -67,13 +67,13 @@ STEPS = Steps()
 
 @pytest.fixture(params=["exchange", "renames"], autouse=True)
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = saves._exchange
+    plain = save_folders._exchange
 
     def exchange(one: Path, other: Path) -> bool:
         STEPS.take()
         return request.param == "exchange" and plain(one, other)
 
-    monkeypatch.setattr(saves, "_exchange", exchange)
+    monkeypatch.setattr(save_folders, "_exchange", exchange)
 
 
 @pytest.fixture
@@ -86,19 +86,19 @@ def folder() -> Iterator[Path]:
 
 def save(folder: Path, kept: State | None) -> State:
     """Save as a Replay does; the program then keeps the state."""
-    save_id = saves.new_id()
-    saves.begin(folder, list(PARTS), kept)
+    save_id = save_folders.new_id()
+    save_folders.begin(folder, list(PARTS), kept)
     tables: dict[str, dict[str, str]] = {}
     for table, parts in PARTS.items():
         for name in parts:
-            part = saves.partial_of(folder, table) / name
+            part = save_folders.partial_of(folder, table) / name
             part.mkdir(exist_ok=True)
             (part / "rows").write_text(save_id + table + name)
-            path = str(Path(name) / saves.MANIFEST)
-            tables.setdefault(table, {})[path] = saves.complete(part, {"save": save_id})
-    saves.publish(folder, list(PARTS))
+            path = str(Path(name) / save_folders.MANIFEST)
+            tables.setdefault(table, {})[path] = save_folders.complete(part, {"save": save_id})
+    save_folders.publish(folder, list(PARTS))
     state = {"save": {"id": save_id, "tables": tables}}
-    saves.write_position(folder, state)
+    save_folders.write_position(folder, state)
     partial = folder / "kept.new"
     partial.write_text(json.dumps(state))
     os.replace(partial, folder / KEPT)
@@ -109,8 +109,8 @@ def state_in(folder: Path, source: str | None) -> State | None:
     """Return what a program continues from."""
     if source == "kept":
         return json.loads((folder / KEPT).read_text()) if (folder / KEPT).exists() else None
-    known = source == "position" and (folder / saves.POSITION).exists()
-    return saves.read_position(folder) if known else None
+    known = source == "position" and (folder / save_folders.POSITION).exists()
+    return save_folders.read_position(folder) if known else None
 
 
 def check(folder: Path, sources: Sequence[str] = ("kept", "position")) -> None:
@@ -118,7 +118,7 @@ def check(folder: Path, sources: Sequence[str] = ("kept", "position")) -> None:
     for state in (state_in(folder, source) for source in sources):
         for table, parts in PARTS.items() if state is not None else []:
             assert state is not None
-            path = saves.find(folder, table, state["save"])
+            path = save_folders.find(folder, table, state["save"])
             for name in parts:
                 assert (path / name / "rows").read_text() == state["save"]["id"] + table + name
 
@@ -127,8 +127,8 @@ def places(folder: Path) -> str:
     """Say where which save lies; equal for folders that differ in the random ids alone."""
     ids: dict[str, int] = {}
     lines = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
-    manifests = [path for path in sorted(folder.rglob(saves.MANIFEST)) if path.stat().st_size]
-    for path in [*manifests, folder / saves.POSITION, folder / KEPT]:
+    manifests = [path for path in sorted(folder.rglob(save_folders.MANIFEST)) if path.stat().st_size]
+    for path in [*manifests, folder / save_folders.POSITION, folder / KEPT]:
         if path.exists():
             content = json.loads(path.read_text())
             save_id = content["save"] if "save" in content else content["state"]["save"]["id"]
@@ -171,7 +171,7 @@ def test_what_a_state_names_survives_every_end(source: str | None, folder: Path)
         for again in every_end(left, state_in(left, source), sources).values():
             last = save(again, state_in(again, source or "kept"))  # the third process goes on
             check(again)
-            assert saves.find(again, "two", last["save"]) == again / "two"
+            assert save_folders.find(again, "two", last["save"]) == again / "two"
             assert (again / own.name).read_text() == "of the user"
 
 
@@ -188,20 +188,20 @@ def test_one_save_before_the_newest_is_kept(folder: Path) -> None:
     for _ in range(3):
         states.append(save(folder, states[-1]))
         assert sorted(path.name for path in folder.glob("one*")) == ["one", "one.old"]
-        assert saves.find(folder, "one", states[-2]["save"]) == folder / "one.old"
+        assert save_folders.find(folder, "one", states[-2]["save"]) == folder / "one.old"
     with pytest.raises(CheckpointError, match=r"one must hold the save .* of the state, got .*another check"):
-        saves.find(folder, "one", states[0]["save"])
+        save_folders.find(folder, "one", states[0]["save"])
 
 
 def test_what_was_loaded_stays_when_the_next_save_begins(folder: Path) -> None:
     """The state on the disk names the save in `.old`: a kill came before the later one's was written."""
     first = save(folder, None)
     second = save(folder, first)
-    saves.begin(folder, list(PARTS), first)
-    assert saves.find(folder, "one", first["save"]) == folder / "one.old"
-    assert saves.read_position(folder) == first, "it must not name what is removed"
+    save_folders.begin(folder, list(PARTS), first)
+    assert save_folders.find(folder, "one", first["save"]) == folder / "one.old"
+    assert save_folders.read_position(folder) == first, "it must not name what is removed"
     with pytest.raises(CheckpointError, match="must hold the save"):
-        saves.find(folder, "one", second["save"])
+        save_folders.find(folder, "one", second["save"])
 
 
 @pytest.mark.parametrize(
@@ -215,33 +215,33 @@ def test_what_was_loaded_stays_when_the_next_save_begins(folder: Path) -> None:
 )
 def test_damage_is_named(damage: Callable[[Path], Any], text: str, folder: Path) -> None:
     state = save(folder, None)
-    damage(folder / "two" / "shard-1" / saves.MANIFEST)
+    damage(folder / "two" / "shard-1" / save_folders.MANIFEST)
     with pytest.raises(CheckpointError, match=text):
-        saves.find(folder, "two", state["save"])
+        save_folders.find(folder, "two", state["save"])
 
 
 def test_a_position_is_checked(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"position\.json must be readable"):
-        saves.read_position(folder)
+        save_folders.read_position(folder)
     save(folder, None)
-    path = folder / saves.POSITION
+    path = folder / save_folders.POSITION
     content = json.loads(path.read_text())
     content["state"]["save"]["id"] = "0"
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"position\.json must be as it was saved"):
-        saves.read_position(folder)
+        save_folders.read_position(folder)
     path.write_text(json.dumps({**content, "format": 0}))
     with pytest.raises(CheckpointError, match=r"position\.json must have format 1, got 0"):
-        saves.read_position(folder)
+        save_folders.read_position(folder)
     path.write_text("[]")
     with pytest.raises(CheckpointError, match=r"position\.json must hold a mapping, got 'list'"):
-        saves.read_position(folder)
+        save_folders.read_position(folder)
 
 
 def test_a_folder_that_cannot_be_written_is_named(folder: Path) -> None:
     folder.write_text("a file")
     with (
         pytest.raises(CheckpointError, match=r"folder must be writable.*stays loadable"),
-        saves.writing(folder),
+        save_folders.writing(folder),
     ):
-        saves.begin(folder, list(PARTS), None)
+        save_folders.begin(folder, list(PARTS), None)

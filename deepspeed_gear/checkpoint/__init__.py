@@ -1,0 +1,1 @@
+"""Position and contents of a replay: save, load, reshard."""
