@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.writer.board import PolicyBoard
     from deepspeed_gear.writer.collect import collect
     from deepspeed_gear.writer.remote.client import RemoteWriter
-    from deepspeed_gear.writer.writer import TrajectoryWriter
+    from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 _HOMES = {
     "Batch": "collection.batch",

@@ -77,8 +77,9 @@ def _open(args: argparse.Namespace) -> Gateway:
         raise ConfigError(
             "gear serve", "needs pyarrow and grpcio", None, "pip install deepspeed_gear[remote]"
         ) from error
+    from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
+
     from ..writer.remote.security import read_token
-    from ..writer.writer import TrajectoryWriter
 
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ConfigError("--tls-cert", "must be given together with --tls-key", None)

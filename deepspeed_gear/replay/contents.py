@@ -19,9 +19,9 @@ from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter
-from deepspeed_gear.writer.late import fill
-from deepspeed_gear.writer.vector import VectorWriter
-from deepspeed_gear.writer.writer import TrajectoryWriter
+from deepspeed_gear.writer.late_columns import fill
+from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
+from deepspeed_gear.writer.vector_writer import VectorWriter
 
 
 class Contents(ProcessBound):

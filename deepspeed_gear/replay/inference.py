@@ -18,10 +18,10 @@ from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.request_slots import Places, RequestSlots
-from deepspeed_gear.store.staging import StagedRows
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.inserter import refuse_read_only
+from deepspeed_gear.writer.staged_rows import StagedRows
 
 _LENGTH = 256
 _MEASURED = ("reward", "terminated", "truncated")  # roles of columns that only a simulator knows

@@ -30,9 +30,9 @@ from deepspeed_gear.store.shared_memory import (
     opened_file,
 )
 from deepspeed_gear.store.slot_sets import is_among
-from deepspeed_gear.store.staging import Staging
 from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.timeouts import check_timeout
+from deepspeed_gear.writer.staged_rows import Staging
 
 FREE, IDLE, RESTING, POSTED, TAKEN, ANSWERED = range(6)
 LOADER = 0  # index of the process that answers

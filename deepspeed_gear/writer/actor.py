@@ -22,7 +22,7 @@ from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.shared_memory import StoreGoneError
 from deepspeed_gear.writer.board import PolicyBoard
-from deepspeed_gear.writer.writer import TrajectoryWriter
+from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 Act = Callable[[Any], Any]  # observations of all environments -> actions, or columns by name
 _LAST = 100  # episodes whose mean return is reported

@@ -15,7 +15,7 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_handle import form_of
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
+from deepspeed_gear.writer.partial_publish import Growing, Part, Publisher, no_publisher
 
 Tell = Callable[[object, np.ndarray], None]
 NOTHING_OPEN = np.empty(0, np.int64)

@@ -15,8 +15,8 @@ from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.request_slots import FREE, IDLE, RESTING, RequestSlots, request_files
 from deepspeed_gear.timeouts import check_timeout
-from deepspeed_gear.writer.publishing import Publisher
-from deepspeed_gear.writer.vector import VectorWriter
+from deepspeed_gear.writer.partial_publish import Publisher
+from deepspeed_gear.writer.vector_writer import VectorWriter
 
 _POLL_S = 0.02
 

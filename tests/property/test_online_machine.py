@@ -26,7 +26,7 @@ from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.row_allocator import FREE_ROWS, NUM_COMMITTED, PENDING, ROWS_HELD
-from deepspeed_gear.writer import late
+from deepspeed_gear.writer import late_columns
 
 SCHEMA = Schema(
     [
@@ -349,13 +349,13 @@ class OnlineMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(missing))
 
         def work(writer: TrajectoryWriter, _: Any) -> None:
-            write = late._write
+            write = late_columns._write
 
             def write_and_die(*arguments: Any) -> None:
                 write(*arguments)
                 die()
 
-            late._write = write_and_die
+            late_columns._write = write_and_die
             writer.fill(key, after=np.full(self.stored[key].steps, -1))
 
         self.in_dying_writer(work, 0)

@@ -25,7 +25,7 @@ from deepspeed_gear.writer.remote.line import Line, Lost, raise_error
 from deepspeed_gear.writer.remote.outbox import Outbox
 from deepspeed_gear.writer.remote.sender import Patience, Sender, Sizes, end_session
 from deepspeed_gear.writer.remote.wire import MOST_MAX_MESSAGE_BYTES, VERSION, trajectory_bytes
-from deepspeed_gear.writer.vector import VectorWriter
+from deepspeed_gear.writer.vector_writer import VectorWriter
 
 LOG = logging.getLogger("deepspeed_gear")
 _MIB = 1 << 20

@@ -22,7 +22,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.writer.remote import wire
 from deepspeed_gear.writer.remote.security import check_plain
 from deepspeed_gear.writer.remote.sessions import MOST_WAITING, Sessions, session_lost
-from deepspeed_gear.writer.writer import TrajectoryWriter
+from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 LOG = logging.getLogger("deepspeed_gear")
 Action = Callable[[Mapping[str, Any], pa.Buffer], dict[str, Any]]

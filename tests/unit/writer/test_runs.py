@@ -19,7 +19,7 @@ from deepspeed_gear.cli.main import main
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import HEADER
-from deepspeed_gear.writer import attach as attach_module
+from deepspeed_gear.writer import attach_writer as attach_module
 from deepspeed_gear.writer.collect import collect
 
 COLUMNS = {

@@ -17,14 +17,14 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.pins import Readers
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.attach import attach
+from deepspeed_gear.writer.attach_writer import attach
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter
-from deepspeed_gear.writer.late import fill
+from deepspeed_gear.writer.late_columns import fill
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
-from deepspeed_gear.writer.publishing import Publisher
+from deepspeed_gear.writer.partial_publish import Publisher
 from deepspeed_gear.writer.simulators import Simulators, attach_places
-from deepspeed_gear.writer.vector import VectorWriter
+from deepspeed_gear.writer.vector_writer import VectorWriter
 
 Grows = TypeVar("Grows", OpenTrajectory, VectorWriter, Simulators)
 _LOOK_S = 0.5  # how often a writer looks whether the run goes on

@@ -16,7 +16,7 @@ from gymnasium.wrappers import Autoreset, TimeLimit
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "online.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "online.md").read_text(encoding="utf-8")
 COLUMNS = {
     "observation": {"dtype": "float32", "shape": [4], "role": "observation", "rows": "T+1"},
     "action": {"dtype": "int64", "role": "action"},

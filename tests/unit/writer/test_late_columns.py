@@ -111,16 +111,16 @@ def test_a_death_while_filling_is_not_seen() -> None:
         number, table = found.add(trajectory(4)), found.tables["main"]
 
         def die() -> None:
-            from deepspeed_gear.writer import late
+            from deepspeed_gear.writer import late_columns
 
-            write = late._write
+            write = late_columns._write
 
             def half(*arguments: Any) -> None:
                 write(*arguments)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            late._write = half
-            late.fill(table, number, {"advantage": np.full(3, 9, np.float32)}, 20.0)
+            late_columns._write = half
+            late_columns.fill(table, number, {"advantage": np.full(3, 9, np.float32)}, 20.0)
 
         assert exit_status(in_child(die)) == -signal.SIGKILL
         assert not found.can_sample()

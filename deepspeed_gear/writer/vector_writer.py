@@ -16,8 +16,8 @@ from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.store.staging import Staging
-from deepspeed_gear.writer.publishing import Growing, Part, Publisher, no_publisher
+from deepspeed_gear.writer.partial_publish import Growing, Part, Publisher, no_publisher
+from deepspeed_gear.writer.staged_rows import Staging
 
 _FIRST_LENGTH = 256
 
