@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
-from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.replay.device import DeviceReplay
 from deepspeed_gear.replay.replay import Replay
 

@@ -16,8 +16,16 @@ from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Collector
 from deepspeed_gear.checkpoint import position
-from deepspeed_gear.collection.device_batch import DeviceBatch
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
+from deepspeed_gear.device import device_checkpoint
+from deepspeed_gear.device.device_batch import DeviceBatch
+from deepspeed_gear.device.device_builder import arrivals_of, betas_of, device_of, ops_of, specs_of, table_of
+from deepspeed_gear.device.device_evaluation import DevicePasses
+from deepspeed_gear.device.device_loader import DeviceFeed
+from deepspeed_gear.device.device_priority_log import reported
+from deepspeed_gear.device.device_sharing import Sharing, join
+from deepspeed_gear.device.replica_agreement import shares_gpus
+from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.errors import (
     ConfigError,
@@ -31,19 +39,11 @@ from deepspeed_gear.ops.constants import (
     RING_STEPS,
     RING_TAIL,
 )
-from deepspeed_gear.parallel.device_peers import shares_gpus
-from deepspeed_gear.replay import device_state
 from deepspeed_gear.replay.clamping import ClampWarning
-from deepspeed_gear.replay.device_feed import DeviceFeed
-from deepspeed_gear.replay.device_parts import arrivals_of, betas_of, device_of, ops_of, specs_of, table_of
-from deepspeed_gear.replay.device_passes import DevicePasses
-from deepspeed_gear.replay.device_reports import reported
-from deepspeed_gear.replay.device_sharing import Sharing, join
 from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.parts import Plan, agree_on, statistics_of_plan
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.selection.on_ring import RingSelection
 from deepspeed_gear.store.process_bound import ProcessBound
 
 
@@ -315,7 +315,7 @@ class DeviceReplay(ProcessBound):
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes, and what updates did. Waits for the device."""
-        return device_state.statistics_of(self.table, self._selection.is_prioritized)
+        return device_checkpoint.statistics_of(self.table, self._selection.is_prioritized)
 
     def take_metrics(self) -> dict[str, float]:
         """Return what goes to DeepSpeed's monitor. Waits for the device."""
@@ -334,7 +334,7 @@ class DeviceReplay(ProcessBound):
         if refused:
             rule = "must be in range: lengths in [0, T], priorities finite and at least 0"
             raise DataError("what was given to the device", rule, f"{refused} that were not")
-        device_state.check_drawn(self.table)
+        device_checkpoint.check_drawn(self.table)
         if self._clamp_warning is not None:
             self._clamp_warning.check()
 
@@ -345,7 +345,7 @@ class DeviceReplay(ProcessBound):
             StoreError: Some micro batches of a global batch were used, and not all.
         """
         self._settle()
-        return device_state.state_of(self._plan, self.table)
+        return device_checkpoint.state_of(self._plan, self.table)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken, in the same tensors: graphs that were captured stay good.
@@ -356,7 +356,7 @@ class DeviceReplay(ProcessBound):
         self._check_open()
         arguments.mapping("state", state, "give what state_dict has returned")
         arguments.tensors("the state's content", state.get("content"))
-        device_state.restore(self._plan, self.table, state)
+        device_checkpoint.restore(self._plan, self.table, state)
         self._go_on()
 
     def save(self, folder: str | Path) -> dict[str, Any]:
@@ -374,7 +374,7 @@ class DeviceReplay(ProcessBound):
         path = arguments.folder("folder", folder)
         self._settle()
         at = os.path.realpath(path)
-        state = device_state.save(self._plan, self.table, Path(at), self._last_saves.get(at))
+        state = device_checkpoint.save(self._plan, self.table, Path(at), self._last_saves.get(at))
         self._last_saves[at] = state
         return state
 
@@ -392,7 +392,7 @@ class DeviceReplay(ProcessBound):
         at = os.path.realpath(arguments.folder("folder", folder))
         if state is not None:
             arguments.mapping("state", state, "give what save has returned")
-        self._last_saves[at] = device_state.load(self._plan, self.table, Path(at), state)
+        self._last_saves[at] = device_checkpoint.load(self._plan, self.table, Path(at), state)
         self._go_on()
 
     def _go_on(self) -> None:
@@ -404,7 +404,7 @@ class DeviceReplay(ProcessBound):
         """Return what `check` logs of this table on the first rank of a node; None: nothing."""
         if not self._selection.is_prioritized or not self.topology.leads_node:
             return None
-        reported, table = device_state.Reported(self.table), self.config.sampled_tables[0]
+        reported, table = device_checkpoint.Reported(self.table), self.config.sampled_tables[0]
         counts = reported.num_clamped, reported.recent
         return ClampWarning(table, self._selection.most_bits, *counts, "since the last check()")
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
-from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.device.device_batch import DeviceBatch
+from deepspeed_gear.device.replica_agreement import DevicePeers
+from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.ops.constants import (
     R_ANCHOR,
     R_GENERATION,
@@ -19,8 +21,6 @@ from deepspeed_gear.ops.constants import (
     RESOLUTION_WORDS,
     SHARD_BITS,
 )
-from deepspeed_gear.parallel.device_peers import DevicePeers
-from deepspeed_gear.selection.on_ring import RingSelection
 
 _TOLD = [R_SLOT, R_GENERATION, R_ANCHOR, R_NUMBER]  # of a record; the bits of the priority lie behind them
 _SLOT_MASK = (1 << SHARD_BITS) - 1

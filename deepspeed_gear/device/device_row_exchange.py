@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.config import NStepConfig
+from deepspeed_gear.device.replica_agreement import DevicePeers
+from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, most_rows
 from deepspeed_gear.distributed.row_exchange.row_reads import RowNeeds, layout_of
 from deepspeed_gear.ops.constants import (
@@ -24,8 +26,6 @@ from deepspeed_gear.ops.constants import (
     S_SLOT,
     SAMPLE_WORDS,
 )
-from deepspeed_gear.parallel.device_peers import DevicePeers
-from deepspeed_gear.store.ring_table import RingTable
 
 STEPS = RESOLUTION_WORDS  # the word of a record that travels behind those of a resolution
 TRAVELLING_WORDS = RESOLUTION_WORDS + 1

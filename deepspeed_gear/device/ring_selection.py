@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
+from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.ops.constants import (
     BY_BATCH,
     BY_TABLE,
@@ -20,7 +21,6 @@ from deepspeed_gear.ops.constants import (
 )
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.store.ring_table import RingTable
 
 _NORMALIZE = {None: NOT_NORMALIZED, "batch": BY_BATCH, "table": BY_TABLE}
 

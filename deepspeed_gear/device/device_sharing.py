@@ -7,17 +7,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from deepspeed_gear.collection.device_batch import DeviceBatch
 from deepspeed_gear.config import PrioritizedSampler
-from deepspeed_gear.parallel.device_cut import DeviceCut
-from deepspeed_gear.parallel.device_feedback import JointReports
-from deepspeed_gear.parallel.device_peers import DevicePeers, inside_replica
-from deepspeed_gear.parallel.device_rows import DeviceRows
-from deepspeed_gear.replay.device_parts import arrivals_of, needs_of_rows
-from deepspeed_gear.replay.device_reports import DeviceReports
+from deepspeed_gear.device.device_batch import DeviceBatch
+from deepspeed_gear.device.device_builder import arrivals_of, needs_of_rows
+from deepspeed_gear.device.device_priority_log import DeviceReports
+from deepspeed_gear.device.device_row_exchange import DeviceRows
+from deepspeed_gear.device.joint_priorities import JointReports
+from deepspeed_gear.device.joint_selection import DeviceCut
+from deepspeed_gear.device.replica_agreement import DevicePeers, inside_replica
+from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.replay.parts import Plan
 from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.selection.on_ring import RingSelection
 
 
 @dataclass(frozen=True)

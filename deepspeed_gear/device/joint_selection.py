@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepspeed_gear.device.device_row_exchange import STEPS, Come, DeviceRows, Sent
+from deepspeed_gear.device.replica_agreement import DevicePeers
+from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.node_messages import MOST
 from deepspeed_gear.errors import GearError, PeerError, StoreError
 from deepspeed_gear.ops import Ops
@@ -30,11 +33,8 @@ from deepspeed_gear.ops.constants import (
     RING_TOTAL,
     SHARD_BITS,
 )
-from deepspeed_gear.parallel.device_peers import DevicePeers
-from deepspeed_gear.parallel.device_rows import STEPS, Come, DeviceRows, Sent
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.sampling.stream_kinds import stratify_
-from deepspeed_gear.selection.on_ring import RingSelection
 
 _TOTAL, _ITEMS, _LEAST, _HIGHEST, _BATCH = range(5)  # of the record of a replica; samples so far behind
 _MOST_TOTAL_BITS = 62

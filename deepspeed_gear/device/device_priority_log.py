@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
-from deepspeed_gear.collection.device_batch import DeviceBatch
 from deepspeed_gear.config import PrioritizedSampler
+from deepspeed_gear.device.device_batch import DeviceBatch
+from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.device_collectives import Transport
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS
 from deepspeed_gear.replay.feedback import float32_on_device, mask_of, reduce_steps
-from deepspeed_gear.selection.on_ring import RingSelection
 
 
 class DeviceReports:

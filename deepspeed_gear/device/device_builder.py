@@ -10,17 +10,17 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.config.schedules import end_of
 from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.device.device_row_exchange import Arrivals
+from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.row_exchange.exchange_plan import row_needs
 from deepspeed_gear.distributed.row_exchange.row_reads import RowNeeds
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
-from deepspeed_gear.parallel.device_rows import Arrivals
 from deepspeed_gear.replay import setup
 from deepspeed_gear.replay.parts import Plan
 from deepspeed_gear.replay.samplers import stream_specs
 from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.store.ring_table import RingTable
 
 
 def masses_of(plan: Plan, spec: StreamSpec) -> np.ndarray:

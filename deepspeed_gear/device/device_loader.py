@@ -8,11 +8,11 @@ from torch import Tensor
 from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Collector, note_overwritten
-from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.device.device_batch import DeviceBatch
+from deepspeed_gear.device.device_sharing import Draws, Reports, Sharing
+from deepspeed_gear.device.joint_selection import DeviceCut
+from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS, RING_TOTAL
-from deepspeed_gear.parallel.device_cut import DeviceCut
-from deepspeed_gear.replay.device_sharing import Draws, Reports, Sharing
-from deepspeed_gear.selection.on_ring import RingSelection
 
 
 class DeviceFeed:

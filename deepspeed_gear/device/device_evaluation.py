@@ -10,14 +10,14 @@ from torch import Tensor
 from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Collector
-from deepspeed_gear.collection.device_batch import DeviceBatch
+from deepspeed_gear.device.device_batch import DeviceBatch
+from deepspeed_gear.device.device_builder import masses_of
+from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS, tree_size
-from deepspeed_gear.replay.device_parts import masses_of
 from deepspeed_gear.replay.parts import Plan
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.store.ring_table import RingTable
 
 _RING = 2  # batches of a pass whose tensors are used in turn
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import CheckpointError, DataError
 from deepspeed_gear.ops.constants import (
     APPLIED,
@@ -24,7 +25,6 @@ from deepspeed_gear.ops.constants import (
     STALE,
 )
 from deepspeed_gear.replay.parts import Plan
-from deepspeed_gear.store.ring_table import RingTable
 
 FORMAT = 2
 CONTENT = "content.pt"

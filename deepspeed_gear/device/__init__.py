@@ -1,0 +1,1 @@
+"""A table in a GPU's memory, private to a rank."""
