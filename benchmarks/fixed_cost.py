@@ -23,8 +23,8 @@ from support.report import Disturbance, document, print_table, write_json
 from support.workloads import workload
 
 from deepspeed_gear.batching.gather import Collector
-from deepspeed_gear.replay.feed import Feed
-from deepspeed_gear.replay.maker import BatchMaker
+from deepspeed_gear.replay.batch_assembler import BatchMaker
+from deepspeed_gear.replay.batch_loader import Feed
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection_readers import Peers
 from deepspeed_gear.sampling.sum_tree import Masses

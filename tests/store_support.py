@@ -87,10 +87,10 @@ class StoreScene:
 
     def add(self, num_steps: int) -> int:
         """Add the next trajectory; its number is its id while nothing else adds."""
-        from deepspeed_gear.replay import content
+        from deepspeed_gear.replay import table_edits
 
         self.count += 1
-        return content.add(self.table, self.streams, trajectory(self.count - 1, num_steps), None)
+        return table_edits.add(self.table, self.streams, trajectory(self.count - 1, num_steps), None)
 
     def close(self) -> None:
         """Remove the store."""

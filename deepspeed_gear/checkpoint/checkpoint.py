@@ -10,9 +10,9 @@ from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.checkpoint import position, save_folders, table_files
 from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.table_loading import Loading
-from deepspeed_gear.replay.feed import Feed
-from deepspeed_gear.replay.over_nodes import share_out
-from deepspeed_gear.replay.parts import Parts
+from deepspeed_gear.replay.batch_loader import Feed
+from deepspeed_gear.replay.builder import Parts
+from deepspeed_gear.replay.node_setup import share_out
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 

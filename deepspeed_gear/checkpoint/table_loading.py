@@ -15,7 +15,7 @@ from deepspeed_gear.checkpoint.table_files import SavedTable
 from deepspeed_gear.distributed.sharded.sharded_selector import NodeSelector
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_ID, R_SLOT, UNKNOWN
-from deepspeed_gear.replay.parts import Parts
+from deepspeed_gear.replay.builder import Parts
 from deepspeed_gear.sampling import stream_state
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import COUNT, KEY, SAMPLES

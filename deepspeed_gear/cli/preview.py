@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed_gear.replay.preview import Preview
+    from deepspeed_gear.replay.rank_preview import Preview
 
 _AXES = {"dp": "data", "tp": "tensor", "pp": "pipe", "sp": "sequence"}
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         DataError: A data set is missing or broken.
     """
     from deepspeed_gear.config import batch_sizes, parse
-    from deepspeed_gear.replay.preview import preview
+    from deepspeed_gear.replay.rank_preview import preview
 
     whole = _load(Path(args.config))
     config = parse(whole.get("gear", whole))

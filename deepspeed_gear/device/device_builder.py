@@ -17,9 +17,9 @@ from deepspeed_gear.distributed.row_exchange.row_reads import RowNeeds
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
-from deepspeed_gear.replay import setup
-from deepspeed_gear.replay.parts import Plan
-from deepspeed_gear.replay.samplers import stream_specs
+from deepspeed_gear.replay import config_resolution
+from deepspeed_gear.replay.builder import Plan
+from deepspeed_gear.replay.stream_specs import stream_specs
 from deepspeed_gear.sampling.selection import StreamSpec
 
 
@@ -36,7 +36,7 @@ def masses_of(plan: Plan, spec: StreamSpec) -> np.ndarray:
 def specs_of(plan: Plan, name: str) -> dict[str, StreamSpec]:
     """Return the training stream, and one for each split of a data set."""
     dataset = plan.datasets.get(name)
-    num_items = setup.num_items_of(plan.config, name, plan.schemas[name], dataset)
+    num_items = config_resolution.num_items_of(plan.config, name, plan.schemas[name], dataset)
     specs = stream_specs(
         plan.config, name, plan.fields, plan.splits[name], plan.info, dataset, None, num_items
     )
@@ -115,7 +115,7 @@ def table_of(
     dataset = plan.datasets.get(name)
     if dataset is None:
         schema = plan.schemas[name]
-        steps, slots = setup.capacity_of(name, options, schema, parts)
+        steps, slots = config_resolution.capacity_of(name, options, schema, parts)
         assert options.max_length is not None
         if options.capacity_trajectories is None:
             slots = max(slots, -(-steps // options.max_length))

@@ -24,7 +24,7 @@ from deepspeed_gear.ops.constants import (
     RING_TAIL,
     STALE,
 )
-from deepspeed_gear.replay.parts import Plan
+from deepspeed_gear.replay.builder import Plan
 
 FORMAT = 2
 CONTENT = "content.pt"

@@ -15,7 +15,7 @@ from deepspeed_gear.device.device_builder import masses_of
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS, tree_size
-from deepspeed_gear.replay.parts import Plan
+from deepspeed_gear.replay.builder import Plan
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.selection import StreamSpec
 

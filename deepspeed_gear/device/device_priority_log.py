@@ -12,7 +12,7 @@ from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.device_collectives import Transport
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS
-from deepspeed_gear.replay.feedback import float32_on_device, mask_of, reduce_steps
+from deepspeed_gear.replay.priority_updates import float32_on_device, mask_of, reduce_steps
 
 
 class DeviceReports:

@@ -16,7 +16,7 @@ from deepspeed_gear.device.joint_priorities import JointReports
 from deepspeed_gear.device.joint_selection import DeviceCut
 from deepspeed_gear.device.replica_agreement import DevicePeers, inside_replica
 from deepspeed_gear.device.ring_selection import RingSelection
-from deepspeed_gear.replay.parts import Plan
+from deepspeed_gear.replay.builder import Plan
 from deepspeed_gear.sampling.selection import StreamSpec
 
 

@@ -20,17 +20,17 @@ from deepspeed_gear.checkpoint import checkpoint
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.distributed.topology import Place
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
-from deepspeed_gear.replay import feedback, statistics
-from deepspeed_gear.replay.clamping import warnings_of
-from deepspeed_gear.replay.contents import Contents
-from deepspeed_gear.replay.feed import Feed
+from deepspeed_gear.replay import priority_updates, replay_statistics
+from deepspeed_gear.replay.async_priority_updates import LateReports
+from deepspeed_gear.replay.batch_assembler import Transform
+from deepspeed_gear.replay.batch_loader import Feed
+from deepspeed_gear.replay.builder import agree_on, build, refuse_device, release
+from deepspeed_gear.replay.can_sample import Questions
+from deepspeed_gear.replay.clamp_warnings import warnings_of
+from deepspeed_gear.replay.evaluation import Passes
 from deepspeed_gear.replay.inference import InferenceLoader
-from deepspeed_gear.replay.late_reports import LateReports
-from deepspeed_gear.replay.maker import Transform
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.parts import agree_on, build, refuse_device, release
-from deepspeed_gear.replay.passes import Passes
-from deepspeed_gear.replay.questions import Questions
+from deepspeed_gear.replay.tables import Contents
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.schema import Schema
@@ -254,7 +254,7 @@ class Replay(Contents):
         masses = self._all_priorities
         if not self._place.reports:
             return
-        priorities, mask = feedback.as_given(batch, priorities, mask)
+        priorities, mask = priority_updates.as_given(batch, priorities, mask)
         if priorities.dim() == 2 and self._place.sequence_world > 1:
             rule = "must have shape [B] where ranks share the time axis"
             raise ShapeError(
@@ -262,7 +262,7 @@ class Replay(Contents):
             )
         assert batch is not None  # as_given has looked
         self._late.check()
-        feedback.report(masses, self.config.item_sampler, batch, priorities, mask, self._late)
+        priority_updates.report(masses, self.config.item_sampler, batch, priorities, mask, self._late)
 
     def set_priorities(
         self,
@@ -286,12 +286,12 @@ class Replay(Contents):
         self._check_open()
         self._late.drain()
         report = self._place.reports
-        return feedback.report_by_id(self._priorities(table), ids, priorities, steps, report)
+        return priority_updates.report_by_id(self._priorities(table), ids, priorities, steps, report)
 
     def priorities(self, ids: Ids, steps: Ids | None = None, table: str | None = None) -> torch.Tensor:
         """Return the priorities that the latest cut has drawn with, 0 for what is gone. [n], float32."""
         self._check_open()
-        return feedback.priorities_of(self._priorities(table), ids, steps)
+        return priority_updates.priorities_of(self._priorities(table), ids, steps)
 
     @cached_property
     def _all_priorities(self) -> list[PriorityMasses]:
@@ -401,7 +401,7 @@ class Replay(Contents):
         taken = self.metrics.take(self._maker.counters)
         if any(stream.is_gated for stream in self._train):
             taken["rate_wait_s"] = sum(stream.gate_wait.total_s for stream in self._train)
-        return {**taken, **self._parts.links.take_metrics(), **statistics.of_last_batch(self._train)}
+        return {**taken, **self._parts.links.take_metrics(), **replay_statistics.of_last_batch(self._train)}
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes of the store, how the training stream draws, and times since the last call.
@@ -410,12 +410,12 @@ class Replay(Contents):
         """
         self._check_open()
         return {
-            **statistics.of_store(self._sampled),
+            **replay_statistics.of_store(self._sampled),
             "batches": self.metrics.num_batches,
             "digest": self.metrics.digest,
-            **statistics.of_priorities(self._train),
+            **replay_statistics.of_priorities(self._train),
             **self.take_metrics(),
-            **statistics.of_selection(self._train),
+            **replay_statistics.of_selection(self._train),
             **self._maker.describe(),
         }
 

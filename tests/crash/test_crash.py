@@ -21,7 +21,7 @@ from store_support import StoreScene, check_whole, every_death, priority_rule, s
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
-from deepspeed_gear.replay import content
+from deepspeed_gear.replay import table_edits
 from deepspeed_gear.store.eviction import Room
 from deepspeed_gear.store.pins import Readers
 from deepspeed_gear.store.retention import Life
@@ -49,7 +49,7 @@ def test_death_while_adding(backend: str, stride: int) -> None:
         return StoreScene(backend, [stream_spec(batch=6)], LENGTHS, num_slots=7)
 
     def act(table: Any, streams: Any) -> None:
-        content.add(table, streams, trajectory(5, 6), None)
+        table_edits.add(table, streams, trajectory(5, 6), None)
 
     for scene in every_death(make, act, stride):
         check_whole(scene.table, scene.streams)
@@ -70,7 +70,7 @@ def test_death_while_removing(backend: str, stride: int) -> None:
         return StoreScene(backend, [stream_spec(batch=6)], LENGTHS, num_slots=5)
 
     def act(table: Any, streams: Any) -> None:
-        content.remove(table, [1, 3])
+        table_edits.remove(table, [1, 3])
 
     for scene in every_death(make, act, stride):
         check_whole(scene.table, scene.streams)
@@ -90,7 +90,7 @@ def test_death_while_cutting(backend: str, stride: int, kind: str) -> None:
         scene = StoreScene(backend, [stream_spec(kind, "step", 10)], LENGTHS)  # 15 steps
         sampled(scene.streams[0], 0)
         scene.add(3)
-        content.remove(scene.table, [0, 4])
+        table_edits.remove(scene.table, [0, 4])
         return scene
 
     def act(table: Any, streams: Any) -> None:
@@ -113,7 +113,7 @@ def test_death_inside_an_op(op: str, backend: str) -> None:
     stream = scene.streams[0]
     before = sampled(stream, 0)
     scene.add(3)
-    content.remove(scene.table, [0, 4])
+    table_edits.remove(scene.table, [0, 4])
 
     def die() -> None:
         _, (other,) = scene.attach(1)
@@ -150,9 +150,9 @@ def test_random_deaths(backend: str, kind: str) -> None:
         mine, number = random.Random(seed), 0
         while True:
             with contextlib.suppress(StoreFullError):
-                number = content.add(table, streams, trajectory(number, mine.randint(1, 9)), None)
+                number = table_edits.add(table, streams, trajectory(number, mine.randint(1, 9)), None)
             if mine.random() < 0.8:
-                content.remove(table, [mine.randint(max(0, number - 12), number)])
+                table_edits.remove(table, [mine.randint(max(0, number - 12), number)])
             for _ in range(3):
                 key = int(streams[0].position[0])
                 streams[0].consume(key - 1)  # it always wants the newest
@@ -173,7 +173,7 @@ def test_random_deaths(backend: str, kind: str) -> None:
         kill(child)
     check_whole(scene.table, scene.streams)
     assert stream.position[0] > DEATHS
-    content.clear(scene.table, scene.streams)
+    table_edits.clear(scene.table, scene.streams)
     check_whole(scene.table, scene.streams)
     scene.add(80)
     assert {found[0] for found in sampled(stream, int(stream.position[0]))} == {
@@ -221,7 +221,7 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
         for number, first, steps in scene.table.slots[:5, [ID, FIRST_ROW, NUM_STEPS]].tolist():
             stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
         stream.masses.recover()
-        content.remove(scene.table, [1, 3])
+        table_edits.remove(scene.table, [1, 3])
         Room(scene.table, Readers(scene.table), 5.0).free_retired()
         return scene
 

@@ -23,7 +23,7 @@ from store_support import StoreScene, check_whole, every_death, priority_rule, s
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import BY_ID, tree_levels
-from deepspeed_gear.replay import content
+from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.priority_log import HEAD, TAIL
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION
 
@@ -71,7 +71,7 @@ def contradicted(backend: str, unit: str) -> StoreScene:
     report(other, [(2, 0)], [6])
     table.close()
     scene.add(3)
-    content.remove(scene.table, [1, 4])
+    table_edits.remove(scene.table, [1, 4])
     stream.masses.ask(FOREVER)
     return scene
 
@@ -195,8 +195,8 @@ def test_random_deaths(backend: str, unit: str) -> None:
             count += 1
             if random_.random() < 0.3:
                 with contextlib.suppress(StoreFullError):
-                    number = content.add(table, [mine], trajectory(number, random_.randint(1, 9)), None)
-                content.remove(table, [random_.randint(max(peers + 1, number - 9), number + 1)])
+                    number = table_edits.add(table, [mine], trajectory(number, random_.randint(1, 9)), None)
+                table_edits.remove(table, [random_.randint(max(peers + 1, number - 9), number + 1)])
 
     def value(peer: int) -> float:
         with scene.table.lock:

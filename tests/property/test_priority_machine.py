@@ -15,7 +15,7 @@ from store_support import StoreScene, check_whole, priority_rule, stream_spec
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import BY_ID, FOR_COORDINATE, MOST_MASS_BITS, ONE_Q62
-from deepspeed_gear.replay import content
+from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, GENERATION, ID, STATE
 
@@ -84,7 +84,7 @@ class PriorityMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 12), peer=st.integers(0, NUM_PEERS - 1))
     def add(self, steps: int, peer: int = 0) -> None:
         try:
-            number = content.add(
+            number = table_edits.add(
                 self.tables[peer], [self.streams[peer]], trajectory(self.scene.count, steps), None
             )
         except StoreFullError:
@@ -96,7 +96,7 @@ class PriorityMachine(RuleBasedStateMachine):
     @rule(data=st.data(), peer=st.integers(0, NUM_PEERS - 1))
     def remove(self, data: st.DataObject, peer: int) -> None:
         gone = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
-        assert content.remove(self.tables[peer], gone) == len(gone)
+        assert table_edits.remove(self.tables[peer], gone) == len(gone)
         for number in gone:
             del self.stored[number]
 

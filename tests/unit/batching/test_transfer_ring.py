@@ -15,7 +15,7 @@ from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Event, Host
 from deepspeed_gear.batching.transfer.device_gather import PINNED, Carriage, PlacedCollector, Reach
 from deepspeed_gear.batching.transfer.methods import DIRECT, STAGED
 from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
-from deepspeed_gear.replay import placing
+from deepspeed_gear.replay import device_transfer
 
 KEEP, DEPTH = 2, 5
 
@@ -111,7 +111,7 @@ def test_an_entry_that_is_used_again_is_not_freed_for_its_older_batch(replay: Re
 def test_a_ring_is_deep_enough(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """No batch waits for more of its user's work than it must."""
     lane = Recorded()
-    monkeypatch.setattr(placing, "lane_of", lambda device: lane)
+    monkeypatch.setattr(device_transfer, "lane_of", lambda device: lane)
     section = config_of(fields={"code": {}}, batch_size=6, collect={"way": DIRECT}, **options)
     with Replay(section, schemas={"main": SCHEMA}) as replay:
         replay.add(trajectory(3, 9))

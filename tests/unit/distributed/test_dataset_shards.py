@@ -17,7 +17,7 @@ from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.distributed.control_plane import Exchange
 from deepspeed_gear.distributed.dataset_shards import non_empty, shard_of_node
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.replay import setup
+from deepspeed_gear.replay import config_resolution
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import Shard
 
@@ -124,11 +124,13 @@ def test_a_shard_has_the_sizes_of_its_trajectories(data: Path, tmp_path: Path, l
     parts = write_parts(whole, tmp_path / "out", np.array([0, 1, 4, 6]))
     for dataset in (whole, parts[1]):
         shards, arrivals = {"main": Shard(1, 3, 1, 4)}, {"main": (20, 3)}
-        [spec] = setup.table_specs(config, {"main": SCHEMA}, {"main": dataset}, [], 2, shards, arrivals)
+        [spec] = config_resolution.table_specs(
+            config, {"main": SCHEMA}, {"main": dataset}, [], 2, shards, arrivals
+        )
         assert (spec.num_slots, spec.num_rows) == (3, 10 + 3)
         assert (spec.shard, spec.arrival_rows, spec.arrival_slots) == (shards["main"], 20, 3)
         assert (spec.in_memory, spec.dataset, spec.first_id) == (load == "memory", dataset, 1)
-    [spec] = setup.table_specs(config, {"main": SCHEMA}, {"main": whole}, [], 2)
+    [spec] = config_resolution.table_specs(config, {"main": SCHEMA}, {"main": whole}, [], 2)
     assert (spec.num_slots, spec.num_rows, spec.shard, spec.has_arrivals) == (6, 28, None, False)
 
 
@@ -141,12 +143,12 @@ def test_a_part_holds_no_other_shard(data: Path, tmp_path: Path, shard: Shard | 
     with pytest.raises(
         DataError, match=r"table main: .*part-1 must hold the trajectories .*, got 'part 1 of 3"
     ):
-        setup.table_specs(config, {"main": SCHEMA}, {"main": mine}, [], 2, shards)
+        config_resolution.table_specs(config, {"main": SCHEMA}, {"main": mine}, [], 2, shards)
 
 
 def test_one_part_of_one_is_everything(data: Path, tmp_path: Path) -> None:
     [mine] = write_parts(Dataset.open(data), tmp_path / "out", np.array([0, 6]))
-    [spec] = setup.table_specs(parse(config_of(data)), {"main": SCHEMA}, {"main": mine}, [], 2)
+    [spec] = config_resolution.table_specs(parse(config_of(data)), {"main": SCHEMA}, {"main": mine}, [], 2)
     assert (spec.num_slots, spec.num_rows, spec.first_id) == (6, 28, 0)
 
 
@@ -172,7 +174,7 @@ def test_a_capacity_is_that_of_all_nodes(
     config, schema = parse(config_of(tables={"main": options})), form(SCHEMA)
     for index in range(count):
         shards = {"main": Shard(index, count)}
-        [spec] = setup.table_specs(config, {"main": schema}, {}, [], 2, shards)
+        [spec] = config_resolution.table_specs(config, {"main": schema}, {}, [], 2, shards)
         assert (spec.num_slots, spec.shard) == (slots, shards["main"])
         assert spec.num_rows == steps + (slots if schema.has_final_row else 0)
 
@@ -181,7 +183,7 @@ def test_the_longest_trajectory_must_fit_into_a_shard() -> None:
     config = parse(config_of(tables={"main": {"capacity_steps": 100, "max_length": 35}}))
     text = r"gear.tables.main.max_length must be at most 34, what each of 3 shards holds .* \(100\), got 35"
     with pytest.raises(ConfigError, match=text):
-        setup.table_specs(config, {"main": SCHEMA}, {}, [], 2, {"main": Shard(1, 3)})
+        config_resolution.table_specs(config, {"main": SCHEMA}, {}, [], 2, {"main": Shard(1, 3)})
 
 
 # ---- comparing what ranks have -------------------------------------------------------------------
@@ -203,8 +205,8 @@ def test_ranks_may_have_parts_of_one_whole(data: Path, tmp_path: Path) -> None:
     parts = write_parts(whole, tmp_path / "out", np.array([0, 1, 4, 6]))
     for mine in (whole, parts[0]):
         for other in (whole, parts[0], parts[2]):
-            found = setup.open_data(Others(other), parse(config_of(mine.path)))
+            found = config_resolution.open_data(Others(other), parse(config_of(mine.path)))
             assert found["main"].fingerprint == mine.fingerprint
     other = Dataset.open(write_dataset(tmp_path / "other", [1, 2]))
     with pytest.raises(DataError, match="must be the same data set on all ranks"):
-        setup.open_data(Others(other), parse(config_of(parts[0].path)))
+        config_resolution.open_data(Others(other), parse(config_of(parts[0].path)))

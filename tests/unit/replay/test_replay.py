@@ -18,7 +18,7 @@ from replay_support import FIELDS, LENGTHS, offline, online, same, split, take
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
-from deepspeed_gear.replay.parts import Parts
+from deepspeed_gear.replay.builder import Parts
 
 # ---- configs -------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from scipy import stats
 from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import PeerError, StoreError
-from deepspeed_gear.replay import content
+from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import PASS_SHIFT, Cut
@@ -120,7 +120,7 @@ def test_changes_take_effect_at_the_next_cut(scenes: Any) -> None:
     stream = scene.streams[0]
     assert set(draws(stream, 0, 1)[:, 0]) == {0, 1}
     scene.add(5)
-    content.remove(scene.table, [0])
+    table_edits.remove(scene.table, [0])
     assert set(draws(stream, 1, 1)[:, 0]) == {1, 2}
     check_whole(scene.table, scene.streams)
 
@@ -128,7 +128,7 @@ def test_changes_take_effect_at_the_next_cut(scenes: Any) -> None:
 def test_added_and_removed_between_two_cuts(scenes: Any) -> None:
     scene = scenes(stream_spec(batch=500), lengths=[3])
     for _ in range(100):  # more changes than slots
-        content.remove(scene.table, [scene.add(2)])
+        table_edits.remove(scene.table, [scene.add(2)])
     assert set(draws(scene.streams[0], 0, 1)[:, 0]) == {0}
     check_whole(scene.table, scene.streams)
 
@@ -194,7 +194,7 @@ def test_an_epoch_is_frozen_while_items_go(scenes: Any) -> None:
     scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6], num_slots=3)
     stream = scene.streams[0]
     first = epochs_of(stream, 0, 1)
-    content.remove(scene.table, [0])
+    table_edits.remove(scene.table, [0])
     scene.add(1)
     with pytest.raises(StoreError, match="must have a free slot of 3"):
         scene.add(1)  # the removed one is still to be visited
@@ -209,7 +209,7 @@ def test_rows_are_free_at_the_end_of_an_epoch(scenes: Any) -> None:
     """Exactly at the end nothing of the epoch is left to visit, so its removed items are free."""
     scene = scenes(stream_spec("epoch", "step", 3), lengths=[3], num_slots=1)
     epochs_of(scene.streams[0], 0, 1)
-    content.remove(scene.table, [0])
+    table_edits.remove(scene.table, [0])
     assert scene.add(2) == 1
     assert sorted(epochs_of(scene.streams[0], 1, 1)[1]) == [(1, 0), (1, 1)]
 
@@ -219,7 +219,7 @@ def test_an_epoch_that_ends_in_an_empty_table(scenes: Any) -> None:
     scene = scenes(stream_spec("epoch", "step", 4), lengths=[1] * 6, num_slots=6)
     stream = scene.streams[0]
     first = epochs_of(stream, 0, 1)[0]
-    content.remove(scene.table, list(range(6)))
+    table_edits.remove(scene.table, list(range(6)))
     for _ in range(2):
         with pytest.raises(StoreError, match="must hold at least one item"):
             stream.take(1)
@@ -237,7 +237,7 @@ def test_an_epoch_that_ends_in_an_empty_table(scenes: Any) -> None:
 def test_clearing_ends_an_epoch(scenes: Any) -> None:
     scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6])
     epochs_of(scene.streams[0], 0, 1)
-    content.clear(scene.table, scene.streams)
+    table_edits.clear(scene.table, scene.streams)
     scene.add(2)
     found = epochs_of(scene.streams[0], 1, 2)
     assert sorted(found) == [1, 2, 3, 4]
@@ -380,7 +380,7 @@ def test_what_a_peer_still_reads_is_not_freed(scenes: Any) -> None:
     table, (other,) = scene.attach(1)
     cut = other.take(0)
     draws(scene.streams[0], 0, 1)
-    content.remove(scene.table, [0])
+    table_edits.remove(scene.table, [0])
     with pytest.raises(StoreError, match="must have a free slot"):
         scene.add(3)
     assert set(cut.resolutions[:, 0].tolist()) == {0}

@@ -14,7 +14,7 @@ from process_support import exit_status, in_child
 from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.replay import content
+from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import AHEAD, KEY, NOTHING
 
@@ -69,9 +69,9 @@ def test_a_change_forgets_what_was_drawn(pair: Any, what: str) -> None:
         if what == "add":
             scene.add(500)
         elif what == "remove":
-            content.remove(scene.table, [7])
+            table_edits.remove(scene.table, [7])
         else:
-            content.clear(scene.table, scene.streams)
+            table_edits.clear(scene.table, scene.streams)
             scene.add(3)
 
     scene, first, second = pair

@@ -13,7 +13,7 @@ from process_support import in_child, kill
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import NotReadyError, StoreFullError
-from deepspeed_gear.replay import content
+from deepspeed_gear.replay import table_edits
 from deepspeed_gear.store.pins import Readers
 from deepspeed_gear.store.retention import Life, Rate
 from deepspeed_gear.store.row_allocator import OPEN, RECOVERIES
@@ -304,7 +304,7 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_
             except StoreFullError:
                 found.append(-1)
             if number % 7 == 0:
-                content.remove(scene.table, [number])
+                table_edits.remove(scene.table, [number])
         assert found[0] == found[1]
         check_rows(scenes[0])
     assert (ways[0].room.mover.rows_copied > 0) == (spare_rows > 0)

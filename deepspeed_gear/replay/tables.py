@@ -11,9 +11,9 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
-from deepspeed_gear.replay import content, versions
+from deepspeed_gear.replay import policy_version, table_edits
+from deepspeed_gear.replay.builder import Parts
 from deepspeed_gear.replay.inference import InferenceLoader, open_loader
-from deepspeed_gear.replay.parts import Parts
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
@@ -75,7 +75,7 @@ class Contents(ProcessBound):
         """
         self._check_open()
         version = arguments.count("version", version, least=0)
-        versions.set_version(self._table(table), version, self.config.timeout_s, self._parts.check)
+        policy_version.set_version(self._table(table), version, self.config.timeout_s, self._parts.check)
 
     def fill(self, number: int, table: str | None = None, **columns: Any) -> None:
         """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
@@ -161,7 +161,7 @@ class Contents(ProcessBound):
         name = target.spec.name
         if name not in self._inserters:
             options = self.config.resolved_tables[name]
-            self._inserters[name] = content.inserter_of(
+            self._inserters[name] = table_edits.inserter_of(
                 target, self._streams_of(target), options.max_length, self.config.timeout_s, self._parts.check
             )
         return self._inserters[name]
@@ -178,7 +178,7 @@ class Contents(ProcessBound):
             StoreError: An id is not stored, or its rows were freed.
         """
         self._check_open()
-        return content.read(self._table(table), ids)
+        return table_edits.read(self._table(table), ids)
 
     def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
         """Remove trajectories from the next cut on; ids that are not stored are ignored.
@@ -190,7 +190,7 @@ class Contents(ProcessBound):
         """
         self._check_open()
         target = self._table(table)
-        return content.remove(target, ids)
+        return table_edits.remove(target, ids)
 
     def clear(self, table: str | None = None) -> None:
         """Remove everything from a table; an epoch that is under way ends.
@@ -200,7 +200,7 @@ class Contents(ProcessBound):
         """
         self._check_open()
         target = self._table(table)
-        content.clear(target, self._streams_of(target))
+        table_edits.clear(target, self._streams_of(target))
 
     def _table(self, name: str | None) -> Table:
         self._check_open()

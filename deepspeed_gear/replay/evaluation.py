@@ -8,7 +8,7 @@ from itertools import chain
 from deepspeed_gear.batching.batch import Batch, Lent
 from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.replay.parts import Parts
+from deepspeed_gear.replay.builder import Parts
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import EPOCH_SIZE, PASS_SHIFT
 

@@ -7,9 +7,9 @@ import time
 import numpy as np
 
 from deepspeed_gear.errors import PeerError
-from deepspeed_gear.replay.feed import Feed
-from deepspeed_gear.replay.over_nodes import meet
-from deepspeed_gear.replay.parts import Parts
+from deepspeed_gear.replay.batch_loader import Feed
+from deepspeed_gear.replay.builder import Parts
+from deepspeed_gear.replay.node_setup import meet
 from deepspeed_gear.sampling.batch_stream import Stream
 
 _POLL_S = 100e-6

@@ -15,7 +15,7 @@ from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import DataError, ShapeError
 from deepspeed_gear.ops.constants import ANY_SLOT, BY_ID, R_ID, SHARD_BITS
-from deepspeed_gear.replay.late_reports import LateReports, Part
+from deepspeed_gear.replay.async_priority_updates import LateReports, Part
 from deepspeed_gear.sampling.priority_log import check_priorities
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.store.table import FIRST_ROW

@@ -21,7 +21,7 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.distributed.control_plane import Exchange
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.replay.life import life_of
+from deepspeed_gear.replay.retention_options import life_of
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.retention import Life
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for

@@ -19,7 +19,7 @@ from deepspeed_gear.config import GearConfig
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, Status
 from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.constants import R_ANCHOR, R_ID
-from deepspeed_gear.replay.maker import BatchMaker
+from deepspeed_gear.replay.batch_assembler import BatchMaker
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.mixture import Mixture

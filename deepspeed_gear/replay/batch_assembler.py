@@ -20,7 +20,7 @@ from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.read_needs import Needs
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import R_MASS, R_NUMBER, R_SLOT
-from deepspeed_gear.replay.placing import Placing, is_wanted
+from deepspeed_gear.replay.device_transfer import Placing, is_wanted
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
 

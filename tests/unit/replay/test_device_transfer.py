@@ -22,7 +22,7 @@ from deepspeed_gear.batching.transfer.cuda_streams import Event, HostEvent, Host
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, WAYS, ways_of
 from deepspeed_gear.config import ResolvedField, parse
 from deepspeed_gear.errors import ConfigError, StoreFullError
-from deepspeed_gear.replay import placing
+from deepspeed_gear.replay import device_transfer
 
 WINDOW = {"offset": -2, "length": 5}
 FIELDS = {
@@ -71,7 +71,7 @@ class LateLane(HostLane):
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
     lane = LateLane()
-    monkeypatch.setattr(placing, "lane_of", lambda device: lane)
+    monkeypatch.setattr(device_transfer, "lane_of", lambda device: lane)
     yield lane
     lane.end()
 
@@ -196,7 +196,7 @@ def test_what_is_measured_is_told() -> None:
 
 def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device where no way is named."""
-    monkeypatch.setattr("deepspeed_gear.replay.maker.is_wanted", lambda config, device: True)
+    monkeypatch.setattr("deepspeed_gear.replay.batch_assembler.is_wanted", lambda config, device: True)
     large = {**FIELDS, "return_to_go": {"length": 5000}}  # 20 kB, for the copy engine
     for calibrate, fields in ((False, FIELDS), (True, large), (True, FIELDS)):
         options = {"collect": {"calibrate": calibrate}, "n_step": {"n": 1, "gamma": 1.0}, "fields": fields}

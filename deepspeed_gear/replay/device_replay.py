@@ -39,9 +39,9 @@ from deepspeed_gear.ops.constants import (
     RING_STEPS,
     RING_TAIL,
 )
-from deepspeed_gear.replay.clamping import ClampWarning
-from deepspeed_gear.replay.maker import Transform
-from deepspeed_gear.replay.parts import Plan, agree_on, statistics_of_plan
+from deepspeed_gear.replay.batch_assembler import Transform
+from deepspeed_gear.replay.builder import Plan, agree_on, statistics_of_plan
+from deepspeed_gear.replay.clamp_warnings import ClampWarning
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound

@@ -25,10 +25,11 @@ from deepspeed_gear.distributed.shard_placement import Placement, place_tables
 from deepspeed_gear.distributed.topology import Place, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.replay import setup
-from deepspeed_gear.replay.late_reports import LateReports
-from deepspeed_gear.replay.maker import BatchMaker
-from deepspeed_gear.replay.over_nodes import (
+from deepspeed_gear.replay import config_resolution
+from deepspeed_gear.replay.async_priority_updates import LateReports
+from deepspeed_gear.replay.attach_stores import attach_tables
+from deepspeed_gear.replay.batch_assembler import BatchMaker
+from deepspeed_gear.replay.node_setup import (
     Links,
     arrivals_by_table,
     connect,
@@ -36,8 +37,7 @@ from deepspeed_gear.replay.over_nodes import (
     status_of,
     watch_over,
 )
-from deepspeed_gear.replay.samplers import mixture_of, stream_specs, total_weight
-from deepspeed_gear.replay.stores import attach_tables
+from deepspeed_gear.replay.stream_specs import mixture_of, stream_specs, total_weight
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.selection import StreamSpec
@@ -65,7 +65,9 @@ class Plan:
     @property
     def splits(self) -> dict[str, dict[str, float]]:
         """Split of each sampled table."""
-        return {t: setup.split_of(self.config, t, self.datasets) for t in self.config.sampled_tables}
+        return {
+            t: config_resolution.split_of(self.config, t, self.datasets) for t in self.config.sampled_tables
+        }
 
 
 @dataclass(frozen=True)
@@ -157,17 +159,19 @@ def agree_on(
     arguments.one_of("place", place, (Place, type(None)), "a Place")
     exchange = Exchange(process_group)
     agree = exchange.agree
-    checked = setup.read_config(exchange, agree("reading the config", lambda: setup.section_of(config)))
+    checked = config_resolution.read_config(
+        exchange, agree("reading the config", lambda: config_resolution.section_of(config))
+    )
     ops = agree("loading the ops", lambda: load_backend(checked.backend))
     here = place or Place(exchange.rank, exchange.world_size)
     topology = Topology.discover(exchange, here)
-    sizes = info or agree("the batch sizes", lambda: setup.batch_info(checked, here.data_world))
+    sizes = info or agree("the batch sizes", lambda: config_resolution.batch_info(checked, here.data_world))
     if info is not None:
         agree("the batch sizes", lambda: refuse_batch_sizes(checked))
-    setup.compare_placement(exchange, topology, checked)
-    datasets = setup.open_data(exchange, checked)
-    known = agree("the schemas", lambda: setup.schemas_of(checked, datasets, schemas))
-    fields = agree("the fields", lambda: setup.fields_of(checked, known, datasets))
+    config_resolution.compare_placement(exchange, topology, checked)
+    datasets = config_resolution.open_data(exchange, checked)
+    known = agree("the schemas", lambda: config_resolution.schemas_of(checked, datasets, schemas))
+    fields = agree("the fields", lambda: config_resolution.fields_of(checked, known, datasets))
     needs = agree("the fields", lambda: needs_of(here, checked, fields))
     placement = place_tables(exchange, topology, checked, datasets)
     return Plan(
@@ -207,7 +211,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         num_shards = len(placement.order) if table in placement.spread else 1
         weight = weights.get(table)
         replicated = len(placement.order) > 1 and num_shards == 1
-        num_items = setup.num_items_of(config, table, plan.schemas[table], dataset)
+        num_items = config_resolution.num_items_of(config, table, plan.schemas[table], dataset)
         sizes = num_items, num_shards, weight, replicated
         return stream_specs(config, table, plan.fields, split, plan.info, dataset, mixture, *sizes)
 
@@ -223,7 +227,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         num_peers, shards = topology.num_peers, placement.shards
         batches = {t: max(spec.batch for spec in of_table) for t, of_table in wanted.items()}
         more = num_peers, shards, arrivals, batches
-        return setup.table_specs(config, plan.schemas, datasets, plan.fields, *more)
+        return config_resolution.table_specs(config, plan.schemas, datasets, plan.fields, *more)
 
     specs = exchange.agree("the sizes of the tables", sizes)
     tables, streams = attach_tables(exchange, topology, config, plan.ops, specs, wanted)
@@ -296,7 +300,7 @@ def _train(config: GearConfig, streams: Mapping[str, Mapping[str, Stream]]) -> l
 
 def statistics_of_plan(plan: Plan, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
     """Return the statistics of the training split that fields are normalised with, where they are."""
-    dataset = setup.statistics_source(plan.config, plan.datasets)
+    dataset = config_resolution.statistics_source(plan.config, plan.datasets)
     if dataset is None or not any(field.normalize for field in fields):
         return {}
     split = next(split for table, split in plan.splits.items() if table in plan.datasets)
