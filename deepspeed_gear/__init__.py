@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from deepspeed_gear.actors.policy_board import PolicyBoard
+    from deepspeed_gear.actors.start_actors import collect
     from deepspeed_gear.batching.batch import Batch
     from deepspeed_gear.data.dataset import Dataset, DatasetWriter
     from deepspeed_gear.distributed.topology import Place, Topology
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
     from deepspeed_gear.errors import GearError
     from deepspeed_gear.replay import DeviceReplay, Replay
     from deepspeed_gear.schema import Column, Schema
-    from deepspeed_gear.writer.board import PolicyBoard
-    from deepspeed_gear.writer.collect import collect
     from deepspeed_gear.writer.remote.client import RemoteWriter
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import deepspeed_gear
 from deepspeed_gear import Batch, PolicyBoard, collect
-from deepspeed_gear.writer.collect import Actors
+from deepspeed_gear.actors.start_actors import Actors
 
 RANKS, ACTORS, ENVS = 2, 2, 8  # environments of each actor
 TARGET_STEP = 0.01  # how far the target network moves towards the trained one in a step

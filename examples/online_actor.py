@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from deepspeed_gear.writer.actor import Actor
+from deepspeed_gear.actors.actor_process import Actor
 
 LARGEST, SPREAD = 0.4, 7.0  # epsilons from 0.4 to 0.4 ** 8
 

@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from torch import nn
 
-from deepspeed_gear.writer.actor import Actor
+from deepspeed_gear.actors.actor_process import Actor
 
 
 class Counting(gymnasium.Env):

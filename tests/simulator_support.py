@@ -11,7 +11,7 @@ import torch
 from gear_support import STEP, config_of, trajectory
 
 from deepspeed_gear import Replay, TrajectoryWriter
-from deepspeed_gear.replay.inference import InferenceLoader, Request
+from deepspeed_gear.actors.inference_loader import InferenceLoader, Request
 from deepspeed_gear.store.table import COMMITTED, ID, STATE
 
 ANSWERS, ASKS = ("action", "code"), ("observation", "task")

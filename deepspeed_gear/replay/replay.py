@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.actors.inference_loader import InferenceLoader
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.checkpoint import checkpoint
@@ -28,7 +29,6 @@ from deepspeed_gear.replay.builder import agree_on, build, refuse_device, releas
 from deepspeed_gear.replay.can_sample import Questions
 from deepspeed_gear.replay.clamp_warnings import warnings_of
 from deepspeed_gear.replay.evaluation import Passes
-from deepspeed_gear.replay.inference import InferenceLoader
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.tables import Contents
 from deepspeed_gear.sampling.batch_stream import Stream

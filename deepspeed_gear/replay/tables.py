@@ -9,11 +9,11 @@ from typing import Any, overload
 import torch
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.actors.inference_loader import InferenceLoader, open_loader
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.replay import policy_version, table_edits
 from deepspeed_gear.replay.builder import Parts
-from deepspeed_gear.replay.inference import InferenceLoader, open_loader
 from deepspeed_gear.sampling.batch_stream import Stream
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from deepspeed_gear.actors.inference_client import Simulators, attach_places
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.sampling.mass_rules import check_weights
 from deepspeed_gear.schema import Schema
@@ -23,7 +24,6 @@ from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late_columns import fill
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.partial_publish import Publisher
-from deepspeed_gear.writer.simulators import Simulators, attach_places
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 Grows = TypeVar("Grows", OpenTrajectory, VectorWriter, Simulators)

@@ -15,12 +15,12 @@ from gear_support import SCHEMA, SHM, prefix, shared_files, trajectory, wait_unt
 from process_support import in_child, kill, reapers
 
 from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.actors.start_actors import collect
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import HEADER
 from deepspeed_gear.writer import attach_writer as attach_module
-from deepspeed_gear.writer.collect import collect
 
 COLUMNS = {
     "observation": {"dtype": "float32", "shape": [2], "role": "observation", "rows": "T+1"},

@@ -15,9 +15,9 @@ from process_support import environment
 from torch import nn
 
 from deepspeed_gear import Replay
+from deepspeed_gear.actors.policy_board import PolicyBoard
+from deepspeed_gear.actors.start_actors import collect
 from deepspeed_gear.errors import ConfigError, PeerError
-from deepspeed_gear.writer.board import PolicyBoard
-from deepspeed_gear.writer.collect import collect
 
 gymnasium = pytest.importorskip("gymnasium", reason="actors act in its environments")
 import collect_policies as policies  # noqa: E402
@@ -148,7 +148,7 @@ PARENT = """
 import sys, time
 sys.path.insert(0, {tests!r})
 from deepspeed_gear import Replay
-from deepspeed_gear.writer.collect import collect
+from deepspeed_gear.actors.start_actors import collect
 from test_collect import config_of
 import collect_policies
 

@@ -12,11 +12,11 @@ from gear_support import SHM, prefix, shared_files, wait_until
 from process_support import exit_status, in_child, kill
 from torch import nn
 
+from deepspeed_gear.actors import policy_board as board_module
+from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.shared_memory import stores
-from deepspeed_gear.writer import board as board_module
-from deepspeed_gear.writer.board import PolicyBoard
 
 PREFIX = prefix()
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.actors.inference_mailbox import Places, RequestSlots
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.store.request_slots import Places, RequestSlots
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.inserter import refuse_read_only

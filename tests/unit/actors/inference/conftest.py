@@ -9,8 +9,8 @@ from gear_support import SCHEMA, prefix, shared_files
 from simulator_support import Envs, loader_of, section, short
 
 from deepspeed_gear import Replay, TrajectoryWriter
-from deepspeed_gear.replay.inference import InferenceLoader
-from deepspeed_gear.writer.simulators import Simulators
+from deepspeed_gear.actors.inference_client import Simulators
+from deepspeed_gear.actors.inference_loader import InferenceLoader
 
 
 @pytest.fixture

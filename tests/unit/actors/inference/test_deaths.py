@@ -24,11 +24,11 @@ from simulator_support import (
 from store_support import killed_at
 
 from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.actors.inference_client import Simulators
+from deepspeed_gear.actors.inference_loader import InferenceLoader
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
-from deepspeed_gear.replay.inference import InferenceLoader
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.shared_memory import remove_garbage
-from deepspeed_gear.writer.simulators import Simulators
 
 
 def test_no_answer_in_time(scene: tuple[InferenceLoader, Simulators]) -> None:

@@ -24,10 +24,10 @@ from simulator_support import (
 )
 
 from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.actors.inference_client import Simulators
+from deepspeed_gear.actors.inference_loader import InferenceLoader
+from deepspeed_gear.actors.inference_mailbox import FREE, RequestSlots
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
-from deepspeed_gear.replay.inference import InferenceLoader
-from deepspeed_gear.store.request_slots import FREE, RequestSlots
-from deepspeed_gear.writer.simulators import Simulators
 
 # ---- what lands in the store -----------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.actors.inference_mailbox import FREE, IDLE, RESTING, RequestSlots, request_files
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.request_slots import FREE, IDLE, RESTING, RequestSlots, request_files
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.partial_publish import Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter

@@ -15,17 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from deepspeed_gear.actors.actor_process import Job, gymnasium_module
+from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.errors import ConfigError, PeerError
 from deepspeed_gear.store.named_stores import RUN_VARIABLE
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.writer.actor import Job, gymnasium_module
-from deepspeed_gear.writer.board import PolicyBoard
 
 if TYPE_CHECKING:
     from deepspeed_gear.replay.replay import Replay
 
 _GRACE_S = 10.0  # for an actor to end its step
-_COMMAND = [sys.executable, "-c", "from deepspeed_gear.writer.actor import main; main()"]
+_COMMAND = [sys.executable, "-c", "from deepspeed_gear.actors.actor_process import main; main()"]
 _OF_RANKS = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT"
 )

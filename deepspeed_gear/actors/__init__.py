@@ -1,0 +1,1 @@
+"""Processes around a replay: actors, policy weights, inference requests."""
