@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from deepspeed_gear.distributed.topology import Place, Topology
     from deepspeed_gear.engine.attach import attach, disable, enable, initialize
     from deepspeed_gear.errors import GearError
+    from deepspeed_gear.remote.remote_writer import RemoteWriter
     from deepspeed_gear.replay import DeviceReplay, Replay
     from deepspeed_gear.schema import Column, Schema
-    from deepspeed_gear.writer.remote.client import RemoteWriter
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 _HOMES = {

@@ -17,7 +17,7 @@ import numpy as np
 from gear_support import prefix
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
-from deepspeed_gear.writer.remote.server import Gateway
+from deepspeed_gear.remote.gateway import Gateway
 
 TOKEN = "0123456789abcdef" * 2
 SCHEMA = Schema(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..writer.remote.server import Gateway
+    from deepspeed_gear.remote.gateway import Gateway
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,14 +72,13 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> Gateway:
     """Check the options, attach, listen."""
     try:
-        from ..writer.remote.server import Certificate, Gateway
+        from deepspeed_gear.remote.gateway import Certificate, Gateway
     except ImportError as error:
         raise ConfigError(
             "gear serve", "needs pyarrow and grpcio", None, "pip install deepspeed_gear[remote]"
         ) from error
+    from deepspeed_gear.remote.authentication import read_token
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
-
-    from ..writer.remote.security import read_token
 
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ConfigError("--tls-cert", "must be given together with --tls-key", None)

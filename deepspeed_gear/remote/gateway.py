@@ -18,10 +18,10 @@ import grpc
 import pyarrow as pa
 
 from deepspeed_gear.errors import ConfigError, GearError, SchemaError, StoreError
+from deepspeed_gear.remote import gateway_messages
+from deepspeed_gear.remote.authentication import check_plain
+from deepspeed_gear.remote.sessions import MOST_WAITING, Sessions, session_lost
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.writer.remote import wire
-from deepspeed_gear.writer.remote.security import check_plain
-from deepspeed_gear.writer.remote.sessions import MOST_WAITING, Sessions, session_lost
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 LOG = logging.getLogger("deepspeed_gear")
@@ -85,7 +85,7 @@ class Gateway:
         port: int = 0,
         certificate: Certificate | None = None,
         insecure: bool = False,
-        max_message_bytes: int = wire.MAX_MESSAGE_BYTES,
+        max_message_bytes: int = gateway_messages.MAX_MESSAGE_BYTES,
     ) -> None:
         self.check(host, certificate, insecure, max_message_bytes)
         self._max_message_bytes = max_message_bytes
@@ -99,7 +99,7 @@ class Gateway:
             handlers=[_Calls(actions)],
             interceptors=[_Guard(token)],
             options=[
-                ("grpc.max_receive_message_length", max_message_bytes + wire.SLACK_BYTES),
+                ("grpc.max_receive_message_length", max_message_bytes + gateway_messages.SLACK_BYTES),
                 ("grpc.per_message_decompression", 0),  # writers send none: a small message stays small
                 ("grpc.so_reuseport", 0),  # two gateways would share a port
             ],
@@ -135,7 +135,7 @@ class Gateway:
         host: str,
         certificate: Certificate | None,
         insecure: bool,
-        max_message_bytes: int = wire.MAX_MESSAGE_BYTES,
+        max_message_bytes: int = gateway_messages.MAX_MESSAGE_BYTES,
     ) -> None:
         """Check what a gateway is made with, before there is a store.
 
@@ -146,7 +146,7 @@ class Gateway:
         if certificate is None:
             remedy = "give --tls-cert and --tls-key, or --insecure in a network that you trust"
             check_plain("host", host, insecure, remedy)
-        least, most = wire.LEAST_MAX_MESSAGE_BYTES, wire.MOST_MAX_MESSAGE_BYTES
+        least, most = gateway_messages.LEAST_MAX_MESSAGE_BYTES, gateway_messages.MOST_MAX_MESSAGE_BYTES
         if not least <= max_message_bytes <= most:
             rule = f"must be in [{least >> 20}, {most >> 20}] MiB"
             raise ConfigError("--max-message", rule, max_message_bytes / (1 << 20))
@@ -187,14 +187,14 @@ class Gateway:
     # ---- calls -----------------------------------------------------------------------------------
 
     def _hello(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
-        if header.get("version") != wire.VERSION:
+        if header.get("version") != gateway_messages.VERSION:
             rule, remedy = (
-                f"must speak version {wire.VERSION}",
+                f"must speak version {gateway_messages.VERSION}",
                 "install the same deepspeed_gear on both sides",
             )
             raise StoreError("remote writer", rule, header.get("version"), remedy)
         if header.get("schema") is not None:
-            found = wire.differences(Schema.from_json(header["schema"]), self._writer.schema)
+            found = gateway_messages.differences(Schema.from_json(header["schema"]), self._writer.schema)
             if found:
                 rule = f"must have the schema of table {self._writer.table}"
                 raise SchemaError("remote writer", rule, None, "; ".join(found))
@@ -209,7 +209,9 @@ class Gateway:
 
     def _put(self, header: Mapping[str, Any], content: pa.Buffer) -> dict[str, Any]:
         client, known = self._client(header)
-        trajectories = list(wire.decode(self._writer.schema, wire.read_batch(content)))
+        trajectories = list(
+            gateway_messages.decode(self._writer.schema, gateway_messages.read_batch(content))
+        )
         return self.sessions.put(client, known, trajectories)
 
     def _ask(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
@@ -239,7 +241,7 @@ class _Calls(grpc.GenericRpcHandler):
 
     def __init__(self, actions: Mapping[str, Action]) -> None:
         self._handlers = {
-            wire.method(name): grpc.unary_unary_rpc_method_handler(partial(_answer, action))
+            gateway_messages.method(name): grpc.unary_unary_rpc_method_handler(partial(_answer, action))
             for name, action in actions.items()
         }
 
@@ -251,13 +253,13 @@ class _Calls(grpc.GenericRpcHandler):
 def _answer(action: Action, message: bytes, _: grpc.ServicerContext) -> bytes:
     """Answer a call; an error of ours is in the answer, with its parts."""
     try:
-        answer = action(*wire.unpack(pa.py_buffer(message)))
+        answer = action(*gateway_messages.unpack(pa.py_buffer(message)))
     except GearError as error:
-        answer = {"error": wire.error_to_json(error)}
+        answer = {"error": gateway_messages.error_to_json(error)}
     except Exception as error:  # without an answer the writer would take it for a lost connection
         LOG.exception("gear serve: a call failed")
         failed = StoreError("the gateway", "must be able to do what it is asked", None, repr(error))
-        answer = {"error": wire.error_to_json(failed)}
+        answer = {"error": gateway_messages.error_to_json(failed)}
     return json.dumps(answer).encode()
 
 

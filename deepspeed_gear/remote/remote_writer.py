@@ -16,15 +16,15 @@ import numpy as np
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
+from deepspeed_gear.remote.connection import Line, Lost, raise_error
+from deepspeed_gear.remote.gateway_messages import MOST_MAX_MESSAGE_BYTES, VERSION, trajectory_bytes
+from deepspeed_gear.remote.send_queue import Outbox
+from deepspeed_gear.remote.sender import Patience, Sender, Sizes, end_session
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
-from deepspeed_gear.writer.remote.line import Line, Lost, raise_error
-from deepspeed_gear.writer.remote.outbox import Outbox
-from deepspeed_gear.writer.remote.sender import Patience, Sender, Sizes, end_session
-from deepspeed_gear.writer.remote.wire import MOST_MAX_MESSAGE_BYTES, VERSION, trajectory_bytes
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 LOG = logging.getLogger("deepspeed_gear")

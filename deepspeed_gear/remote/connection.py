@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import grpc
 
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
+from deepspeed_gear.remote import gateway_messages
+from deepspeed_gear.remote.authentication import check_plain, check_token, parse_url, read_token
+from deepspeed_gear.remote.send_queue import Item
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.writer.remote import wire
-from deepspeed_gear.writer.remote.outbox import Item
-from deepspeed_gear.writer.remote.security import check_plain, check_token, parse_url, read_token
 
 _LEAST_S = 3.0  # of a call: a gateway takes one to answer while its table holds back
 _ANSWER_S, _BYTES_A_S = 10.0, 100_000  # a call takes so long, and its bytes at least have such a rate
@@ -90,11 +90,11 @@ class Line:
         """
         batch = None
         if items is not None and schema is not None:
-            batch = wire.encode(schema, [(item.number, item.arrays) for item in items])
-        message = wire.pack(header, batch).to_pybytes()
+            batch = gateway_messages.encode(schema, [(item.number, item.arrays) for item in items])
+        message = gateway_messages.pack(header, batch).to_pybytes()
         timeout_s = max(_LEAST_S, min(most_s, _ANSWER_S + len(message) / _BYTES_A_S))
         try:
-            call = self._connected().unary_unary(wire.method(action))
+            call = self._connected().unary_unary(gateway_messages.method(action))
             answer: dict[str, Any] = json.loads(call(message, timeout=timeout_s, metadata=self._metadata))
         except grpc.RpcError as error:
             self.hang_up()
@@ -136,7 +136,7 @@ def raise_error(answer: Mapping[str, Any]) -> None:
         GearError: Of the gateway.
     """
     if "error" in answer:
-        error: GearError = wire.error_from_json(answer["error"])
+        error: GearError = gateway_messages.error_from_json(answer["error"])
         raise error
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_gear.errors import GearError, LostNodeError, PeerError
+from deepspeed_gear.remote import gateway_messages
+from deepspeed_gear.remote.connection import Line, Lost, raise_error
+from deepspeed_gear.remote.send_queue import Item, Outbox
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.writer.remote import wire
-from deepspeed_gear.writer.remote.line import Line, Lost, raise_error
-from deepspeed_gear.writer.remote.outbox import Item, Outbox
 
 LOG = logging.getLogger("deepspeed_gear")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
@@ -114,7 +114,9 @@ class Sender:
     def _run(self) -> None:
         try:
             while True:
-                items = self._outbox.batch(self._sizes.batch_bytes, self._sizes.linger_s, wire.IDLE_S)
+                items = self._outbox.batch(
+                    self._sizes.batch_bytes, self._sizes.linger_s, gateway_messages.IDLE_S
+                )
                 if items is None:
                     break
                 if items:
@@ -167,7 +169,7 @@ class Sender:
         """
         if "upto" in answer:
             new = [entry for entry in answer["refused"] if entry[0] > self._upto]
-            self.refused += [(number, wire.error_from_json(parts)) for number, parts in new]
+            self.refused += [(number, gateway_messages.error_from_json(parts)) for number, parts in new]
             self._upto, self._asks = answer["upto"], answer["busy"]
             self._outbox.settle(self._upto, answer["busy"])
         raise_error(answer)

@@ -43,11 +43,11 @@ from deepspeed_gear.errors import (
     StoreError,
     StoreFullError,
 )
-from deepspeed_gear.writer.remote import wire
-from deepspeed_gear.writer.remote.line import Line
-from deepspeed_gear.writer.remote.security import parse_url, read_token
-from deepspeed_gear.writer.remote.server import Certificate, Gateway
-from deepspeed_gear.writer.remote.sessions import ANSWER_S, Sessions
+from deepspeed_gear.remote import gateway_messages
+from deepspeed_gear.remote.authentication import parse_url, read_token
+from deepspeed_gear.remote.connection import Line
+from deepspeed_gear.remote.gateway import Certificate, Gateway
+from deepspeed_gear.remote.sessions import ANSWER_S, Sessions
 
 STARTED: list[subprocess.Popen[str]] = []  # which do not outlive their test
 WRONG = "another-token-of-32-characters!!"
@@ -112,7 +112,7 @@ def test_an_answer_that_is_lost_is_asked_for_again() -> None:
 
 
 def test_sessions_expire_unless_their_writers_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "IDLE_S", 0.05)
+    monkeypatch.setattr(gateway_messages, "IDLE_S", 0.05)
     with served(section()) as (replay, gateway):
         with connect(gateway.url) as writer:
             writer.add(trajectory(0))
@@ -125,7 +125,7 @@ def test_sessions_expire_unless_their_writers_call(monkeypatch: pytest.MonkeyPat
             assert list(gateway.sessions._sessions) == [name]
             writer.add(trajectory(1))
             writer.flush()
-            monkeypatch.setattr(wire, "IDLE_S", 600.0)
+            monkeypatch.setattr(gateway_messages, "IDLE_S", 600.0)
             gateway.sessions.forget(name)
             writer.add(trajectory(2))
             with pytest.raises(StoreError, match=r"must have called within 3600 s.*trajectories 2 to 2 "):
@@ -236,7 +236,7 @@ def test_what_a_table_refuses_is_raised_later_and_the_rest_is_stored() -> None:
 
 
 def test_the_gateway_refuses_what_a_writer_has_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_gear.writer.remote.client.check_finite", lambda *_: None)
+    monkeypatch.setattr("deepspeed_gear.remote.remote_writer.check_finite", lambda *_: None)
     with served(section()) as (replay, gateway), connect(gateway.url) as writer:
         wrong = trajectory(0)
         wrong["half"][7, 1] = 0x7F80
@@ -262,7 +262,9 @@ def test_a_rate_holds_back_until_somebody_samples(most_waiting: int) -> None:
     rate = {"min_size": 2, "samples_per_insert": 1.0, "error_buffer": 2.0}
     with served(section(rate=rate)) as (replay, gateway):
         gateway.sessions._waiting = threading.Semaphore(most_waiting)
-        one = wire.trajectory_bytes({name: np.asarray(rows) for name, rows in trajectory(0).items()})
+        one = gateway_messages.trajectory_bytes(
+            {name: np.asarray(rows) for name, rows in trajectory(0).items()}
+        )
         writer = connect(gateway.url, buffer_bytes=4 * one, timeout_s=2.0, linger_s=0.0)
         with pytest.raises(NotReadyError, match="must take trajectories within 2 s"):
             add_many(writer, 40)
@@ -339,8 +341,16 @@ def test_what_exceeds_the_gateways_limit_is_not_sent() -> None:
 def test_garbage_is_refused_and_harms_nobody() -> None:
     with served(section()) as (replay, gateway), connect(gateway.url) as writer:
         line, who = writer._sender._line, writer._sender._who
-        short = wire.pack(who, wire.encode(SCHEMA, [(0, trajectory(0))]).select([0, 1, 2]))
-        for message in (b"", b"\xff\xff\xff\xff", b"\x02\0\0\0[]", bytes(wire.pack(who)), bytes(short)):
+        short = gateway_messages.pack(
+            who, gateway_messages.encode(SCHEMA, [(0, trajectory(0))]).select([0, 1, 2])
+        )
+        for message in (
+            b"",
+            b"\xff\xff\xff\xff",
+            b"\x02\0\0\0[]",
+            bytes(gateway_messages.pack(who)),
+            bytes(short),
+        ):
             answer = _raw(line, message, line._metadata)
             assert answer["error"]["kind"] == "DataError", (message, answer)
         writer.add(trajectory(0))
@@ -369,7 +379,7 @@ def test_a_call_of_another_version_is_refused() -> None:
 
 def _raw(line: Any, message: bytes, metadata: Any) -> Any:
     with grpc.insecure_channel(line._target, [("grpc.enable_http_proxy", 0)]) as channel:
-        call = channel.unary_unary(wire.method("put"))
+        call = channel.unary_unary(gateway_messages.method("put"))
         return json.loads(call(message, timeout=20, metadata=metadata))
 
 
