@@ -18,8 +18,8 @@ from deepspeed_gear.config import parse, refuse_batch_sizes
 from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import Exchange
 from deepspeed_gear.distributed.topology import Place
-from deepspeed_gear.engine import resume
-from deepspeed_gear.engine.pipeline import attach_pipeline, check_section, keep_sizes
+from deepspeed_gear.engine import engine_checkpoint
+from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.register_builders import register
@@ -59,7 +59,7 @@ def attach(
     replay: Replay | DeviceReplay | None = None,
     config: Any = None,
     schemas: Mapping[str, Schema] | None = None,
-    checkpoint: resume.Checkpoint = None,
+    checkpoint: engine_checkpoint.Checkpoint = None,
 ) -> Any:
     """Give an engine that somebody else made what `initialize` gives to its own. Collective.
 
@@ -88,7 +88,7 @@ def attach(
     if replay is None:
         replay = _make_replay(engine, config, schemas, checkpoint)
         try:
-            resume.load_late(engine, replay, checkpoint)
+            engine_checkpoint.load_late(engine, replay, checkpoint)
         except BaseException:
             replay.close()
             raise
@@ -170,7 +170,7 @@ def _section_in(config: Mapping[str, Any]) -> Any:
 
 
 def _make_replay(
-    engine: Any, config: Any, schemas: Mapping[str, Schema] | None, checkpoint: resume.Checkpoint
+    engine: Any, config: Any, schemas: Mapping[str, Schema] | None, checkpoint: engine_checkpoint.Checkpoint
 ) -> Replay | DeviceReplay:
     section = _section_in({"gear": deepspeed_compat.gear_section(engine) if config is None else config})
     exchange = Exchange()
@@ -178,7 +178,7 @@ def _make_replay(
     def sizes() -> tuple[Place, BatchInfo, bool]:
         checked = parse(section)
         deepspeed_compat.check_elasticity(engine.config)
-        resume.check_start(engine, checkpoint)
+        engine_checkpoint.check_start(engine, checkpoint)
         if deepspeed_compat.is_pipeline(engine):
             check_section(checked)
         return *_sizes_of(engine), checked.on_device
@@ -213,7 +213,9 @@ def _sizes_of(engine: Any) -> tuple[Place, BatchInfo]:
     return place, BatchInfo(micro, deepspeed_compat.accumulation_of(engine), *worlds)
 
 
-def _check_shared(engine: Any, replay: Replay | DeviceReplay, checkpoint: resume.Checkpoint) -> None:
+def _check_shared(
+    engine: Any, replay: Replay | DeviceReplay, checkpoint: engine_checkpoint.Checkpoint
+) -> None:
     """Refuse a Replay whose batches are cut for another engine, and a second position for it."""
     if checkpoint is not None:
         remedy = "the engine that the Replay was made for loads and saves its position"
@@ -256,8 +258,8 @@ def _carry_state(engine: Any, replay: Replay | DeviceReplay) -> None:
         ) -> Any:
             tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
             # Complete on every rank before DeepSpeed moves `latest`.
-            kept = resume.save(replay, Path(save_dir) / tag)
-            state = {**(client_state or {}), resume.CLIENT_STATE: kept}
+            kept = engine_checkpoint.save(replay, Path(save_dir) / tag)
+            state = {**(client_state or {}), engine_checkpoint.CLIENT_STATE: kept}
             return original(save_dir, tag, state, *rest, **options)
 
         return save_checkpoint
@@ -269,10 +271,10 @@ def _carry_state(engine: Any, replay: Replay | DeviceReplay) -> None:
             path, client_state = original(*arguments, **options)
             if path is None:
                 return path, client_state
-            state = client_state.pop(resume.CLIENT_STATE, None)
+            state = client_state.pop(engine_checkpoint.CLIENT_STATE, None)
             if signature.bind(*arguments, **options).arguments.get("load_module_only"):
                 return path, client_state
-            if not resume.load(replay, Path(path).parent, state):
+            if not engine_checkpoint.load(replay, Path(path).parent, state):
                 logger.warning("gear: %s holds no replay state; sampling starts at the first batch", path)
             return path, client_state
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.distributed.control_plane import Exchange, rendezvous
-from deepspeed_gear.engine import resume
+from deepspeed_gear.engine import engine_checkpoint
 from deepspeed_gear.errors import CheckpointError, DataError, PeerError
 
 folder, section = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -76,7 +76,7 @@ def resuming() -> None:
     """A checkpoint of which one rank has no part is refused on all; none may wait for another in its load."""
     text = ""
     try:
-        resume.load(None, folder, None if rank == 1 else {})  # type: ignore[arg-type]  # it is not touched
+        engine_checkpoint.load(None, folder, None if rank == 1 else {})  # type: ignore[arg-type]  # it is not touched
     except CheckpointError as error:
         text = str(error)
     assert "got 'none on ranks [1]'" in text, text

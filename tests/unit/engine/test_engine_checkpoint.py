@@ -9,7 +9,7 @@ import pytest
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
 
 from deepspeed_gear import Replay
-from deepspeed_gear.engine import resume
+from deepspeed_gear.engine import engine_checkpoint
 from deepspeed_gear.errors import CheckpointError
 
 
@@ -27,7 +27,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, object], list[int]]:
         for number in range(9):
             replay.add(trajectory(number, 3 + number))
         replay.sample()
-        state = resume.save(replay, folder)
+        state = engine_checkpoint.save(replay, folder)
         return folder, state, replay.sample().id.tolist()
 
 
@@ -43,7 +43,7 @@ def test_tables_are_found(
     elif where == "moved together":
         folder = shutil.move(tmp_path / "run", tmp_path / "moved") / "t5_universal"
     with made() as replay:
-        resume.load(replay, folder, state)
+        engine_checkpoint.load(replay, folder, state)
         assert len(replay) == 9
         assert replay.sample().id.tolist() == ids
 
@@ -56,13 +56,13 @@ def test_tables_that_are_gone_are_named_with_the_copy_that_helps(
     universal = folder.parent / "t5_universal"
     with made() as replay:
         with pytest.raises(CheckpointError) as caught:
-            resume.load(replay, universal, state)
+            engine_checkpoint.load(replay, universal, state)
         assert str(caught.value) == (
             f"{universal}/gear must hold the replay's tables, which were saved in {folder}/gear and are not "
             f"there any more; copy them from where that tag lies now: cp -r .../t5/gear {universal}/gear"
         )
         shutil.copytree(tmp_path / "kept" / "gear", universal / "gear")
-        resume.load(replay, universal, state)
+        engine_checkpoint.load(replay, universal, state)
         assert replay.sample().id.tolist() == ids
 
 
@@ -72,14 +72,14 @@ def test_a_position_without_tables_needs_no_folder(tmp_path: Path) -> None:
     section = {"data": str(tmp_path / "data"), "batch_size": 4, "sampler": {"unit": "step"}}
     with Replay(section) as replay:
         replay.sample()
-        state = resume.save(replay, tmp_path / "run" / "t5")
+        state = engine_checkpoint.save(replay, tmp_path / "run" / "t5")
         ids = replay.sample().id.tolist()
     shutil.rmtree(tmp_path / "run")
     with Replay(section) as replay:
-        assert resume.load(replay, tmp_path / "elsewhere" / "t5", state)
+        assert engine_checkpoint.load(replay, tmp_path / "elsewhere" / "t5", state)
         assert replay.sample().id.tolist() == ids
 
 
 def test_what_another_version_has_saved_is_refused(tmp_path: Path) -> None:
     with made() as replay, pytest.raises(CheckpointError, match="must hold a position and the folder"):
-        resume.load(replay, tmp_path, {"seed": 3})
+        engine_checkpoint.load(replay, tmp_path, {"seed": 3})
