@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from deepspeed_gear.cli import doctor_report, ssh_hosts
+from deepspeed_gear.cli.doctor_network import Pair, measure_all
+from deepspeed_gear.cli.doctor_probe import examine, parts_of
+
 from ..errors import ConfigError, DataError, GearError, PeerError
 from ..timeouts import check_timeout
-from . import remote, verdict
-from .machine import examine, parts_of
-from .network import Pair, measure_all
 
 _MARK = "GEAR-NODE "
 _HERE = "here"
@@ -66,12 +67,12 @@ def run(options: argparse.Namespace) -> int:
         hosts = {_HERE: 0}
         reports: dict[str, dict[str, Any]] = {_HERE: examine(data)}
     else:
-        hosts = remote.read_hostfile(options.hostfile)
+        hosts = ssh_hosts.read_hostfile(options.hostfile)
         reports, problems = ask_all(list(hosts), data, options.timeout)
-    problems += verdict.problems_of(reports, hosts)
+    problems += doctor_report.problems_of(reports, hosts)
     if len(reports) > 1 and not options.no_network:
         pairs, unmeasured = measure_all(list(reports), options.megabytes * 10**6, options.timeout, _progress)
-        problems += [*unmeasured, *verdict.slow_pairs(pairs)]
+        problems += [*unmeasured, *doctor_report.slow_pairs(pairs)]
     _print(reports, pairs, problems)
     if options.json:
         _write(Path(options.json), reports, pairs, problems)
@@ -103,7 +104,7 @@ def ask_one(host: str, data: str | None, timeout_s: float) -> dict[str, Any]:
         PeerError: It cannot be reached, or what answers is no `gear doctor`.
     """
     arguments = ["-m", "deepspeed_gear.cli.main", "doctor", "--node", *(["--data", data] if data else [])]
-    return read_answer(host, remote.run_on(host, arguments, timeout_s))
+    return read_answer(host, ssh_hosts.run_on(host, arguments, timeout_s))
 
 
 def read_answer(host: str, stdout: str) -> dict[str, Any]:
@@ -136,13 +137,13 @@ def _print(reports: Mapping[str, Any], pairs: Sequence[Pair], problems: Sequence
     sections = []
     if reports:
         sections = [
-            verdict.machine_table(reports),
-            verdict.version_lines(reports),
-            verdict.registration_lines(reports),
-            verdict.data_lines(reports),
+            doctor_report.machine_table(reports),
+            doctor_report.version_lines(reports),
+            doctor_report.registration_lines(reports),
+            doctor_report.data_lines(reports),
         ]
     if len(reports) > 1 and pairs:
-        sections.append(verdict.network_table(list(reports), pairs))
+        sections.append(doctor_report.network_table(list(reports), pairs))
     for section in filter(None, sections):
         print("\n".join(section), end="\n\n")
     for problem in problems:

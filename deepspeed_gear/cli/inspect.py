@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: The figure cannot be written, or options contradict one another.
         CheckpointError, StoreError: As the checkpoint or the process is not as it should be.
     """
-    from deepspeed_gear.cli.distribution import saved_tables
-    from deepspeed_gear.cli.living import inspect_living, inspect_saved
+    from deepspeed_gear.cli.inspect_distribution import saved_tables
+    from deepspeed_gear.cli.inspect_live import inspect_living, inspect_saved
 
     if (args.dest is None) == (args.living is None):
         raise ConfigError("DEST", "or --living must be given, not both", args.dest)

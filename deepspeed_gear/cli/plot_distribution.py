@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.cli.distribution import Distribution, histogram
 from deepspeed_gear.cli.figures import ACCENT, COLOR, new_figure, save
+from deepspeed_gear.cli.inspect_distribution import Distribution, histogram
 
 _POINTS = 1000
 _MAX_BARS = 60

@@ -17,7 +17,7 @@ from gear_support import config_of
 from process_support import environment
 
 from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.cli.distribution import of_living
+from deepspeed_gear.cli.inspect_distribution import of_living
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.store.live_stores import living_stores
 

@@ -20,7 +20,7 @@ from snapshot_support import into_shards
 
 from deepspeed_gear import Replay
 from deepspeed_gear.cli import inspect
-from deepspeed_gear.cli.distribution import Distribution, histogram, of_living, of_saved, saved_tables
+from deepspeed_gear.cli.inspect_distribution import Distribution, histogram, of_living, of_saved, saved_tables
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.store.live_stores import living_stores
 

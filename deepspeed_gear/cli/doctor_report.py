@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import ConfigError, DataError, GearError, PeerError, StoreError
-from .network import Pair
+from deepspeed_gear.cli.doctor_network import Pair
+from deepspeed_gear.errors import ConfigError, DataError, GearError, PeerError, StoreError
 
 Facts = Mapping[str, Any]
 

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..errors import GearError
-from ..ops import stale_locks
+from deepspeed_gear.errors import GearError
+from deepspeed_gear.ops import stale_locks
 
 SHM = "/dev/shm"
 _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
@@ -68,7 +68,7 @@ def _limits() -> dict[str, Any]:
 def _torch() -> dict[str, Any]:
     import torch
 
-    from .. import __version__
+    from deepspeed_gear import __version__
 
     versions = {"python": platform.python_version(), "deepspeed_gear": __version__}
     for package in _PACKAGES:
@@ -83,8 +83,8 @@ def _torch() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    from ..ops.load import load_native
-    from ..ops.native_op import CpuOp
+    from deepspeed_gear.ops.load import load_native
+    from deepspeed_gear.ops.native_op import CpuOp
 
     try:
         module = load_native()
@@ -107,8 +107,7 @@ def _why_not_registered() -> str:
 def _collecting() -> list[dict[str, Any]]:
     """Return how batches of this user's running processes get to their devices, a table of a process each."""
     from deepspeed_gear.store.live_stores import living_stores
-
-    from ..store.table import PEER_PID, REGISTERED
+    from deepspeed_gear.store.table import PEER_PID, REGISTERED
 
     found = []
     for store in living_stores():

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ConfigError, PeerError
+from deepspeed_gear.errors import ConfigError, PeerError
 
 # Never asks for a password or for trust in a key, since a launcher could not answer; a lost link ends it.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")

@@ -17,12 +17,12 @@ from gear_support import config_of, lengths_of, wait_until, write_dataset
 from process_support import exit_status, in_child
 
 from deepspeed_gear import Replay
-from deepspeed_gear.cli import network, verdict
+from deepspeed_gear.cli import doctor_network, doctor_report
 from deepspeed_gear.cli.doctor import read_answer
-from deepspeed_gear.cli.machine import examine
+from deepspeed_gear.cli.doctor_network import Pair
+from deepspeed_gear.cli.doctor_probe import examine
 from deepspeed_gear.cli.main import main
-from deepspeed_gear.cli.network import Pair
-from deepspeed_gear.cli.remote import read_hostfile
+from deepspeed_gear.cli.ssh_hosts import read_hostfile
 from deepspeed_gear.errors import ConfigError, PeerError
 from deepspeed_gear.store.cuda_registration import note_collect, why_impossible
 
@@ -56,7 +56,7 @@ def machines(count: int = 3, **changes: Any) -> dict[str, dict[str, Any]]:
 
 
 def messages(reports: dict[str, dict[str, Any]], slots: dict[str, int] | None = None) -> list[str]:
-    return [str(problem) for problem in verdict.problems_of(reports, slots)]
+    return [str(problem) for problem in doctor_report.problems_of(reports, slots)]
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +129,14 @@ def test_data_sets_are_compared() -> None:
     missing, differing = messages(reports)
     assert missing == "host node1: /d must be the folder of a data set; make it"
     assert f"{'a' * 16} on node0; {'b' * 16} on node2" in differing
-    assert [line.split() for line in verdict.data_lines(reports)[1:]] == [
+    assert [line.split() for line in doctor_report.data_lines(reports)[1:]] == [
         ["node0", "5", "50", "a" * 16],
         ["node2", "5", "50", "b" * 16],
     ]
 
 
 def test_what_cuda_can_register_is_told() -> None:
-    shown = verdict.registration_lines(machines(2, not_registered="torch sees no CUDA device"))
+    shown = doctor_report.registration_lines(machines(2, not_registered="torch sees no CUDA device"))
     assert shown == [
         "registration: node0: all of 32 GiB may be registered, up to gear.collect.register_bytes; the "
         'limit of locked memory is 8 MiB; mapped files (data.load "map") are staged',
@@ -166,7 +166,7 @@ def test_what_running_processes_have_registered_is_told(tmp_path: Path) -> None:
         (tmp_path / "end").touch()
         assert exit_status(child) == 0
     assert found["registered_bytes"] == 1 << 20
-    (shown,) = verdict.registration_lines({"node0": {**GOOD, "collecting": [found]}})[1:]
+    (shown,) = doctor_report.registration_lines({"node0": {**GOOD, "collecting": [found]}})[1:]
     assert shown.startswith(
         f"registration: node0: process {child} collects from table main by the way direct"
     )
@@ -182,8 +182,8 @@ def test_a_machine_without_cuda_says_so() -> None:
 
 
 def test_versions_take_a_line_where_they_agree_and_a_table_where_not() -> None:
-    assert verdict.version_lines(machines()) == ["versions: python 3.11.7, torch 2.13.0"]
-    shown = verdict.version_lines(machines(2, versions={"python": "3.11.7", "torch": "2.4"}))
+    assert doctor_report.version_lines(machines()) == ["versions: python 3.11.7, torch 2.13.0"]
+    shown = doctor_report.version_lines(machines(2, versions={"python": "3.11.7", "torch": "2.4"}))
     assert shown == [
         "       python   torch",
         "node0  3.11.7  2.13.0",
@@ -193,7 +193,7 @@ def test_versions_take_a_line_where_they_agree_and_a_table_where_not() -> None:
 
 def test_the_network_is_shown_from_row_to_column() -> None:
     pairs = [Pair("a", "b", 2e9, 1.5e6, 21e-6)]
-    assert verdict.network_table(["a", "b", "c"], pairs) == [
+    assert doctor_report.network_table(["a", "b", "c"], pairs) == [
         "MB/s from, to       a       b       c",
         "a                   -    2000  FAILED",
         "b                 1.5       -  FAILED",
@@ -208,17 +208,17 @@ def test_the_network_is_shown_from_row_to_column() -> None:
 
 def test_a_slow_link_is_named() -> None:
     pairs = [Pair("a", "b", 1e9, 1e9, 0), Pair("a", "c", 9e8, 2e8, 0), Pair("b", "c", 1e9, 1e9, 0)]
-    (problem,) = verdict.slow_pairs(pairs)
+    (problem,) = doctor_report.slow_pairs(pairs)
     assert "between a and c must have 25% of the median of all pairs, 1000 MB/s, got '200 MB/s'" in str(
         problem
     )
-    assert verdict.slow_pairs(pairs[:2]) == []
+    assert doctor_report.slow_pairs(pairs[:2]) == []
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 def test_rounds_pair_everybody_once_and_nobody_twice_at_a_time(count: int) -> None:
     hosts = [str(i) for i in range(count)]
-    played = list(network.rounds(hosts))
+    played = list(doctor_network.rounds(hosts))
     for pairs in played:
         busy = [host for pair in pairs for host in pair]
         assert len(set(busy)) == len(busy)
@@ -231,13 +231,13 @@ def test_rounds_pair_everybody_once_and_nobody_twice_at_a_time(count: int) -> No
 def test_both_directions_are_measured(num_bytes: int) -> None:
     said = io.StringIO()
     with redirect_stdout(said):
-        server = threading.Thread(target=network.serve, args=("secret",), daemon=True)
+        server = threading.Thread(target=doctor_network.serve, args=("secret",), daemon=True)
         server.start()
         wait_until(lambda: said.getvalue().endswith("\n"), "listening")
     port = int(said.getvalue())
     with pytest.raises(OSError, match=r"gone|reset"):
-        network.ask("127.0.0.1", port, "public", num_bytes)
-    found = network.ask("127.0.0.1", port, "secret", num_bytes)
+        doctor_network.ask("127.0.0.1", port, "public", num_bytes)
+    found = doctor_network.ask("127.0.0.1", port, "secret", num_bytes)
     server.join(timeout=20)
     assert not server.is_alive()
     assert min(Pair("a", "b", **found).as_json()[name] for name in found) > 0  # type: ignore[type-var]

@@ -1,6 +1,6 @@
 """Bandwidth and latency over one TCP connection, between each two hosts of a hostfile.
 
-`python -m deepspeed_gear.cli.network serve TOKEN` listens and prints its port; `... ask HOST PORT TOKEN
+`python -m deepspeed_gear.cli.doctor_network serve TOKEN` listens and prints its port; `... ask HOST PORT TOKEN
 BYTES` connects to it, measures both directions and prints the result as JSON.
 """
 
@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from ..errors import GearError, PeerError
-from . import remote
+from deepspeed_gear.cli import ssh_hosts
+from deepspeed_gear.errors import GearError, PeerError
 
-_MODULE = ("-m", "deepspeed_gear.cli.network")
+_MODULE = ("-m", "deepspeed_gear.cli.doctor_network")
 _CHUNK_BYTES = 1 << 20
 _PINGS = 200
 _SILENCE_S = 20.0
@@ -88,11 +88,11 @@ def measure(first: str, second: str, num_bytes: int, timeout_s: float) -> Pair:
         PeerError: One of them cannot be reached by ssh, or not from the other one.
     """
     token = secrets.token_hex(8)
-    with remote.start_on(first, [*_MODULE, "serve", token], timeout_s) as server:
+    with ssh_hosts.start_on(first, [*_MODULE, "serve", token], timeout_s) as server:
         try:
             port = _port_of(server, first, timeout_s)
             ask = [*_MODULE, "ask", first.rpartition("@")[2], port, token, str(num_bytes)]
-            said = json.loads(remote.run_on(second, ask, timeout_s).splitlines()[-1])
+            said = json.loads(ssh_hosts.run_on(second, ask, timeout_s).splitlines()[-1])
         finally:
             server.kill()
     if "error" in said:
@@ -109,10 +109,10 @@ def _port_of(server: subprocess.Popen[str], host: str, timeout_s: float) -> str:
     assert server.stdout is not None
     assert server.stderr is not None
     if not select.select([server.stdout], [], [], timeout_s)[0]:
-        raise remote.unanswered(host, timeout_s)
+        raise ssh_hosts.unanswered(host, timeout_s)
     port = server.stdout.readline().strip()
     if not port:
-        raise remote.failed(host, server.stderr.read())
+        raise ssh_hosts.failed(host, server.stderr.read())
     return port
 
 

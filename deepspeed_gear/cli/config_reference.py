@@ -1,4 +1,4 @@
-"""The option reference, generated from the config model: `python -m deepspeed_gear.cli.reference FILE`."""
+"""The option reference, generated from the config model: `python -m deepspeed_gear.cli.config_reference FILE`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed_gear.config.describe_options import alternatives, as_model, descr
 
 _HEAD = """# The `gear` section
 
-<!-- Made by `python -m deepspeed_gear.cli.reference docs/reference/config.md`; a test compares the two. -->
+<!-- Made by `python -m deepspeed_gear.cli.config_reference docs/reference/config.md`; a test compares the two. -->
 
 Every option of the `"gear"` section of `ds_config.json`, with what it admits and its default. A misspelt
 option, a value of another type (a number in quotes is not a number), and options that contradict one another
@@ -99,7 +99,9 @@ def _json(default: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the reference to a file."""
-    parser = argparse.ArgumentParser(prog="python -m deepspeed_gear.cli.reference", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m deepspeed_gear.cli.config_reference", description=__doc__
+    )
     parser.add_argument("file", type=Path, help="the file to write, docs/reference/config.md")
     file: Path = parser.parse_args(argv).file
     file.write_text(render(), encoding="utf-8")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.cli.distribution import Distribution, of_living, of_saved
+from deepspeed_gear.cli.inspect_distribution import Distribution, of_living, of_saved
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.store.live_stores import living_stores
 

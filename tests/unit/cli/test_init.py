@@ -177,7 +177,7 @@ def test_script_trains_under_the_launcher(tmp_path: Path, kind: str, ranks: int)
     command += ["--num_gpus", str(ranks), "--master_port", str(port), "train.py", "--steps", "51"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
     )
     result = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
