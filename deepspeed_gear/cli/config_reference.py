@@ -1,4 +1,7 @@
-"""The option reference, generated from the config model: `python -m deepspeed_gear.cli.config_reference FILE`."""
+"""The option reference, generated from the config model.
+
+    python -m deepspeed_gear.cli.config_reference FILE
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from deepspeed_gear.config.describe_options import alternatives, as_model, descr
 
 _HEAD = """# The `gear` section
 
-<!-- Made by `python -m deepspeed_gear.cli.config_reference docs/reference/config.md`; a test compares the two. -->
+<!-- Generated: python -m deepspeed_gear.cli.config_reference docs/reference/config.md -->
 
 Every option of the `"gear"` section of `ds_config.json`, with what it admits and its default. A misspelt
 option, a value of another type (a number in quotes is not a number), and options that contradict one another

@@ -1,7 +1,7 @@
 """Bandwidth and latency over one TCP connection, between each two hosts of a hostfile.
 
-`python -m deepspeed_gear.cli.doctor_network serve TOKEN` listens and prints its port; `... ask HOST PORT TOKEN
-BYTES` connects to it, measures both directions and prints the result as JSON.
+`python -m deepspeed_gear.cli.doctor_network serve TOKEN` listens and prints its port; `... ask HOST PORT
+TOKEN BYTES` connects to it, measures both directions and prints the result as JSON.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def gather_(
 # Lists and writers of a store (store/row_allocator.py says what they mean). A refusal is negative.
 
 def store_open(words: Sequence[int], /) -> Any:
-    """Return a store of addresses in shared memory, which the caller keeps mapped (store/native_handle.py)."""
+    """Return a store of addresses in shared memory, which the caller keeps mapped."""
 
 def store_columns(store: Any, columns: Sequence[tuple[int, int, int, int, int, tuple[int, ...]]], /) -> None:
     """Set the columns: address, code of `rows`, kind, bytes of an item, code of the check, shape of a row."""

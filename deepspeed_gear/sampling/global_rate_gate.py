@@ -1,6 +1,7 @@
 """The gate of a table that several nodes hold: all open it or none does, by what each one says.
 
-What a node says also moves the reach of its writers, so that they keep the rate together (`store/rate_quotas.py`).
+What a node says also moves the reach of its writers, so that together they keep the rate
+(`store/rate_quotas.py`).
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from deepspeed_gear import Replay
 from deepspeed_gear.actors.start_actors import collect
-from test_collect import config_of
+from test_start_actors import config_of
 import collect_policies
 
 replay = Replay(config_of())
@@ -163,7 +163,7 @@ time.sleep(60)
 
 
 def test_actors_end_with_the_process_that_started_them() -> None:
-    program = PARENT.format(tests=str(ROOT / "tests" / "unit"))
+    program = PARENT.format(tests=str(ROOT / "tests" / "unit" / "actors"))
     command = [sys.executable, "-c", program]
     env = environment(GEAR_TEST_PREFIX=prefix())
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as parent:

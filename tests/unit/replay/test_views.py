@@ -57,7 +57,7 @@ def test_views_can_be_read_after_close(
 
 
 def paths(checkout: Path) -> str:
-    return f"{checkout}:{checkout / 'tests'}:{Path(__file__).parent}"
+    return f"{checkout}:{checkout / 'tests' / 'support'}:{Path(__file__).parent}"
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])

@@ -16,7 +16,7 @@ import numpy as np
 
 from deepspeed_gear.schema import Column, Schema
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")
 STEP = 1000  # a row's code is trajectory * STEP + step
 SCHEMA = Schema(

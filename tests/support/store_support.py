@@ -218,7 +218,7 @@ def killed_at(line: int, action: Callable[[], None]) -> bool:
     Returns:
         Whether it came so far.
     """
-    traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in ("store", "selection", "writer", "replay"))
+    traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in ("store", "sampling", "writer", "replay"))
 
     def run() -> None:
         left = line

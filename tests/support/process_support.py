@@ -18,7 +18,7 @@ from typing import Any
 from gear_support import ROOT, SHM, prefix
 
 _ports = itertools.count()
-PROGRAMS = Path(__file__).resolve().parent / "distributed" / "programs"
+PROGRAMS = Path(__file__).resolve().parents[1] / "distributed" / "programs"
 
 
 def in_child(action: Callable[[], Any]) -> int:
@@ -63,7 +63,7 @@ def free_port() -> int:
 
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment of ranks: CPU, one thread, the checkout and this module importable."""
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     return {**os.environ, **fixed, "GEAR_TEST_PREFIX": prefix(), **extra}
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from gear_support import ROOT, wait_until
 from process_support import environment
 
-SCRIPT = Path(__file__).resolve().parent / "cluster" / "cluster.sh"
-PROGRAMS = Path(__file__).resolve().parent / "cluster" / "programs"
+SCRIPT = Path(__file__).resolve().parents[1] / "cluster" / "cluster.sh"
+PROGRAMS = Path(__file__).resolve().parents[1] / "cluster" / "programs"
 MARK = "GEAR_TEST_LAUNCH"  # in the environment of every process of a launch; its value is the launch's number
 # What pdsh does not forward by itself.
 FORWARDED = "DS_ACCELERATOR OMP_NUM_THREADS TORCH_EXTENSIONS_DIR GEAR_TEST_PREFIX PATH".split()
