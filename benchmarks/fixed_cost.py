@@ -22,28 +22,28 @@ import numpy as np
 from support.report import Disturbance, document, print_table, write_json
 from support.workloads import workload
 
-from deepspeed_gear.batching.gather import Collector
-from deepspeed_gear.replay.batch_assembler import BatchMaker
-from deepspeed_gear.replay.batch_loader import Feed
-from deepspeed_gear.sampling.batch_stream import Stream
-from deepspeed_gear.sampling.selection_readers import Peers
-from deepspeed_gear.sampling.sum_tree import Masses
+from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.replay.batch_assembler import BatchAssembler
+from deepspeed_gear.replay.batch_loader import BatchLoader
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.selection_readers import SelectionReaders
+from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.store_lock import StoreLock
 
 OP = "the op: gather_"
 PARTS: tuple[tuple[type, str, str], ...] = (
-    (Feed, "next", "sample(): metrics, position"),
-    (Feed, "_make", "which cut and part are next"),
-    (Stream, "take", "looking for the cut in the ring"),
+    (BatchLoader, "next", "sample(): metrics, position"),
+    (BatchLoader, "_make", "which cut and part are next"),
+    (BatchStream, "take", "looking for the cut in the ring"),
     (StoreLock, "__enter__", "taking the lock"),
     (StoreLock, "__exit__", "giving the lock back"),
-    (Peers, "late", "room in the ring of cuts"),
-    (Stream, "_cut", "the cut's words"),
-    (Stream, "_checked_total", "total mass"),
-    (Masses, "resolve", "resolve_"),
-    (BatchMaker, "make", "records, Batch"),
-    (Collector, "collect", "ring, autograd versions"),
-    (Collector, "fill", OP),
+    (SelectionReaders, "late", "room in the ring of cuts"),
+    (BatchStream, "_cut", "the cut's words"),
+    (BatchStream, "_checked_total", "total mass"),
+    (ItemMasses, "resolve", "resolve_"),
+    (BatchAssembler, "make", "records, Batch"),
+    (Gatherer, "collect", "ring, autograd versions"),
+    (Gatherer, "fill", OP),
 )
 CASES = {"warm": ("20", 32, 3000), "cold": ("whole", 512, 150)}
 

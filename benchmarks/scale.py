@@ -26,10 +26,10 @@ from support.planning import ROW_BYTES, WINDOW, Batch, Node, Wire, routes_at
 from support.report import Disturbance, document, print_table, write_json
 
 from deepspeed_gear.distributed import node_messages
-from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS, Delivery
+from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS, ResolutionExchange
 from deepspeed_gear.distributed.sharded.selection_agreement import HELLO_WORDS
-from deepspeed_gear.distributed.sharded.sharded_selector import NodeSelector
-from deepspeed_gear.sampling.sum_tree import Masses
+from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
+from deepspeed_gear.sampling.sum_tree import ItemMasses
 
 NODES = [2**i for i in range(11)]
 MOST_WHOLE = 8  # up to so many nodes, every node's plan is made, to compare its bytes with those counted
@@ -39,14 +39,14 @@ REST, LINK = "rest", "link (stand-in)"
 WARM = 2  # plans that are not timed
 CACHE_BYTES = 128 << 20  # more than the caches hold
 PARTS: tuple[tuple[Any, str, str], ...] = (
-    (NodeSelector, "begin", "begin: record, status"),
-    (NodeSelector, "resolve", "own samples, owners"),
-    (Masses, "resolve_numbered", "resolve own samples: resolve_"),
-    (NodeSelector, "finish", "own records together"),
-    (Delivery, "_pack", "messages"),
-    (Delivery, "_sent", "resolutions by node"),
-    (Delivery, "_receive", "what is received"),
-    (Delivery, "_taken", "ring, origins, samples whose rows are received"),
+    (ShardedSelector, "begin", "begin: record, status"),
+    (ShardedSelector, "resolve", "own samples, owners"),
+    (ItemMasses, "resolve_numbered", "resolve own samples: resolve_"),
+    (ShardedSelector, "finish", "own records together"),
+    (ResolutionExchange, "_pack", "messages"),
+    (ResolutionExchange, "_sent", "resolutions by node"),
+    (ResolutionExchange, "_receive", "what is received"),
+    (ResolutionExchange, "_taken", "ring, origins, samples whose rows are received"),
 )
 Row = dict[str, Any]
 

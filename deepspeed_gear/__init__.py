@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from deepspeed_gear.actors.start_actors import collect
     from deepspeed_gear.batching.batch import Batch
     from deepspeed_gear.data.dataset import Dataset, DatasetWriter
-    from deepspeed_gear.distributed.topology import Place, Topology
     from deepspeed_gear.engine.attach import attach, disable, enable, initialize
     from deepspeed_gear.errors import GearError
     from deepspeed_gear.remote.remote_writer import RemoteWriter
@@ -26,12 +25,10 @@ _HOMES = {
     "DatasetWriter": "data.dataset",
     "DeviceReplay": "replay",
     "GearError": "errors",
-    "Place": "distributed.topology",
     "PolicyBoard": "actors.policy_board",
     "RemoteWriter": "remote.remote_writer",
     "Replay": "replay",
     "Schema": "schema",
-    "Topology": "distributed.topology",
     "TrajectoryWriter": "writer.trajectory_writer",
     "attach": "engine",
     "collect": "actors.start_actors",
@@ -46,12 +43,10 @@ __all__ = [
     "DatasetWriter",
     "DeviceReplay",
     "GearError",
-    "Place",
     "PolicyBoard",
     "RemoteWriter",
     "Replay",
     "Schema",
-    "Topology",
     "TrajectoryWriter",
     "attach",
     "collect",

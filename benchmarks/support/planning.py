@@ -17,18 +17,18 @@ from fixed_cost import Timers
 
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.distributed.read_needs import grid
-from deepspeed_gear.distributed.row_exchange.exchange_plan import Routes, routes_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
 from deepspeed_gear.distributed.row_exchange.row_reads import layout_of
 from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS
 from deepspeed_gear.distributed.sharded.selection_agreement import HELLO_WORDS, TOTAL
-from deepspeed_gear.distributed.sharded.sharded_selector import NodeSelector
+from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import functional, load_backend
 from deepspeed_gear.ops.constants import FAN_OUT, R_ANCHOR, R_ID, R_NUM_STEPS, R_SLOT, SLOT_WORDS
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, MassRule
 from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.sampling.sum_tree import CHANGE_WORDS, Masses
+from deepspeed_gear.sampling.sum_tree import CHANGE_WORDS, ItemMasses
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.table_spec import CONTROL_WORDS
 
@@ -47,7 +47,7 @@ FIELDS = {name: {"offset": 1 - WINDOW, "length": WINDOW} for name in ("observati
 ROW_BYTES = {"observation": 44, "action": 12, "reward": 4}
 
 
-class Items(Masses):
+class Items(ItemMasses):
     """A node's steps, equally likely, with a tree and slots in plain memory."""
 
     def __init__(self, spec: StreamSpec, index: int) -> None:
@@ -93,7 +93,7 @@ class Planner:
 
     takes_own = has_steps = False
 
-    def __init__(self, routes: Routes, timers: Timers) -> None:
+    def __init__(self, routes: ExchangePlan, timers: Timers) -> None:
         layout, ops = layout_of(routes.needs, ROW_BYTES), load_backend()
         self._layout = layout.windows, layout.members, layout.columns
         self._pack, self._unpack = (
@@ -154,7 +154,7 @@ class Node:
         timers: Take the times of its parts.
     """
 
-    def __init__(self, routes: Routes, batch: int, timers: Timers) -> None:
+    def __init__(self, routes: ExchangePlan, batch: int, timers: Timers) -> None:
         rule = MassRule("step", False, AnchorRule.all())
         self.spec = StreamSpec("train", "random", rule, SEED, KEY, batch, 1, num_shards=routes.num_nodes)
         self.routes, self.link = routes, Wire(routes.index, routes.num_nodes)
@@ -174,7 +174,7 @@ class Node:
         )
         link: Any = self.link
         planner: Any = self.planner
-        self.selector = NodeSelector(stream, link, routes, planner, lambda *_: None, 0)
+        self.selector = ShardedSelector(stream, link, routes, planner, lambda *_: None, 0)
         self._coordinates = torch.empty(batch, dtype=torch.int64)
         self._draw = timers.wrap("draw all coordinates: draw_", load_backend().draw_)
 
@@ -208,7 +208,7 @@ class Node:
         selector.finish()
 
 
-def routes_at(num_nodes: int, ranks: int) -> Callable[[int], Routes]:
+def routes_at(num_nodes: int, ranks: int) -> Callable[[int], ExchangePlan]:
     """Return what makes a node's routes; all nodes share the arrays."""
     places = tuple(grid({"data": num_nodes * ranks}))
     section = {"tables": {"main": {"capacity_steps": STEPS * TRAJECTORIES}}, "fields": FIELDS}
@@ -217,4 +217,4 @@ def routes_at(num_nodes: int, ranks: int) -> Callable[[int], Routes]:
     topology = Topology(0, places, tuple(np.repeat(np.arange(num_nodes), ranks).tolist()))
     first = routes_of(topology, range(num_nodes), config, fields, SCHEMA)
     rest = first.data_world, first.readers, first.needs, first.need_of
-    return lambda index: Routes(first.holders, index, *rest)
+    return lambda index: ExchangePlan(first.holders, index, *rest)

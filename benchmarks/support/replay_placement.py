@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.batching.transfer.device_gather import PlacedCollector
+from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer
 from support.device_clock import Clock, Row, Run, median_us, rows_against
 from support.host_placement import Sizes, available_bytes
 
@@ -100,7 +100,7 @@ def _collect(replay: Replay) -> Any:
     placing = maker._placing
     assert placing is not None, "batches go to no device, and no way is named"
     reach = placing.reach(stream.table)
-    collector: PlacedCollector = maker._placed(stream, placing.carriage(placing.way), reach, 2)
+    collector: DeviceGatherer = maker._placed(stream, placing.carriage(placing.way), reach, 2)
 
     def collect(records: Tensor) -> None:
         collector.collect(records)

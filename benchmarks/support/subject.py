@@ -8,7 +8,7 @@ from time import perf_counter_ns, thread_time_ns
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import Collector
+from deepspeed_gear.batching.gather import Gatherer
 from support.limit import CopyLimit
 from support.workloads import Workload
 
@@ -44,7 +44,7 @@ class Subject:
         table = self.replay.tables["main"]
         self._columns = [table.tensor(column.name) for column in workload.schema]
         micro = self.replay.batch_info.micro
-        self._collector = Collector(self.replay.fields, table, {}, None, micro, RING, torch.float32, 1)
+        self._collector = Gatherer(self.replay.fields, table, {}, None, micro, RING, torch.float32, 1)
         self.ring = self._collector.ring
         self._limit = CopyLimit(self._columns, [buffers.outs for buffers in self.ring], self.length)
         self._random = np.random.default_rng(seed)

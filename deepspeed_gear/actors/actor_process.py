@@ -29,7 +29,7 @@ _LAST = 100  # episodes whose mean return is reported
 
 
 @dataclass(frozen=True)
-class Job:
+class ActorJob:
     """What an actor is told.
 
     Args:
@@ -76,7 +76,7 @@ class Stopped(BaseException):
     """The actor is to end."""
 
 
-class Columns:
+class ActorColumns:
     """Names of a table's columns for what gymnasium gives.
 
     Args:
@@ -110,7 +110,7 @@ class Columns:
         return {"truncated": truncated, **columns, self._terminated: terminated}
 
 
-class Returns:
+class EpisodeReturns:
     """Returns of the episodes of many environments."""
 
     def __init__(self, num_envs: int) -> None:
@@ -148,7 +148,7 @@ def _function(given: Any, name: str) -> Any:
     return imported(given, name) if isinstance(given, str) else given
 
 
-def make_envs(job: Job) -> Any:
+def make_envs(job: ActorJob) -> Any:
     """Make the vector environment of an actor."""
     gymnasium = gymnasium_module()
     if isinstance(job.env, str) and ":" not in job.env:
@@ -156,7 +156,7 @@ def make_envs(job: Job) -> Any:
     return _function(job.env, "env")(job.num_envs, **job.env_options)
 
 
-def act_in(job: Job, stop: threading.Event) -> dict[str, Any]:
+def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     """Act until `stop` is set or the run has ended; return what was done."""
 
     def check() -> None:
@@ -166,7 +166,7 @@ def act_in(job: Job, stop: threading.Event) -> dict[str, Any]:
     begin = time.monotonic()
     envs = make_envs(job)
     seed = job.seed + job.index * job.num_envs  # gymnasium gives the next ones to the other environments
-    returns, writer, board, num_steps = Returns(job.num_envs), None, None, 0
+    returns, writer, board, num_steps = EpisodeReturns(job.num_envs), None, None, 0
     try:
         board = None if job.board is None else PolicyBoard.attach(job.board)
         act: Act = _function(job.policy, "policy")(Actor(job.index, job.count, seed, envs, board))
@@ -192,16 +192,16 @@ def act_in(job: Job, stop: threading.Event) -> dict[str, Any]:
     }
 
 
-def _run_has_ended(job: Job, writer: TrajectoryWriter | None, error: StoreError) -> bool:
+def _run_has_ended(job: ActorJob, writer: TrajectoryWriter | None, error: StoreError) -> bool:
     """Return whether an error is that the run has ended."""
     if writer is not None:
         return not writer.run_goes_on
     return isinstance(error, StoreGoneError) and job.attach.get("name") is not None
 
 
-def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: Returns, seed: int) -> Any:
+def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturns, seed: int) -> Any:
     """Take steps for ever; yield how many were taken, of all environments."""
-    names, vector = Columns(writer.schema), writer.vector(envs)
+    names, vector = ActorColumns(writer.schema), writer.vector(envs)
     mode = vector.autoreset
     observation, _ = envs.reset(seed=seed)
     vector.reset(**names.state(observation))
@@ -220,7 +220,7 @@ def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: Returns, seed
         yield vector.num_steps
 
 
-def _final_of(names: Columns, info: Mapping[str, Any], ended: np.ndarray) -> dict[str, Any]:
+def _final_of(names: ActorColumns, info: Mapping[str, Any], ended: np.ndarray) -> dict[str, Any]:
     """Return the last observations of episodes as "same_step" environments give them."""
     final = info["final_obs"]
     if isinstance(final, Mapping):
@@ -257,7 +257,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end)  # detaches first
     try:
         sys.path[:] = pickle.load(source)
-        job: Job = pickle.load(source)
+        job: ActorJob = pickle.load(source)
         threading.Thread(target=_listen, args=(source, stop), daemon=True).start()
         import torch
 

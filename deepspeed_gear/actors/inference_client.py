@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.actors.inference_mailbox import FREE, IDLE, RESTING, RequestSlots, request_files
+from deepspeed_gear.actors.inference_mailbox import FREE, IDLE, RESTING, InferenceMailbox, request_files
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.timeouts import check_timeout
@@ -21,7 +21,7 @@ from deepspeed_gear.writer.vector_writer import VectorWriter
 _POLL_S = 0.02
 
 
-class Simulators(VectorWriter):
+class InferenceClient(VectorWriter):
     """N environments whose actions come from `replay.inference_loader`, and whose steps go to the store.
 
     As `VectorWriter`, but `step` takes no columns that the policy gives: they are written where the
@@ -43,7 +43,7 @@ class Simulators(VectorWriter):
 
     def __init__(
         self,
-        slots: RequestSlots,
+        slots: InferenceMailbox,
         places: np.ndarray,
         schema: Schema,
         add: Callable[[Mapping[str, Any]], int],
@@ -235,20 +235,20 @@ class Simulators(VectorWriter):
         super().close()
         self._finalizer()
 
-    def __enter__(self) -> Simulators:
+    def __enter__(self) -> InferenceClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _leave(slots: RequestSlots, places: np.ndarray, process: int) -> None:
+def _leave(slots: InferenceMailbox, places: np.ndarray, process: int) -> None:
     if os.getpid() == process:  # a forked child leaves its parent's places alone
         slots.release(places)
     slots.close()
 
 
-def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[RequestSlots, np.ndarray]:
+def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMailbox, np.ndarray]:
     """Attach to the loader beside a store that has the most free places, and take some; wait for both.
 
     Args:
@@ -279,10 +279,10 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[RequestSlot
         time.sleep(_POLL_S)
 
 
-def _by_room(store: str) -> list[RequestSlots]:
+def _by_room(store: str) -> list[InferenceMailbox]:
     found = []
     for name in request_files(store):
         with contextlib.suppress(StoreError):  # it has just ended, or is full
-            found.append(RequestSlots.attach(name))
+            found.append(InferenceMailbox.attach(name))
     found.sort(key=lambda slots: int(np.count_nonzero(slots.states == FREE)), reverse=True)
     return found

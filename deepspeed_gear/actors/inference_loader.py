@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.actors.inference_mailbox import Places, RequestSlots
+from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, MailboxPlaces
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
@@ -27,7 +27,7 @@ _LENGTH = 256
 _MEASURED = ("reward", "terminated", "truncated")  # roles of columns that only a simulator knows
 
 
-class Request:
+class InferenceRequest:
     """What n simulators see, and where the answers go. False if n is 0.
 
     Args:
@@ -90,7 +90,7 @@ class InferenceLoader(ProcessBound):
     """
 
     def __init__(
-        self, slots: RequestSlots, batch_size: int, timeout_s: float | None, device: torch.device
+        self, slots: InferenceMailbox, batch_size: int, timeout_s: float | None, device: torch.device
     ) -> None:
         self._slots, self.batch_size, self.timeout_s, self.device = slots, batch_size, timeout_s, device
         schema = slots.places.schema
@@ -107,10 +107,10 @@ class InferenceLoader(ProcessBound):
     def __iter__(self) -> InferenceLoader:
         return self
 
-    def __next__(self) -> Request:
+    def __next__(self) -> InferenceRequest:
         if not self._finalizer.alive:
             raise StopIteration
-        return Request(self, self._slots.take(self.batch_size, self.timeout_s))
+        return InferenceRequest(self, self._slots.take(self.batch_size, self.timeout_s))
 
     def _answer(
         self, places: np.ndarray, rows: np.ndarray, stamps: np.ndarray, given: Mapping[str, Any]
@@ -141,14 +141,14 @@ class InferenceLoader(ProcessBound):
         self.close()
 
 
-def _asked(slots: RequestSlots, column: Column) -> tuple[torch.Tensor, bool]:
+def _asked(slots: InferenceMailbox, column: Column) -> tuple[torch.Tensor, bool]:
     """Return the values of a column: by place if it has one per trajectory, else by row."""
     single = column.rows == "1"
     values = slots.values[column.name] if single else slots.columns[column.name]
     return as_tensor(values.reshape(-1, *column.shape), column.dtype), single
 
 
-def _end(slots: RequestSlots, process: int) -> None:
+def _end(slots: InferenceMailbox, process: int) -> None:
     if os.getpid() == process:  # a forked child leaves its parent's file alone
         slots.end()
     slots.close()
@@ -208,9 +208,9 @@ def open_loader(
     columns = _columns(schema, asks, answers)
     library = None if table.ops.native is None else str(table.ops.native.__file__)
     steps = steps if limit is None else min(steps, limit)
-    places = Places(name, schema, count, steps, *columns, config.timeout_s, library)
+    places = MailboxPlaces(name, schema, count, steps, *columns, config.timeout_s, library)
     memory, huge_pages = table.memory, config.shared_memory.huge_pages
-    slots = RequestSlots.create(places, memory.path.name, memory.peer, table.run, table.ops, huge_pages)
+    slots = InferenceMailbox.create(places, memory.path.name, memory.peer, table.run, table.ops, huge_pages)
     return InferenceLoader(slots, batch_size, timeout_s, device)
 
 

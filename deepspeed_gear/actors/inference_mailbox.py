@@ -19,8 +19,15 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.futex import BELL_WORDS, Bells
-from deepspeed_gear.store.memory_layout import Layout, Region, Run, read_header, read_meaning, write_header
+from deepspeed_gear.store.futex import BELL_WORDS, FutexEvents
+from deepspeed_gear.store.memory_layout import (
+    Layout,
+    Region,
+    RunIdentity,
+    read_header,
+    read_meaning,
+    write_header,
+)
 from deepspeed_gear.store.shared_memory import (
     SHM,
     PeerTakenError,
@@ -42,7 +49,7 @@ _LOOK_S = 0.1  # how often who waits looks whether the others live
 
 
 @dataclass(frozen=True)
-class Places:
+class MailboxPlaces:
     """What a file of places is, before it has memory.
 
     Args:
@@ -91,7 +98,7 @@ class Places:
         )
 
     @classmethod
-    def of(cls, layout: Layout) -> Places:
+    def of(cls, layout: Layout) -> MailboxPlaces:
         """Return what has this layout."""
         told = layout.meaning["inference"]
         tuples = {name: tuple(told[name]) for name in ("asks", "answers")}
@@ -108,7 +115,7 @@ def request_files(store: str) -> list[str]:
     return [path.name for path in living(store.rpartition("-")[0]) if path.name.startswith(store + _SUFFIX)]
 
 
-class RequestSlots:
+class InferenceMailbox:
     """A file of places in this process: `create` by a loader, `attach` by processes of simulators.
 
     Thread and process safety: one thread of each process at a time; any number of processes.
@@ -120,7 +127,7 @@ class RequestSlots:
         layout: Where everything lies.
     """
 
-    def __init__(self, places: Places, memory: SharedMemory, ops: Ops, layout: Layout) -> None:
+    def __init__(self, places: MailboxPlaces, memory: SharedMemory, ops: Ops, layout: Layout) -> None:
         self.places, self.memory, self.native = places, memory, ops.native
         views = layout.views(memory.buffer)
         self.control: np.ndarray = views["control"]
@@ -132,15 +139,15 @@ class RequestSlots:
         self.columns = {c.name: views[f"column/{c.name}"] for c in places.schema.step_columns}
         asked = [c.name for c in places.schema.trajectory_columns if c.name in places.asks]
         self.values = {name: views[f"value/{name}"] for name in asked}
-        self.bells = Bells(views["bells"], self.native)
+        self.bells = FutexEvents(views["bells"], self.native)
         self.lock = StoreLock(memory, self.native, places.timeout_s, lambda: None)  # nothing is derived
         self.name = f"the inference loader of table {places.table}"
         self._looked = 0.0
 
     @classmethod
     def create(
-        cls, places: Places, store: str, peer: int, run: Run, ops: Ops, huge_pages: bool
-    ) -> RequestSlots:
+        cls, places: MailboxPlaces, store: str, peer: int, run: RunIdentity, ops: Ops, huge_pages: bool
+    ) -> InferenceMailbox:
         """Make the file of a rank, with every place free.
 
         Args:
@@ -172,7 +179,7 @@ class RequestSlots:
             raise
 
     @classmethod
-    def attach(cls, name: str) -> RequestSlots:
+    def attach(cls, name: str) -> InferenceMailbox:
         """Attach to the file of a loader.
 
         Raises:
@@ -195,9 +202,9 @@ class RequestSlots:
         raise StoreError(str(SHM / name), rule, None, "raise num_simulators")
 
     @classmethod
-    def _of(cls, memory: SharedMemory) -> RequestSlots:
+    def _of(cls, memory: SharedMemory) -> InferenceMailbox:
         layout, _ = read_header(memory.buffer, memory.num_bytes, str(memory.path))
-        places = Places.of(layout)
+        places = MailboxPlaces.of(layout)
         slots = cls(places, memory, load_library(places.library), layout)
         if not memory.is_alive(LOADER):
             raise StoreError(slots.name, "must be alive", None, "start it again")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.store.memory_layout import Layout, Region, Run, read_header, write_header
+from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.shared_memory import SharedMemory, file_path
 
@@ -69,7 +69,7 @@ class PolicyBoard(ProcessBound):
             Region("slots", "int64", (_SLOTS, 8)),
             Region("values", "float32", (_SLOTS, length)),
         ]
-        layout, run = Layout.of(regions, {"board": shapes}), Run(os.urandom(16).hex())
+        layout, run = Layout.of(regions, {"board": shapes}), RunIdentity(os.urandom(16).hex())
         memory = SharedMemory.create(layout.total_bytes, _PUBLISHER, huge_pages=False)
         try:
             write_header(memory.buffer, layout, run)

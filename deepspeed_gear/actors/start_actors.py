@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from deepspeed_gear.actors.actor_process import Job, gymnasium_module
+from deepspeed_gear.actors.actor_process import ActorJob, gymnasium_module
 from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.errors import ConfigError, PeerError
 from deepspeed_gear.store.named_stores import RUN_VARIABLE
@@ -43,7 +43,7 @@ class Actors(ProcessBound):
         run: Name or id of the run, for what a policy itself attaches to; None: this process's GEAR_RUN.
     """
 
-    def __init__(self, jobs: list[Job], run: str | None = None) -> None:
+    def __init__(self, jobs: list[ActorJob], run: str | None = None) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _kill, self._processes)
         self.results: list[dict[str, Any]] = []  # of each actor, once it was stopped
@@ -176,7 +176,7 @@ def collect(
             raise ConfigError("run", "must be given with config only", run, "a replay's run is known")
         attach = {"name": _store_of(replay, table, actors)}
     options, name = dict(env_options or {}), None if board is None else board.name
-    jobs = [Job(i, actors, env, envs, options, policy, attach, name, seed) for i in range(actors)]
+    jobs = [ActorJob(i, actors, env, envs, options, policy, attach, name, seed) for i in range(actors)]
     return Actors(jobs, run if replay is None else replay.run)
 
 
@@ -189,7 +189,7 @@ def _store_of(replay: Replay, table: str | None, actors: int) -> str:
     return found.memory.path.name
 
 
-def _pickled(job: Job) -> bytes:
+def _pickled(job: ActorJob) -> bytes:
     for name, given in (("policy", job.policy), ("env", job.env)):
         if getattr(given, "__module__", None) == "__main__":
             remedy = f'put it into a module of its own, or give "module:{getattr(given, "__name__", "name")}"'

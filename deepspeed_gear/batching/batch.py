@@ -47,7 +47,7 @@ class Batch(Mapping[str, torch.Tensor]):
             store. [B], int64.
     """
 
-    lifetime: Lifetime | None = None  # None: the tensors are the batch's own
+    lifetime: BatchLifetime | None = None  # None: the tensors are the batch's own
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ def _refuse_overwritten() -> NoReturn:
     )
 
 
-class Lifetime:
+class BatchLifetime:
     """The time in which a ring entry holds the values of one batch.
 
     Ended by the collector that fills the entry again, or earlier by who handed the batch out.
@@ -377,7 +377,7 @@ class Lifetime:
         self._batches.clear()
 
 
-class Lent:
+class LentTensors:
     """The batches of one stream that their user may still use.
 
     They end by number, and not when their memory is written: that is when a thread has prepared so many more,
@@ -389,7 +389,7 @@ class Lent:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._lifetimes: deque[Lifetime | None] = deque()  # the oldest first
+        self._lifetimes: deque[BatchLifetime | None] = deque()  # the oldest first
 
     def make_room(self) -> None:
         """End the oldest ones, before another is made."""

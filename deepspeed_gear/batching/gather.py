@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.torch_version import TorchVersion
 
-from deepspeed_gear.batching.batch import Batch, Lifetime, storages_of
+from deepspeed_gear.batching.batch import Batch, BatchLifetime, storages_of
 from deepspeed_gear.batching.hindsight import GoalField, GoalRows
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
@@ -69,7 +69,7 @@ class Buffers:
     mask: dict[str, torch.Tensor]
     all: list[torch.Tensor]
     storages: frozenset[int] | None = None  # of its tensors, once they are asked for
-    lifetime: Lifetime | None = None  # of the values that are in it
+    lifetime: BatchLifetime | None = None  # of the values that are in it
 
     def part(self, first: int, end: int) -> Buffers:
         """Return the tensors of some samples of the batch."""
@@ -80,7 +80,7 @@ class Buffers:
         return Buffers(cut(self.outs), cut(self.masks), cut(self.n_step), {}, {}, [])
 
 
-class Collector:
+class Gatherer:
     """Collects batches of fixed fields and size. Not thread-safe.
 
     Args:
@@ -249,7 +249,7 @@ class Collector:
         return dict(buffers.tensors), dict(buffers.mask)
 
     def collect_from(
-        self, parts: Sequence[tuple[Collector, torch.Tensor, torch.Tensor | None]]
+        self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Collect samples of several tables into one batch of this collector's ring.
 
@@ -281,7 +281,7 @@ class Collector:
         buffers = self._latest
         if buffers.storages is None:
             buffers.storages = storages_of(buffers.all)
-        buffers.lifetime = Lifetime(buffers.storages)
+        buffers.lifetime = BatchLifetime(buffers.storages)
         buffers.lifetime.bind(batch)
 
     def fill(self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None) -> None:

@@ -11,7 +11,7 @@ from deepspeed_gear.ops import Ops
 
 
 @dataclass
-class Group:
+class FieldGroup:
     """Fields that are collected by one call of `gather_`.
 
     Args:

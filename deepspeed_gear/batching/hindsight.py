@@ -28,7 +28,7 @@ from deepspeed_gear.ops.philox import Words, below, philox
 _SHIFT = np.uint64(32)
 
 
-class Goals:
+class HindsightGoals:
     """Draws the goals of a stream's samples. Stateless.
 
     Args:
@@ -119,7 +119,7 @@ class GoalRows:
             masks: Of the batch.
             counters: As `gather_`.
             records: Resolutions. [B, 8], int64.
-            goal_step: As `Goals.draw` returns it. [B], int64.
+            goal_step: As `HindsightGoals.draw` returns it. [B], int64.
         """
         chosen = (goal_step >= 0).nonzero().view(-1)
         if not len(chosen):

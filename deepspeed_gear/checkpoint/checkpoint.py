@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.checkpoint import position, save_folders, table_files
 from deepspeed_gear.checkpoint.save_folders import State
-from deepspeed_gear.checkpoint.table_loading import Loading
-from deepspeed_gear.replay.batch_loader import Feed
-from deepspeed_gear.replay.builder import Parts
+from deepspeed_gear.checkpoint.table_loading import TableLoader
+from deepspeed_gear.replay.batch_loader import BatchLoader
+from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.node_setup import share_out
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
@@ -20,12 +20,14 @@ T = TypeVar("T")
 Passes = dict[str, int]  # passes over each split that have begun
 
 
-def fingerprint(parts: Parts) -> dict[str, str]:
+def fingerprint(parts: ReplayParts) -> dict[str, str]:
     """Return the fingerprint of each table's whole data set."""
     return {name: dataset.whole_fingerprint for name, dataset in parts.plan.datasets.items()}
 
 
-def state_of(parts: Parts, feed: Feed, passes: Passes, save: State | None = None) -> dict[str, Any]:
+def state_of(
+    parts: ReplayParts, feed: BatchLoader, passes: Passes, save: State | None = None
+) -> dict[str, Any]:
     """Return the position, equal on all ranks; see `Replay.state_dict`. Collective.
 
     Args:
@@ -44,7 +46,9 @@ def state_of(parts: Parts, feed: Feed, passes: Passes, save: State | None = None
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def save(parts: Parts, feed: Feed, passes: Passes, folder: Path, kept: State | None) -> dict[str, Any]:
+def save(
+    parts: ReplayParts, feed: BatchLoader, passes: Passes, folder: Path, kept: State | None
+) -> dict[str, Any]:
     """Write the tables that a data set alone does not tell, then the position. Collective.
 
     One node writes what all have, and each node its shard of the rest. The files of a table get their name
@@ -100,13 +104,13 @@ def save(parts: Parts, feed: Feed, passes: Passes, folder: Path, kept: State | N
     return state
 
 
-def _changing(parts: Parts) -> dict[str, Table]:
+def _changing(parts: ReplayParts) -> dict[str, Table]:
     """Return the tables whose content or priorities are not in the data set."""
     kept = {stream.table.spec.name for stream in parts.train if stream.spec.priorities is not None}
     return {name: table for name, table in parts.tables.items() if table.spec.dataset is None or name in kept}
 
 
-def _pause(parts: Parts, feed: Feed) -> None:
+def _pause(parts: ReplayParts, feed: BatchLoader) -> None:
     """Stop the threads that prepare batches, all nodes behind the same cut. Collective.
 
     A thread may wait for those of other nodes in the middle of a cut: their leaving ends its wait.
@@ -122,7 +126,7 @@ def _pause(parts: Parts, feed: Feed) -> None:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def newest_state(parts: Parts, folder: Path) -> dict[str, Any]:
+def newest_state(parts: ReplayParts, folder: Path) -> dict[str, Any]:
     """Return the state of the newest save of a folder. Collective.
 
     Raises:
@@ -131,7 +135,7 @@ def newest_state(parts: Parts, folder: Path) -> dict[str, Any]:
     return parts.plan.exchange.agree("loading the state", lambda: save_folders.read_position(folder))
 
 
-def check(parts: Parts, state: State) -> None:
+def check(parts: ReplayParts, state: State) -> None:
     """Check a state on all ranks, and that it is the same on all. Collective.
 
     Raises:
@@ -143,19 +147,19 @@ def check(parts: Parts, state: State) -> None:
     save_folders.compare(exchange.gather(state))
 
 
-def read(parts: Parts, folder: Path, state: State) -> Loading:
+def read(parts: ReplayParts, folder: Path, state: State) -> TableLoader:
     """Read the tables of the save that a state names; nothing changes. Collective.
 
     Raises:
         CheckpointError: A file is missing, changed or of another save.
         StoreFullError: A table is too small.
     """
-    loading = Loading(parts, _changing(parts))
+    loading = TableLoader(parts, _changing(parts))
     parts.plan.exchange.agree("loading the tables", lambda: loading.read(folder, state))
     return loading
 
 
-def replace(parts: Parts, loading: Loading) -> None:
+def replace(parts: ReplayParts, loading: TableLoader) -> None:
     """Replace the content of these tables by what was read, after `go_on`. Collective."""
     exchange = parts.plan.exchange
     exchange.agree("loading the tables", loading.replace)
@@ -166,7 +170,7 @@ def replace(parts: Parts, loading: Loading) -> None:
     parts.leave_inner_stage()
 
 
-def go_on(parts: Parts, feed: Feed, state: State) -> Passes:
+def go_on(parts: ReplayParts, feed: BatchLoader, state: State) -> Passes:
     """Continue at a checked state; return the passes over splits that have begun. Collective."""
     plan, exchange = parts.plan, parts.plan.exchange
     if parts.status is not None:

@@ -34,7 +34,7 @@ CUTS = ("heads", "ring", "epochs")
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedShard:
     """A shard of a table, or the whole of one, as it was saved.
 
     Args:
@@ -70,7 +70,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Division:
+class ShardDivision:
     """Which shard gets each trajectory of a whole.
 
     Args:
@@ -82,7 +82,7 @@ class Division:
     local: np.ndarray
 
     @classmethod
-    def of(cls, owner: np.ndarray) -> Division:
+    def of(cls, owner: np.ndarray) -> ShardDivision:
         """Return the division with these owners."""
         order = np.argsort(owner, kind="stable")
         ordered = owner[order]
@@ -98,7 +98,7 @@ class Division:
 # ---- the whole -----------------------------------------------------------------------------------
 
 
-def merge(shards: Sequence[Saved]) -> Saved:
+def merge(shards: Sequence[SavedShard]) -> SavedShard:
     """Return the table that shards are of, as one store would hold it.
 
     Args:
@@ -117,7 +117,7 @@ def merge(shards: Sequence[Saved]) -> Saved:
     slots, next_id = _merge_slots(shards), _next_id([shard.next_id for shard in shards])
     if slots is not None and len(slots):  # an id is never given again, also where the counter is damaged
         next_id = max(next_id, int(slots[:, ID].max()) + 1)
-    return Saved(slots, None, next_id, streams, life, inserted)
+    return SavedShard(slots, None, next_id, streams, life, inserted)
 
 
 def packed(records: np.ndarray) -> np.ndarray:
@@ -133,7 +133,7 @@ def in_rows(records: np.ndarray) -> np.ndarray:
     return np.argsort(records[:, FIRST_ROW], kind="stable")
 
 
-def _merge_slots(shards: Sequence[Saved]) -> np.ndarray | None:
+def _merge_slots(shards: Sequence[SavedShard]) -> np.ndarray | None:
     found, row = [], 0
     for shard in shards:
         if shard.slots is None:
@@ -152,7 +152,7 @@ def _next_id(counters: Sequence[int]) -> int:
     return max(given, default=0)
 
 
-def _merge_stream(contents: Sequence[Content], shards: Sequence[Saved], before: np.ndarray) -> Content:
+def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], before: np.ndarray) -> Content:
     if len(contents) == 1:
         return dict(contents[0])
     names = [name for name in (*PER_SLOT, *PER_ITEM) if all(name in content for content in contents)]
@@ -167,7 +167,7 @@ def _merge_stream(contents: Sequence[Content], shards: Sequence[Saved], before: 
     return whole
 
 
-def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[Saved], before: np.ndarray) -> np.ndarray:
+def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[SavedShard], before: np.ndarray) -> np.ndarray:
     """Return all reports, in their order. Those of trajectories that are gone would be ignored: left out."""
     log = np.concatenate(logs)
     shard, slot = log[:, U_SLOT] >> SHARD_BITS, log[:, U_SLOT] & ANY_SLOT
@@ -221,12 +221,14 @@ def _found(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndar
 # ---- its shards ----------------------------------------------------------------------------------
 
 
-def divide_ids(bounds: np.ndarray) -> Division:
+def divide_ids(bounds: np.ndarray) -> ShardDivision:
     """Return the division of a data set by the first id of each shard, and the number of ids. [S + 1]."""
-    return Division.of(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)))
+    return ShardDivision.of(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)))
 
 
-def divide_rows(name: str, records: np.ndarray, by_rows: bool, room: Sequence[tuple[int, int]]) -> Division:
+def divide_rows(
+    name: str, records: np.ndarray, by_rows: bool, room: Sequence[tuple[int, int]]
+) -> ShardDivision:
     """Divide a table with a capacity into contiguous parts, balanced in rows as far as they fit.
 
     Args:
@@ -263,7 +265,7 @@ def divide_rows(name: str, records: np.ndarray, by_rows: bool, room: Sequence[tu
         bounds.append(min(furthest, max(int(wanted[index + 1]), starts[index + 1])))
     owner = np.empty(len(rows), np.int64)
     owner[order] = np.repeat(np.arange(len(room)), np.diff(bounds))
-    return Division.of(owner)
+    return ShardDivision.of(owner)
 
 
 def items_of(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -279,7 +281,7 @@ def next_id_of(next_id: int, index: int, count: int) -> int:
 
 
 def part_of(
-    whole: Saved, name: str, division: Division, index: int, items: np.ndarray | slice | None
+    whole: SavedShard, name: str, division: ShardDivision, index: int, items: np.ndarray | slice | None
 ) -> Content:
     """Return what a shard holds of a stream, as if it had been saved; its slots are 0 to m - 1.
 
@@ -304,14 +306,14 @@ def part_of(
     return part
 
 
-def owners_of(content: Content, division: Division) -> np.ndarray:
+def owners_of(content: Content, division: ShardDivision) -> np.ndarray:
     """Return the shard that has each sample of the cuts that nobody has used. [cuts, batch], int64."""
     if not len(division.owner):
         return np.zeros(content["ring"].shape[:2], np.int64)
     return np.asarray(division.owner[content["ring"][..., R_SLOT]])
 
 
-def _part_of_ring(content: Content, division: Division, index: int) -> np.ndarray:
+def _part_of_ring(content: Content, division: ShardDivision, index: int) -> np.ndarray:
     ring: np.ndarray = content["ring"].copy()
     drawn = np.arange(ring.shape[1]) < content["heads"][:, COUNT, None]
     owner = owners_of(content, division)
@@ -322,7 +324,7 @@ def _part_of_ring(content: Content, division: Division, index: int) -> np.ndarra
     return ring
 
 
-def _part_of_log(whole: Saved, log: np.ndarray, division: Division, index: int) -> np.ndarray:
+def _part_of_log(whole: SavedShard, log: np.ndarray, division: ShardDivision, index: int) -> np.ndarray:
     """Return the reports of a shard's own trajectories, so that those of one item stay in their order."""
     part: np.ndarray = log.copy()
     by_id = log[:, U_SLOT] < 0

@@ -20,10 +20,10 @@ import numpy as np
 
 from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.checkpoint.reshard import Division, Saved, in_rows, merge, packed
+from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision, in_rows, merge, packed
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.sampling import stream_state
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.row_allocator import INSERTED, REACH, STEPS_INSERTED
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NEXT_ID, NUM_ROWS, RETIRED, STATE, Table
@@ -34,7 +34,9 @@ FORMAT = 2
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def save_table(table: Table, streams: list[Stream], part: Path, batches: int, save_id: str) -> dict[str, str]:
+def save_table(
+    table: Table, streams: list[BatchStream], part: Path, batches: int, save_id: str
+) -> dict[str, str]:
     """Write the content of a store: a table, or its shard of one. Wants the lock.
 
     Args:
@@ -60,7 +62,7 @@ def shard_folder(folder: Path, index: int) -> Path:
     return folder / f"shard-{index}"
 
 
-def _write(table: Table, streams: list[Stream], to: Path, batches: int, more: dict[str, Any]) -> str:
+def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, more: dict[str, Any]) -> str:
     slots = np.nonzero(np.isin(table.slots[:, STATE], (COMMITTED, RETIRED)))[0]
     if table.spec.dataset is None:
         _save_rows(table, slots, to)
@@ -121,8 +123,8 @@ class SavedTable:
 
     folders: list[Path]
     manifests: list[dict[str, Any]]
-    shards: list[Saved]
-    whole: Saved
+    shards: list[SavedShard]
+    whole: SavedShard
 
 
 def read_table(folder: Path, schema: Schema | None = None) -> SavedTable:
@@ -171,7 +173,7 @@ def _shard_of(folder: Path, manifest: dict[str, Any]) -> tuple[int, int]:
     return save_folders.entry(shard, "index", int, at), save_folders.entry(shard, "count", int, at)
 
 
-def _read_shard(folder: Path, manifest: dict[str, Any]) -> Saved:
+def _read_shard(folder: Path, manifest: dict[str, Any]) -> SavedShard:
     streams: dict[str, dict[str, np.ndarray]] = {}
     others = {}
     for name in manifest["files"]:
@@ -183,10 +185,10 @@ def _read_shard(folder: Path, manifest: dict[str, Any]) -> Saved:
     trajectories, steps = manifest["inserted"]
     slots, numbers = others.get("slots"), others.get("numbers")
     life, next_id = others.get("life"), manifest["next_id"]
-    return Saved(slots, numbers, next_id, streams, life, (int(trajectories), int(steps)))
+    return SavedShard(slots, numbers, next_id, streams, life, (int(trajectories), int(steps)))
 
 
-def check_rows(found: SavedTable, division: Division | None = None, index: int = 0) -> None:
+def check_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
     """Check the files of rows.
 
     Args:

@@ -10,14 +10,14 @@ import torch
 
 from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.checkpoint import reshard, save_folders, table_files
-from deepspeed_gear.checkpoint.reshard import Content, Division
+from deepspeed_gear.checkpoint.reshard import Content, ShardDivision
 from deepspeed_gear.checkpoint.table_files import SavedTable
-from deepspeed_gear.distributed.sharded.sharded_selector import NodeSelector
+from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_ID, R_SLOT, UNKNOWN
-from deepspeed_gear.replay.builder import Parts
+from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling import stream_state
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import COUNT, KEY, SAMPLES
 from deepspeed_gear.store.eviction import unwritten
 from deepspeed_gear.store.table import FIRST_ROW, ID, Table
@@ -25,7 +25,7 @@ from deepspeed_gear.store.table import FIRST_ROW, ID, Table
 Sizes = Mapping[str, tuple[int, int]]  # slots and rows of a node's stores, by table
 
 
-class Loading:
+class TableLoader:
     """The steps of a load. Main thread; the constructor and `tell` are collective, the others are actions.
 
     Args:
@@ -33,13 +33,13 @@ class Loading:
         tables: Those that are loaded.
     """
 
-    def __init__(self, parts: Parts, tables: Mapping[str, Table]) -> None:
+    def __init__(self, parts: ReplayParts, tables: Mapping[str, Table]) -> None:
         self._parts, self._names = parts, list(tables)
         self._tables = tables if parts.leads_shard else {}
         placement, topology = parts.plan.placement, parts.plan.topology
         self._spread = sorted(name for name in tables if name in placement.spread)
         self._found: dict[str, SavedTable] = {}
-        self._divisions: dict[str, Division] = {}
+        self._divisions: dict[str, ShardDivision] = {}
         self._room: list[Sizes] = []
         if self._spread:
             mine = {name: (len(t.slots), t.spec.capacity_rows) for name, t in self._tables.items()}
@@ -69,7 +69,7 @@ class Loading:
                 self._divisions[name] = self._divide(name, table, found)
             self._check(name, table, found)
 
-    def _divide(self, name: str, table: Table, found: SavedTable) -> Division:
+    def _divide(self, name: str, table: Table, found: SavedTable) -> ShardDivision:
         whole = found.whole
         if whole.slots is None:
             return reshard.divide_ids(self._parts.plan.placement.bounds[name])
@@ -115,7 +115,7 @@ class Loading:
                 if found.whole.slots is not None:
                     table.unfinished.end_all()
 
-    def _content(self, name: str, stream: Stream) -> Content:
+    def _content(self, name: str, stream: BatchStream) -> Content:
         whole, stream_name = self._found[name].whole, stream.spec.name
         if name not in self._divisions:
             return dict(whole.streams[stream_name])
@@ -136,12 +136,12 @@ class Loading:
         for name in self._spread if self._tables else []:
             for stream in self._parts.streams.get(name, {}).values():
                 selector = stream.selector
-                if isinstance(selector, NodeSelector):
+                if isinstance(selector, ShardedSelector):
                     selector.restart()
                     if stream.spec.name == TRAIN:
                         self._deliver(name, stream, selector)
 
-    def _deliver(self, name: str, stream: Stream, selector: NodeSelector) -> None:
+    def _deliver(self, name: str, stream: BatchStream, selector: ShardedSelector) -> None:
         whole, part = self._found[name].whole.streams[TRAIN], self._content(name, stream)
         if not stream_state.keeps_cuts(stream, part):
             return

@@ -1,6 +1,6 @@
 """The option reference, generated from the config model.
 
-    python -m deepspeed_gear.cli.config_reference FILE
+python -m deepspeed_gear.cli.config_reference FILE
 """
 
 from __future__ import annotations

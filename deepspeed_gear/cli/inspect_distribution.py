@@ -17,7 +17,7 @@ from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, rule_of_json
 from deepspeed_gear.sampling.samplers.step_priorities import rows_of
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.live_stores import LivingStore
+from deepspeed_gear.store.live_stores import LiveStore
 from deepspeed_gear.store.table import COMMITTED, NUM_STEPS, STATE
 
 TRAIN = "stream/train/"
@@ -100,7 +100,7 @@ def _draws(counts: np.ndarray) -> dict[str, float]:
 # ---- living --------------------------------------------------------------------------------------
 
 
-def of_living(store: LivingStore) -> Distribution | None:
+def of_living(store: LiveStore) -> Distribution | None:
     """Read the distribution of a living store; None for a table that nobody samples."""
     views = store.views
     if TRAIN + "sums" not in views:
@@ -131,7 +131,7 @@ def of_living(store: LivingStore) -> Distribution | None:
     )
 
 
-def _excluded(store: LivingStore, known: dict[str, Any]) -> list[Exclusion] | None:
+def _excluded(store: LiveStore, known: dict[str, Any]) -> list[Exclusion] | None:
     """Count what the training stream of a living store cannot draw, by reason."""
     if not known:
         return None

@@ -37,11 +37,11 @@ from deepspeed_gear.config.sampler_options import (
 )
 from deepspeed_gear.config.schedules import value_at
 from deepspeed_gear.config.table_options import DataConfig, TableConfig
-from deepspeed_gear.config.transfer import CollectConfig
+from deepspeed_gear.config.transfer import TransferConfig
 from deepspeed_gear.errors import ConfigError
 
 __all__ = [
-    "CollectConfig",
+    "TransferConfig",
     "CustomSampler",
     "DataConfig",
     "EpochSampler",

@@ -15,7 +15,7 @@ from deepspeed_gear.config.device_checks import check_device
 from deepspeed_gear.config.hindsight_checks import check_hindsight
 from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
 from deepspeed_gear.config.table_options import DataConfig, TableConfig
-from deepspeed_gear.config.transfer import CollectConfig
+from deepspeed_gear.config.transfer import TransferConfig
 from deepspeed_gear.config.types import (
     Count,
     DtypeName,
@@ -260,8 +260,8 @@ class GearConfig(GearModel):
     shared_memory: SharedMemoryConfig = Field(
         default=SharedMemoryConfig(), description="Shared memory of a node."
     )
-    collect: CollectConfig = Field(
-        default=CollectConfig(), description="How batches get from shared memory to a GPU."
+    collect: TransferConfig = Field(
+        default=TransferConfig(), description="How batches get from shared memory to a GPU."
     )
     timeout_s: Timeout = Field(
         default=60.0, description="Seconds after which a wait for another rank is an error; at most 7 days."

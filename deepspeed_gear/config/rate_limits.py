@@ -18,7 +18,7 @@ Writers = Annotated[Int, Ge(0), Le(1024)]
 RemoveKind = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
 
 
-class RateConfig(GearModel):
+class RateLimiterConfig(GearModel):
     """How far who adds and who samples may be ahead of each other: whoever is too far ahead waits.
 
     Items are what the sampler's `unit` says. With I items ever added and S samples ever drawn,
@@ -98,7 +98,9 @@ def check_life(config: GearConfig, table: TableConfig, at: str, name: str) -> No
         _check_rate(config, table, table.rate, at, sampled)
 
 
-def _check_rate(config: GearConfig, table: TableConfig, rate: RateConfig, at: str, sampled: bool) -> None:
+def _check_rate(
+    config: GearConfig, table: TableConfig, rate: RateLimiterConfig, at: str, sampled: bool
+) -> None:
     if not sampled:
         raise ConfigError(f"{at}.rate", "must not be given for a table that is not sampled", None)
     if rate.queue is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt, MinLen
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
-from deepspeed_gear.config.rate_limits import RateConfig, RemoveKind, VersionConfig, Writers
+from deepspeed_gear.config.rate_limits import RateLimiterConfig, RemoveKind, VersionConfig, Writers
 from deepspeed_gear.config.types import (
     Count,
     Flag,
@@ -172,7 +172,7 @@ class TableConfig(GearModel):
     version: VersionConfig | None = Field(
         default=None, description="How far behind the learner's policy the steps may be. null: any far."
     )
-    rate: RateConfig | None = Field(
+    rate: RateLimiterConfig | None = Field(
         default=None, description="Who waits for whom. null: nobody waits, but for the first item."
     )
     placement: Literal["host", "device"] = Field(

@@ -10,7 +10,7 @@ from pydantic import Field
 from deepspeed_gear.config.types import Flag, GearModel, Int
 
 
-class CollectConfig(GearModel):
+class TransferConfig(GearModel):
     """How batches get from shared memory to a GPU. The batches are the same whatever is chosen.
 
     A field whose column CUDA cannot read in place (a mapped file, memory that is not registered, a goal of

@@ -24,7 +24,7 @@ from deepspeed_gear.data.dataset_files import (
     read_json,
     read_npy_header,
 )
-from deepspeed_gear.data.dataset_part import Part
+from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, statistics_of
 from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.mapped_files import MappedFiles
@@ -66,10 +66,10 @@ class Dataset:
         self.num_rows: int = manifest["num_rows"]
         self.schema = _schema_of(path, manifest)
         num_trajectories: int = manifest["num_trajectories"]
-        self.part: Part | None = None
+        self.part: DatasetPart | None = None
         if "part" in manifest:
             name = f"{path / SCHEMA_FILE}: part"
-            self.part = Part.from_json(name, manifest["part"], num_trajectories)
+            self.part = DatasetPart.from_json(name, manifest["part"], num_trajectories)
         extents = self._map(EXTENTS_FILE, np.dtype(np.int64), (num_trajectories, 2))
         self.first_rows = np.ascontiguousarray(extents[:, 0])
         self.lengths = np.ascontiguousarray(extents[:, 1])

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.dataset_part import Part
+from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 
@@ -242,7 +242,7 @@ def fingerprint_of(
     num_trajectories: int,
     num_rows: int,
     records: Mapping[str, FileRecord],
-    part: Part | None = None,
+    part: DatasetPart | None = None,
 ) -> str:
     """Return the identity of schema, extents and column bytes, and of a part's place, SHA-256 in hex.
 

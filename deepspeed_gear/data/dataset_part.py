@@ -21,7 +21,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """A contiguous part of a data set, in id order.
 
     Args:
@@ -47,7 +47,7 @@ class Part:
         return {name: value for name, value in asdict(self).items() if name != "end"}
 
     @classmethod
-    def from_json(cls, name: str, entry: Any, num_trajectories: int) -> Part:
+    def from_json(cls, name: str, entry: Any, num_trajectories: int) -> DatasetPart:
         """Read an entry of schema.json.
 
         Args:

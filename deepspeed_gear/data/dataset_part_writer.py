@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import STATS_FILE, FileRecord, fingerprint_of, read_json, write_json
-from deepspeed_gear.data.dataset_part import Part
+from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.data.dataset_writer import DatasetWriter, unwritable
 from deepspeed_gear.errors import DataError
 
@@ -138,7 +138,7 @@ class _PartWriter(DatasetWriter):
             source=whole.source,
         )
         self._whole = whole
-        self._part = Part(
+        self._part = DatasetPart(
             index=index,
             count=len(bounds) - 1,
             first=int(bounds[index]),

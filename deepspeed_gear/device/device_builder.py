@@ -10,20 +10,20 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.config.schedules import end_of
 from deepspeed_gear.data.trajectory_checks import as_numbers
-from deepspeed_gear.device.device_row_exchange import Arrivals
+from deepspeed_gear.device.device_row_exchange import ArrivalBuffers
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.row_exchange.exchange_plan import row_needs
-from deepspeed_gear.distributed.row_exchange.row_reads import RowNeeds
+from deepspeed_gear.distributed.row_exchange.row_reads import RowReads
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.replay import config_resolution
-from deepspeed_gear.replay.builder import Plan
+from deepspeed_gear.replay.builder import ReplayPlan
 from deepspeed_gear.replay.stream_specs import stream_specs
 from deepspeed_gear.sampling.selection import StreamSpec
 
 
-def masses_of(plan: Plan, spec: StreamSpec) -> np.ndarray:
+def masses_of(plan: ReplayPlan, spec: StreamSpec) -> np.ndarray:
     """Return the masses that a stream gives the trajectories of the data set. [n], int64."""
     dataset = plan.datasets[plan.config.sampled_tables[0]]
 
@@ -33,7 +33,7 @@ def masses_of(plan: Plan, spec: StreamSpec) -> np.ndarray:
     return spec.rule.masses(np.arange(len(dataset)) + dataset.first_id, dataset.lengths, column)
 
 
-def specs_of(plan: Plan, name: str) -> dict[str, StreamSpec]:
+def specs_of(plan: ReplayPlan, name: str) -> dict[str, StreamSpec]:
     """Return the training stream, and one for each split of a data set."""
     dataset = plan.datasets.get(name)
     num_items = config_resolution.num_items_of(plan.config, name, plan.schemas[name], dataset)
@@ -84,21 +84,21 @@ def betas_of(config: GearConfig, spec: StreamSpec, device: torch.device) -> Tens
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def needs_of_rows(plan: Plan, name: str) -> RowNeeds:
+def needs_of_rows(plan: ReplayPlan, name: str) -> RowReads:
     """Return the rows that this rank reads of a sample."""
     return row_needs([plan.needs], plan.config, plan.schemas[name])
 
 
-def arrivals_of(plan: Plan, name: str) -> Arrivals:
+def arrivals_of(plan: ReplayPlan, name: str) -> ArrivalBuffers:
     """Return the room for the samples of this rank that other replicas hold."""
     options, info = plan.config.resolved_tables[name], plan.info
     assert options.max_length is not None
     n = 0 if plan.config.n_step is None else plan.config.n_step.n
-    return Arrivals(needs_of_rows(plan, name), options.max_length, n, info.micro * info.accumulation)
+    return ArrivalBuffers(needs_of_rows(plan, name), options.max_length, n, info.micro * info.accumulation)
 
 
 def table_of(
-    plan: Plan,
+    plan: ReplayPlan,
     name: str,
     spec: StreamSpec,
     ops: Ops,

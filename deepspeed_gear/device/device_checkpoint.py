@@ -24,7 +24,7 @@ from deepspeed_gear.ops.constants import (
     RING_TAIL,
     STALE,
 )
-from deepspeed_gear.replay.builder import Plan
+from deepspeed_gear.replay.builder import ReplayPlan
 
 FORMAT = 2
 CONTENT = "content.pt"
@@ -92,13 +92,13 @@ def check_drawn(table: RingTable) -> None:
         raise DataError("the table on the device", rule, f"{empty} global batches without samples", remedy)
 
 
-def state_of(plan: Plan, table: RingTable) -> dict[str, Any]:
+def state_of(plan: ReplayPlan, table: RingTable) -> dict[str, Any]:
     """Return the content of a table and what it is of, in host memory."""
     content = {name: tensor.to("cpu", copy=True) for name, tensor in _content(plan, table).items()}
     return {**_facts(plan), "content": content}
 
 
-def restore(plan: Plan, table: RingTable, state: Mapping[str, Any]) -> None:
+def restore(plan: ReplayPlan, table: RingTable, state: Mapping[str, Any]) -> None:
     """Copy a state into the tensors of a table.
 
     Raises:
@@ -117,7 +117,7 @@ def restore(plan: Plan, table: RingTable, state: Mapping[str, Any]) -> None:
         table.content[name].copy_(values)
 
 
-def save(plan: Plan, table: RingTable, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
+def save(plan: ReplayPlan, table: RingTable, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
     """Write each replica's table into a folder; return what `load` needs, equal on all ranks. Collective.
 
     Args:
@@ -155,7 +155,9 @@ def save(plan: Plan, table: RingTable, folder: Path, kept: save_folders.State | 
     return state
 
 
-def load(plan: Plan, table: RingTable, folder: Path, state: save_folders.State | None) -> dict[str, Any]:
+def load(
+    plan: ReplayPlan, table: RingTable, folder: Path, state: save_folders.State | None
+) -> dict[str, Any]:
     """Continue where `save` was called, on as many replicas; return the state of that save. Collective.
 
     Args:
@@ -193,28 +195,28 @@ def load(plan: Plan, table: RingTable, folder: Path, state: save_folders.State |
     return known
 
 
-def _check_facts(plan: Plan, state: Mapping[str, Any]) -> None:
+def _check_facts(plan: ReplayPlan, state: Mapping[str, Any]) -> None:
     for name, here in _facts(plan).items():
         if state.get(name) != here:
             raise CheckpointError(f"the state's {name}", "must be that of this config", state.get(name))
 
 
-def _content(plan: Plan, table: RingTable) -> dict[str, torch.Tensor]:
+def _content(plan: ReplayPlan, table: RingTable) -> dict[str, torch.Tensor]:
     """Return what is kept of a table; a data set's columns are on disk."""
     stays = "column/" if plan.datasets else "\0"
     return {name: tensor for name, tensor in table.content.items() if not name.startswith(stays)}
 
 
-def _facts(plan: Plan) -> dict[str, Any]:
+def _facts(plan: ReplayPlan) -> dict[str, Any]:
     prints = {name: dataset.fingerprint for name, dataset in plan.datasets.items()}
     return {"format": FORMAT, "digest": plan.config.resume_digest, "fingerprints": prints}
 
 
-def _leads(plan: Plan) -> bool:
+def _leads(plan: ReplayPlan) -> bool:
     place = plan.topology.place
     return place.tensor_rank == place.sequence_rank == place.pipe_rank == 0
 
 
-def _shard(plan: Plan) -> str:
+def _shard(plan: ReplayPlan) -> str:
     """Return the name of the folder of this rank's replica in that of the table."""
     return f"shard-{plan.topology.place.data_rank}"

@@ -9,20 +9,20 @@ from torch import Tensor
 
 from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.gather import Collector
+from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_builder import masses_of
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS, tree_size
-from deepspeed_gear.replay.builder import Plan
+from deepspeed_gear.replay.builder import ReplayPlan
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.selection import StreamSpec
 
 _RING = 2  # batches of a pass whose tensors are used in turn
 
 
-class DevicePasses:
+class DeviceEvaluation:
     """The passes of a DeviceReplay, in stored order and the same on all ranks.
 
     What each item resolves to does not change, so it is found once, on the host, and kept on the device.
@@ -38,10 +38,10 @@ class DevicePasses:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ReplayPlan,
         table: RingTable,
         splits: Mapping[str, StreamSpec],
-        collector: Collector,
+        collector: Gatherer,
         burn_in: BurnIn | None,
     ) -> None:
         self._plan, self._table, self._splits = plan, table, splits

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.gather import Collector, note_overwritten
+from deepspeed_gear.batching.gather import Gatherer, note_overwritten
 from deepspeed_gear.device.device_batch import DeviceBatch
-from deepspeed_gear.device.device_sharing import Draws, Reports, Sharing
-from deepspeed_gear.device.joint_selection import DeviceCut
+from deepspeed_gear.device.device_sharing import Draws, Reports, TableSharing
+from deepspeed_gear.device.joint_selection import JointSelection
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS, RING_TOTAL
 
 
-class DeviceFeed:
+class DeviceLoader:
     """Fills batches of fixed tensors. Waits for nothing but other replicas, where these draw together.
 
     Args:
@@ -35,15 +35,15 @@ class DeviceFeed:
         selection: RingSelection,
         draws: Draws,
         reports: Reports,
-        sharing: Sharing,
-        collector: Collector,
+        sharing: TableSharing,
+        collector: Gatherer,
         burn_in: BurnIn | None,
         info: BatchInfo,
         data_rank: int,
         owner: object,
     ) -> None:
         self.reports, self._selection, self._draws = reports, selection, draws
-        self._cut = draws if isinstance(draws, DeviceCut) else None
+        self._cut = draws if isinstance(draws, JointSelection) else None
         self._collector, self._burn_in, self._owner, self._info = collector, burn_in, owner, info
         own = sharing.has_own_batches
         self._num_parts = info.accumulation if own else info.num_micro

@@ -9,13 +9,13 @@ from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.config import PrioritizedSampler
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.ring_selection import RingSelection
-from deepspeed_gear.distributed.device_collectives import Transport
+from deepspeed_gear.distributed.device_collectives import DeviceCollectives
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import RESOLUTION_WORDS
 from deepspeed_gear.replay.priority_updates import float32_on_device, mask_of, reduce_steps
 
 
-class DeviceReports:
+class DevicePriorityLog:
     """What the micro batches of one global batch report: it takes effect together. Waits for nothing.
 
     Args:
@@ -25,7 +25,7 @@ class DeviceReports:
     """
 
     def __init__(
-        self, selection: RingSelection, accumulation: int, inner: tuple[Transport, int] | None = None
+        self, selection: RingSelection, accumulation: int, inner: tuple[DeviceCollectives, int] | None = None
     ) -> None:
         self._selection, self._accumulation, self._inner = selection, accumulation, inner
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.config import NStepConfig
-from deepspeed_gear.device.replica_agreement import DevicePeers
+from deepspeed_gear.device.replica_agreement import ReplicaAgreement
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, most_rows
-from deepspeed_gear.distributed.row_exchange.row_reads import RowNeeds, layout_of
+from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, layout_of
 from deepspeed_gear.ops.constants import (
     R_ANCHOR,
     R_NUM_STEPS,
@@ -32,7 +32,7 @@ TRAVELLING_WORDS = RESOLUTION_WORDS + 1
 _EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is nobody's
 
 
-class Sent(NamedTuple):
+class SentRows(NamedTuple):
     """Own samples that other replicas train on, by receiver.
 
     Args:
@@ -44,7 +44,7 @@ class Sent(NamedTuple):
     receivers: Tensor
 
 
-class Come(NamedTuple):
+class ReceivedRows(NamedTuple):
     """Samples of this rank that other replicas hold, by sender.
 
     Args:
@@ -58,7 +58,7 @@ class Come(NamedTuple):
     which: Tensor
 
 
-class Arrivals:
+class ArrivalBuffers:
     """Room for the rows of samples that other devices send, behind the rows of a table's own.
 
     Args:
@@ -68,7 +68,7 @@ class Arrivals:
         num_samples: Of one global batch that this rank trains on.
     """
 
-    def __init__(self, needs: RowNeeds, longest: int, n: int, num_samples: int) -> None:
+    def __init__(self, needs: RowReads, longest: int, n: int, num_samples: int) -> None:
         most = most_rows([needs], longest, n)
         self._first, self._rows, self._slots = most + _EDGE, num_samples * most, num_samples
 
@@ -82,7 +82,7 @@ class Arrivals:
         return [self._first, self._rows, 0, self._slots, table.num_rows, table.num_slots]
 
 
-class DeviceRows:
+class DeviceRowExchange:
     """Moves the rows of one global batch between the devices. Waits for the device once, for their sizes.
 
     Args:
@@ -96,10 +96,10 @@ class DeviceRows:
     def __init__(
         self,
         table: RingTable,
-        needs: RowNeeds,
-        arrivals: Arrivals,
+        needs: RowReads,
+        arrivals: ArrivalBuffers,
         n_step: NStepConfig | None,
-        peers: DevicePeers,
+        peers: ReplicaAgreement,
     ) -> None:
         self._table, self._ops, self._peers, self._arrivals = table, table.ops, peers, arrivals
         self._replicas = peers.place.data_world
@@ -128,7 +128,7 @@ class DeviceRows:
         self._ops.n_step_(returns, discount, steps, reward, terminated, truncated, powers, records, n)
         return steps
 
-    def exchange(self, sent: Sent, ring: Tensor, come: Come, least: Tensor) -> int:
+    def exchange(self, sent: SentRows, ring: Tensor, come: ReceivedRows, least: Tensor) -> int:
         """Send the rows of own samples that others train on, and take those that they send.
 
         Args:
@@ -150,14 +150,14 @@ class DeviceRows:
         self._unpack(ring, come, found, coming)
         return min(words[2] for words in told)
 
-    def _pack(self, sent: Sent) -> Tensor:
+    def _pack(self, sent: SentRows) -> Tensor:
         """Pack rows into the message of each replica; return their bytes. [R], int64."""
         sizes = self._words(self._replicas)
         given = self._held, self._samples(*sent), *self._layout, self._heads, self._table.slots
         self._ops.pack_rows_(self._message, sizes, *given)
         return sizes
 
-    def _unpack(self, ring: Tensor, come: Come, found: Tensor, coming: list[int]) -> None:
+    def _unpack(self, ring: Tensor, come: ReceivedRows, found: Tensor, coming: list[int]) -> None:
         ends = [0, *accumulate(coming)]
         messages = [found[begin:end] for begin, end in pairwise(ends)]
         sizes, needed = self._words(self._replicas), self._words(2)

@@ -10,18 +10,18 @@ from torch import Tensor
 from deepspeed_gear.config import PrioritizedSampler
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_builder import arrivals_of, needs_of_rows
-from deepspeed_gear.device.device_priority_log import DeviceReports
-from deepspeed_gear.device.device_row_exchange import DeviceRows
-from deepspeed_gear.device.joint_priorities import JointReports
-from deepspeed_gear.device.joint_selection import DeviceCut
-from deepspeed_gear.device.replica_agreement import DevicePeers, inside_replica
+from deepspeed_gear.device.device_priority_log import DevicePriorityLog
+from deepspeed_gear.device.device_row_exchange import DeviceRowExchange
+from deepspeed_gear.device.joint_priorities import JointPriorities
+from deepspeed_gear.device.joint_selection import JointSelection
+from deepspeed_gear.device.replica_agreement import ReplicaAgreement, inside_replica
 from deepspeed_gear.device.ring_selection import RingSelection
-from deepspeed_gear.replay.builder import Plan
+from deepspeed_gear.replay.builder import ReplayPlan
 from deepspeed_gear.sampling.selection import StreamSpec
 
 
 @dataclass(frozen=True)
-class Sharing:
+class TableSharing:
     """What replicas have in common.
 
     Args:
@@ -35,7 +35,7 @@ class Sharing:
     has_own_batches: bool
 
     @classmethod
-    def of(cls, plan: Plan, name: str) -> Sharing:
+    def of(cls, plan: ReplayPlan, name: str) -> TableSharing:
         """Find out how the replicas of a run share a table."""
         options, config = plan.config.resolved_tables[name], plan.config
         is_together = plan.info.data_world > 1 and options.scope == "table"
@@ -66,7 +66,7 @@ class Reports(Protocol):
 
 
 def join(
-    plan: Plan, sharing: Sharing, selection: RingSelection, spec: StreamSpec, is_shared: bool
+    plan: ReplayPlan, sharing: TableSharing, selection: RingSelection, spec: StreamSpec, is_shared: bool
 ) -> tuple[Draws, Reports]:
     """Let the ranks talk about the table on their devices, as far as they must. Collective.
 
@@ -83,12 +83,12 @@ def join(
         inner = None
         if selection.is_prioritized:
             inner = inside_replica(topology, device, is_shared, config.timeout_s, plan.group)
-        return selection, DeviceReports(selection, plan.info.accumulation, inner)
-    peers = DevicePeers(topology, device, is_shared, config.timeout_s, plan.group)
+        return selection, DevicePriorityLog(selection, plan.info.accumulation, inner)
+    peers = ReplicaAgreement(topology, device, is_shared, config.timeout_s, plan.group)
     peers.open()
-    reports = JointReports(selection, peers)
+    reports = JointPriorities(selection, peers)
     if not sharing.is_spread:
         return selection, reports
     needs, n_step = needs_of_rows(plan, name), config.n_step
-    rows = DeviceRows(selection.table, needs, arrivals_of(plan, name), n_step, peers)
-    return DeviceCut(selection, spec, rows, peers, plan.ops), reports
+    rows = DeviceRowExchange(selection.table, needs, arrivals_of(plan, name), n_step, peers)
+    return JointSelection(selection, spec, rows, peers, plan.ops), reports

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.device.device_batch import DeviceBatch
-from deepspeed_gear.device.replica_agreement import DevicePeers
+from deepspeed_gear.device.replica_agreement import ReplicaAgreement
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.ops.constants import (
     R_ANCHOR,
@@ -31,7 +31,7 @@ class _Reported(NamedTuple):
     holders: np.ndarray | None  # the replica of each; None: all have them
 
 
-class JointReports:
+class JointPriorities:
     """What all ranks report for a global batch: it takes effect on every replica that holds the items.
 
     The reporting rank of a replica tells all ranks of the holders, so that tensor ranks stay alike. Reports
@@ -42,7 +42,7 @@ class JointReports:
         peers: The ranks.
     """
 
-    def __init__(self, selection: RingSelection, peers: DevicePeers) -> None:
+    def __init__(self, selection: RingSelection, peers: ReplicaAgreement) -> None:
         self._selection, self._peers = selection, peers
         self._waiting: list[_Reported] = []
         # Left out of what torch.compile traces. As a decorator it would import the compiler with the package.

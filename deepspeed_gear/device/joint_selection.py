@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_gear.device.device_row_exchange import STEPS, Come, DeviceRows, Sent
-from deepspeed_gear.device.replica_agreement import DevicePeers
+from deepspeed_gear.device.device_row_exchange import STEPS, DeviceRowExchange, ReceivedRows, SentRows
+from deepspeed_gear.device.replica_agreement import ReplicaAgreement
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.node_messages import MOST
 from deepspeed_gear.errors import GearError, PeerError, StoreError
@@ -40,7 +40,7 @@ _TOTAL, _ITEMS, _LEAST, _HIGHEST, _BATCH = range(5)  # of the record of a replic
 _MOST_TOTAL_BITS = 62
 
 
-class DeviceCut:
+class JointSelection:
     """The next global batch of all replicas' tables. Collective: all ranks call it in the same order.
 
     Args:
@@ -55,8 +55,8 @@ class DeviceCut:
         self,
         own: RingSelection,
         spec: StreamSpec,
-        rows: DeviceRows,
-        peers: DevicePeers,
+        rows: DeviceRowExchange,
+        peers: ReplicaAgreement,
         ops: Ops,
     ) -> None:
         self._own, self._table, self._rows, self._peers, self._ops = own, own.table, rows, peers, ops
@@ -179,9 +179,9 @@ class DeviceCut:
         records[there] = got[:, :RESOLUTION_WORDS]
         self.origins[there] = senders << SHARD_BITS | got[:, R_SLOT]
         away, come = (np.nonzero(of != self._replica)[0] for of in (receivers, self.holders[places]))
-        sent = Sent(found[self._sent(away)], self._sent(receivers[away]))
+        sent = SentRows(found[self._sent(away)], self._sent(receivers[away]))
         arriving = self._sent(come)
-        taken = Come(got[arriving], senders[arriving], there[arriving])
+        taken = ReceivedRows(got[arriving], senders[arriving], there[arriving])
         return self._rows.exchange(sent, records, taken, least)
 
     def _weigh(self, records: Tensor, weights: Tensor, parts: list[list[int]], least: int, key: int) -> None:

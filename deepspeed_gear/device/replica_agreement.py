@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_gear.distributed.control_plane import Exchange
-from deepspeed_gear.distributed.device_collectives import Transport
-from deepspeed_gear.distributed.node_channel import GRACE_S, Link, message_of
-from deepspeed_gear.distributed.topology import Place, Topology
+from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.distributed.device_collectives import DeviceCollectives
+from deepspeed_gear.distributed.node_channel import GRACE_S, NodeChannel, message_of
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 
 
 class _ByRank(Topology):
@@ -25,7 +25,7 @@ class _ByRank(Topology):
         return f"rank {node}{host}"
 
 
-class DevicePeers:
+class ReplicaAgreement:
     """The ranks that share a table which lies on their devices, and how they talk.
 
     What decides whether all go on goes over gloo, with names for what is lost; the rest over the transport of
@@ -46,11 +46,11 @@ class DevicePeers:
         self.place, self.places = topology.place, topology.places
         names = tuple(topology.names[node] for node in topology.nodes) if topology.names else ()
         by_rank = _ByRank(topology.rank, topology.places, tuple(range(size)), names)
-        self._link = Link(by_rank, range(size), "devices", timeout_s, group)
+        self._link = NodeChannel(by_rank, range(size), "devices", timeout_s, group)
         #: The order in which ranks are counted here: those that sit alike, by replica, lie together.
         self._order = sorted(range(size), key=lambda rank: _inside_first(self.places[rank]))
         ranks = [self._link.ranks[rank] for rank in self._order]
-        self._transport = Transport(ranks, device, is_shared, timeout_s + GRACE_S, "tables")
+        self._transport = DeviceCollectives(ranks, device, is_shared, timeout_s + GRACE_S, "tables")
         self._transport.guard = self._link.naming_the_lost
 
     def open(self) -> None:
@@ -123,7 +123,7 @@ class DevicePeers:
         self._link.abandon(error)
 
     @property
-    def _places_in_order(self) -> list[Place]:
+    def _places_in_order(self) -> list[RankCoordinates]:
         return [self.places[rank] for rank in self._order]
 
     def _for_twins(self, counts: Sequence[int]) -> list[int]:
@@ -132,15 +132,15 @@ class DevicePeers:
         return [counts[place.data_rank] if _is_twin(place, self.place) else 0 for place in places]
 
 
-def _inside_first(place: Place) -> tuple[int, ...]:
+def _inside_first(place: RankCoordinates) -> tuple[int, ...]:
     return *replace(place, data_rank=0).coordinates, place.data_rank
 
 
-def _is_twin(place: Place, other: Place) -> bool:
+def _is_twin(place: RankCoordinates, other: RankCoordinates) -> bool:
     return replace(place, data_rank=other.data_rank) == other
 
 
-def shares_gpus(exchange: Exchange, topology: Topology, device: torch.device) -> bool:
+def shares_gpus(exchange: ControlPlane, topology: Topology, device: torch.device) -> bool:
     """Return whether any two ranks have the same GPU. Collective."""
     own = None
     if device.type == "cuda":
@@ -151,7 +151,7 @@ def shares_gpus(exchange: Exchange, topology: Topology, device: torch.device) ->
 
 def inside_replica(
     topology: Topology, device: torch.device, is_shared: bool, timeout_s: float, group: Any
-) -> tuple[Transport, int] | None:
+) -> tuple[DeviceCollectives, int] | None:
     """Return what carries tensors inside a replica, and who reports there. Collective over its ranks.
 
     Args:
@@ -167,6 +167,6 @@ def inside_replica(
     if len(mine) == 1:
         return None
     ranks = mine if group is None else [dist.get_global_rank(group, rank) for rank in mine]
-    transport = Transport(ranks, device, is_shared, timeout_s, f"replica {topology.data_rank}")
+    transport = DeviceCollectives(ranks, device, is_shared, timeout_s, f"replica {topology.data_rank}")
     transport.open()
     return transport, next(i for i, rank in enumerate(mine) if topology.places[rank].reports)

@@ -20,8 +20,8 @@ from typing import NoReturn, TypeVar
 import numpy as np
 
 from deepspeed_gear.distributed import node_messages
-from deepspeed_gear.distributed.failure_detector import HEARD_BEATS, MOST_BEAT_S, Watch
-from deepspeed_gear.distributed.node_channel import MUST_TAKE_ALL, Link
+from deepspeed_gear.distributed.failure_detector import HEARD_BEATS, MOST_BEAT_S, FailureDetector
+from deepspeed_gear.distributed.node_channel import MUST_TAKE_ALL, NodeChannel
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError, relayed
 from deepspeed_gear.store.memory_layout import Region
@@ -40,7 +40,7 @@ NO_DIGEST = 0
 _AWAKE_S, _POLL_S = 500e-6, 200e-6
 
 
-class Status:
+class BatchBarrier:
     """The turns of a node's ranks. Main thread only.
 
     Args:
@@ -60,10 +60,10 @@ class Status:
         topology: Topology,
         only_readers: bool,
         timeout_s: float,
-        link: Link | None = None,
+        link: NodeChannel | None = None,
         over_nodes: bool = False,
         early: bool = False,
-        watch: Watch | None = None,
+        watch: FailureDetector | None = None,
     ) -> None:
         self._table, self._timeout_s, self._topology = table, timeout_s, topology
         self._link, self._watch = link, watch
@@ -222,7 +222,7 @@ class Status:
                 self._tell(self._link, str(error))
         self._is_open = False
 
-    def _hear(self, link: Link) -> None:
+    def _hear(self, link: NodeChannel) -> None:
         """Tell the other nodes how the turn went here, hear how it went there, and let the ranks go on."""
         failed = [peer for peer in self._members if self._words[peer, FAILED] >= self._count]
         text = self._text_of(failed[0]) if failed else ""
@@ -235,7 +235,7 @@ class Status:
                 raise
         self._mine[RELEASED] = self._count
 
-    def _tell(self, link: Link, text: str) -> None:
+    def _tell(self, link: NodeChannel, text: str) -> None:
         """Swap with the other leaders: turn, whether it failed, whether digests are to be compared.
 
         Raises:
@@ -257,7 +257,7 @@ class Status:
         if every and texts is None:
             self._compare_digests([(int(a), int(b), int(c)) for rows in every for a, b, c in rows])
 
-    def _say(self, link: Link, failed: bool) -> Callable[[], np.ndarray]:
+    def _say(self, link: NodeChannel, failed: bool) -> Callable[[], np.ndarray]:
         """Send turn, status and whether digests are to be compared; return what waits for the others'."""
         verifies = any(digest for _, _, digest in self._digests())
         return link.begin_gather(np.array([self._count, failed, verifies]))

@@ -20,7 +20,7 @@ SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set
 EXIT_PAUSE_S = 0.1
 
 
-class Exchange:
+class ControlPlane:
     """Collectives over a gloo group of its own, or over nobody without torch.distributed.
 
     Thread safety: main thread only. Every method is collective: all ranks call it, in the same order.

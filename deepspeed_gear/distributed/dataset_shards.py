@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.dataset_part import Part
+from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.store.table_spec import Shard
 
@@ -28,7 +28,7 @@ def non_empty(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def shard_of_node(
-    dataset_parts: Sequence[Part | None],
+    dataset_parts: Sequence[DatasetPart | None],
     bounds: NDArray[np.int64],
     *,
     name: str = "the data set",
@@ -69,7 +69,7 @@ def _shards_of_wholes(num_nodes: int, bounds: NDArray[np.int64], replicate: bool
     return [Shard(i, num_nodes, int(bounds[i]), int(bounds[i + 1])) for i in range(num_nodes)]
 
 
-def _broken_rule(dataset_parts: Sequence[Part | None], replicate: bool) -> str:
+def _broken_rule(dataset_parts: Sequence[DatasetPart | None], replicate: bool) -> str:
     """Return the first rule that parts break, or nothing."""
     parts = [part for part in dataset_parts if part is not None]
     if replicate:
@@ -89,7 +89,7 @@ def _broken_rule(dataset_parts: Sequence[Part | None], replicate: bool) -> str:
     return ""
 
 
-def _remedy(dataset_parts: Sequence[Part | None], nodes: Sequence[str], replicate: bool) -> str:
+def _remedy(dataset_parts: Sequence[DatasetPart | None], nodes: Sequence[str], replicate: bool) -> str:
     names = list(nodes) or [f"node {index}" for index in range(len(dataset_parts))]
     lines = [
         f"  {node}: {'the whole' if part is None else part}"

@@ -19,7 +19,7 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
-from deepspeed_gear.distributed.topology import Place
+from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
 
 REQUIRED = (
@@ -97,7 +97,7 @@ def is_pipeline(engine: Any) -> bool:
     return type(engine).__name__ == PIPELINE
 
 
-def place_of(engine: Any) -> Place:
+def place_of(engine: Any) -> RankCoordinates:
     """Return where this rank of an engine sits.
 
     DeepSpeed keeps the mpu and the mesh that it was given last in a module's globals, for engines that were
@@ -108,7 +108,7 @@ def place_of(engine: Any) -> Place:
     """
     if is_pipeline(engine):
         grid = engine.grid
-        return Place(
+        return RankCoordinates(
             data_rank=grid.get_data_parallel_rank(),
             data_world=grid.get_data_parallel_world_size(),
             tensor_rank=grid.get_slice_parallel_rank(),
@@ -131,7 +131,7 @@ def place_of(engine: Any) -> Place:
     return place
 
 
-def _place_in(mpu: Any, mesh: Any, inherited: bool) -> Place:
+def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
     rank, world = dist.get_rank(), dist.get_world_size()
     sequence_rank, sequence_world = _sequence(mpu, mesh)
     if mesh is not None:
@@ -149,7 +149,9 @@ def _place_in(mpu: Any, mesh: Any, inherited: bool) -> Place:
         if inherited:  # a whole model beside somebody else's stages
             tensor_rank, tensor_world = pipe_rank * tensor_world + tensor_rank, pipe_world * tensor_world
             pipe_rank, pipe_world = 0, 1
-    return Place(rank, world, tensor_rank, tensor_world, pipe_rank, pipe_world, sequence_rank, sequence_world)
+    return RankCoordinates(
+        rank, world, tensor_rank, tensor_world, pipe_rank, pipe_world, sequence_rank, sequence_world
+    )
 
 
 def _sequence(mpu: Any, mesh: Any) -> tuple[int, int]:

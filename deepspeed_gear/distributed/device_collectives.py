@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed_gear.distributed.control_plane import lane
 
 
-class Transport:
+class DeviceCollectives:
     """Carries tensors between the devices of some ranks. One thread; all ranks call in one order.
 
     A collective of NCCL has its place on the current stream, the same on every rank, and the host does not

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.distributed.heartbeats import SOME_NODE, News
+from deepspeed_gear.distributed.heartbeats import SOME_NODE, Heartbeats
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
 from deepspeed_gear.store.memory_layout import Region
@@ -34,7 +34,7 @@ EXIT_STATUS = 114
 _SAID = 300  # characters of an error that others hear
 
 
-class Watch:
+class FailureDetector:
     """Watches the ranks of all nodes, in threads of its own. `check` is for any thread.
 
     Args:
@@ -60,9 +60,9 @@ class Watch:
         self._texts: np.ndarray = views["watch/texts"]
         self._timeout_s, self._beat_s = timeout_s, min(MOST_BEAT_S, timeout_s / 8)
         self._ranks, self._peer = topology.peers, memory.peer
-        self._news: News | None = None
+        self._news: Heartbeats | None = None
         if store is not None:
-            self._news = News(topology, store, name, timeout_s, self._beat_s, self._look)
+            self._news = Heartbeats(topology, store, name, timeout_s, self._beat_s, self._look)
         self._failure: LostNodeError | None = None
         self._patience_s = STUCK_S
         self._stop, self._saying = threading.Event(), threading.Lock()
@@ -266,7 +266,7 @@ class Watch:
         return self._topology.describe(self._topology.node)
 
     def _look(self) -> tuple[tuple[int, int] | None, str]:
-        """Return what other nodes must know: see `News`."""
+        """Return what other nodes must know: see `Heartbeats`."""
         words = self._words[:, [ENDED, TURNS]].tolist()
         ended = [
             (taken - 1, rank)

@@ -21,7 +21,7 @@ _FOR_EVER = float("inf")  # when a node that has ended was heard last
 _FIRST = 0  # the node of rank 0
 
 
-class News:
+class Heartbeats:
     """What this node tells, and what it has heard of the others.
 
     Args:

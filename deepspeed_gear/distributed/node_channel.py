@@ -40,7 +40,7 @@ def _as_it_says(failure: LostNodeError) -> bool:
     return True
 
 
-class Link:
+class NodeChannel:
     """Exchanges between the nodes that hold a table. One thread at a time; all nodes call in one order.
 
     A wait that fails leaves messages behind that nobody may take for others: the link is broken for good.
@@ -262,7 +262,7 @@ class Link:
 
 
 def message_of(words: np.ndarray, more: np.ndarray = NO_WORDS) -> np.ndarray:
-    """Return words, and more behind them, as `Link.begin` wants them. [n] and [m] -> [1 + n + m], int64."""
+    """Return words, and more behind them, as `NodeChannel.begin` wants them. [n] and [m] -> [1 + n + m], int64."""
     message = np.empty(1 + len(words) + len(more), np.int64)
     message[1 : 1 + len(words)], message[1 + len(words) :] = words, more
     return message

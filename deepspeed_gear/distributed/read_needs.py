@@ -11,14 +11,14 @@ import numpy as np
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, dotted
 from deepspeed_gear.config.field_checks import LEARNS, MASK
-from deepspeed_gear.distributed.topology import AXES, Place
+from deepspeed_gear.distributed.topology import AXES, RankCoordinates
 from deepspeed_gear.errors import ConfigError
 
 EXAMPLE = '"pipeline": {"inputs": ["observation"], "labels": ["action", "mask.action"]}'
 
 
 @dataclass(frozen=True)
-class Needs:
+class ReadNeeds:
     """What a rank's place in its replica needs of a batch.
 
     Args:
@@ -30,7 +30,7 @@ class Needs:
     n_step: bool
 
 
-def needs_of(place: Place, config: GearConfig, fields: Sequence[ResolvedField]) -> Needs:
+def needs_of(place: RankCoordinates, config: GearConfig, fields: Sequence[ResolvedField]) -> ReadNeeds:
     """Return what a place needs.
 
     A first stage needs the inputs, a last stage the labels, an inner one nothing; a sequence rank its part
@@ -48,7 +48,7 @@ def needs_of(place: Place, config: GearConfig, fields: Sequence[ResolvedField]) 
     follows = any(field.offset == "n_step" for field in chosen)
     n_step = wanted is None or follows or bool(wanted.intersection(N_STEP_NAMES))
     parts = tuple(_part(field, place) for field in chosen)
-    return Needs(parts, n_step and config.n_step is not None)
+    return ReadNeeds(parts, n_step and config.n_step is not None)
 
 
 def _mask_of(field: ResolvedField) -> ResolvedField:
@@ -56,7 +56,7 @@ def _mask_of(field: ResolvedField) -> ResolvedField:
     return replace(field, mask_only=True, normalize=None, scale=1.0)
 
 
-def _names_at(place: Place, config: GearConfig) -> set[str] | None:
+def _names_at(place: RankCoordinates, config: GearConfig) -> set[str] | None:
     """Return the names that a stage reads; None for all."""
     if place.pipe_world == 1:
         return None
@@ -67,7 +67,7 @@ def _names_at(place: Place, config: GearConfig) -> set[str] | None:
     return {*inputs, *labels}
 
 
-def _part(field: ResolvedField, place: Place) -> ResolvedField:
+def _part(field: ResolvedField, place: RankCoordinates) -> ResolvedField:
     """Return a field with the part of its window that a sequence rank reads."""
     if field.length is None or place.sequence_world == 1:
         return field
@@ -82,7 +82,7 @@ def _part(field: ResolvedField, place: Place) -> ResolvedField:
     return replace(field, part_first=place.sequence_rank * length, part_length=length)
 
 
-def grid(worlds: Mapping[str, int]) -> list[Place]:
+def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
     """Return the places of a grid in the order of ranks, the axis of stages slowest, that of tensors fastest.
 
     Args:
@@ -92,7 +92,7 @@ def grid(worlds: Mapping[str, int]) -> list[Place]:
     named = {f"{axis}_world": size for axis, size in sizes.items()}
     ranks = itertools.product(*(range(size) for size in sizes.values()))
     return [
-        Place(**named, **{f"{axis}_rank": at for axis, at in zip(AXES, where, strict=True)})
+        RankCoordinates(**named, **{f"{axis}_rank": at for axis, at in zip(AXES, where, strict=True)})
         for where in ranks
     ]
 
@@ -112,9 +112,11 @@ def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
     return np.concatenate([[0], inner, [len(sizes)]]).astype(np.int64)
 
 
-def readers_of(places: Sequence[Place], nodes: Sequence[int], replica: int) -> dict[int, list[Place]]:
+def readers_of(
+    places: Sequence[RankCoordinates], nodes: Sequence[int], replica: int
+) -> dict[int, list[RankCoordinates]]:
     """Return the ranks of a replica that read, by node."""
-    found: dict[int, list[Place]] = {}
+    found: dict[int, list[RankCoordinates]] = {}
     for place, node in zip(places, nodes, strict=True):
         if place.data_rank == replica and place.reads:
             found.setdefault(node, []).append(place)

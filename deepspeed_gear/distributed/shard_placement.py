@@ -9,8 +9,8 @@ import numpy as np
 
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_part import Part
-from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.data.dataset_part import DatasetPart
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.dataset_shards import non_empty, shard_of_node
 from deepspeed_gear.distributed.read_needs import shards_of
 from deepspeed_gear.distributed.topology import Topology
@@ -18,11 +18,11 @@ from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.store.table_spec import Shard
 
 NOTHING = Shard(0, 1, 0, 0)
-Parts = Mapping[int, Mapping[str, Part | None]]  # what each node has on disk of each table
+Parts = Mapping[int, Mapping[str, DatasetPart | None]]  # what each node has on disk of each table
 
 
 @dataclass(frozen=True)
-class Placement:
+class ShardPlacement:
     """Where the tables lie.
 
     Args:
@@ -57,8 +57,8 @@ class Placement:
 
 
 def place_tables(
-    exchange: Exchange, topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset]
-) -> Placement:
+    exchange: ControlPlane, topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset]
+) -> ShardPlacement:
     """Find out which node holds what. Collective.
 
     Raises:
@@ -68,7 +68,7 @@ def place_tables(
     parts = exchange.gather({name: data.part for name, data in datasets.items()} if leader else None)
     by_node = {topology.nodes[rank]: found for rank, found in enumerate(parts) if found is not None}
 
-    def place() -> Placement:
+    def place() -> ShardPlacement:
         return _place(topology, config, datasets, by_node)
 
     return exchange.agree("the parts of the tables", place)
@@ -76,7 +76,7 @@ def place_tables(
 
 def _place(
     topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset], parts: Parts
-) -> Placement:
+) -> ShardPlacement:
     holders = topology.holders
     names = [topology.describe(node) for node in holders]
     found: dict[str, dict[int, Shard]] = {}
@@ -99,7 +99,7 @@ def _place(
         if len(holders) > 1 and not (table.data is not None and table.data.replicate)
     }
     if not spread and topology.node in holders:
-        return Placement(order, {}, frozenset())
+        return ShardPlacement(order, {}, frozenset())
     mine: dict[str, Shard] = {}
     for name in config.resolved_tables:
         if topology.node not in holders:
@@ -109,7 +109,7 @@ def _place(
         elif name in spread:
             mine[name] = Shard(order.index(topology.node), len(order), 0, 0)
     firsts = {name: _bounds_of(shards) for name, shards in found.items() if name in spread}
-    return Placement(order, mine, frozenset(spread), firsts)
+    return ShardPlacement(order, mine, frozenset(spread), firsts)
 
 
 def _bounds_of(shards: Mapping[int, Shard]) -> np.ndarray:

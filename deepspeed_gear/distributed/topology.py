@@ -7,14 +7,14 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import ConfigError
 
 AXES = ("pipe", "data", "sequence", "tensor")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """A rank's coordinates in the grid of parallelism. Pure.
 
     The ranks of one `data_rank` are a replica: they train on the same samples.
@@ -83,7 +83,7 @@ class Topology:
     """
 
     rank: int
-    places: tuple[Place, ...]
+    places: tuple[RankCoordinates, ...]
     nodes: tuple[int, ...]
     names: tuple[str, ...] = field(default=(), compare=False)
 
@@ -92,7 +92,7 @@ class Topology:
         return len(self.places)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankCoordinates:
         """Where this rank sits."""
         return self.places[self.rank]
 
@@ -150,7 +150,7 @@ class Topology:
         return self.peer == 0
 
     @classmethod
-    def discover(cls, exchange: Exchange, place: Place) -> Topology:
+    def discover(cls, exchange: ControlPlane, place: RankCoordinates) -> Topology:
         """Find out which ranks share a node, and check that the places form a grid. Collective.
 
         Raises:
@@ -176,7 +176,7 @@ class Topology:
         """
         from deepspeed_gear.distributed import deepspeed_compat  # DeepSpeed is not needed without an engine
 
-        exchange = Exchange()
+        exchange = ControlPlane()
         try:
             return cls.discover(
                 exchange, exchange.agree("the engine", lambda: deepspeed_compat.place_of(engine))
@@ -185,7 +185,7 @@ class Topology:
             exchange.close()
 
 
-def check_grid(places: tuple[Place, ...]) -> None:
+def check_grid(places: tuple[RankCoordinates, ...]) -> None:
     """Check that each place of one grid is taken by exactly one rank.
 
     Raises:

@@ -16,8 +16,8 @@ from deepspeed.utils import logger
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import parse, refuse_batch_sizes
 from deepspeed_gear.distributed import deepspeed_compat
-from deepspeed_gear.distributed.control_plane import Exchange
-from deepspeed_gear.distributed.topology import Place
+from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.engine import engine_checkpoint
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError
@@ -148,7 +148,7 @@ def _check_section_first(config: Any, options: Mapping[str, Any]) -> None:
         return
     if options.get("dist_init_required") is not False:
         deepspeed.init_distributed(dist_init_required=options.get("dist_init_required"))
-    exchange = Exchange()
+    exchange = ControlPlane()
 
     def check() -> None:
         if path is not None:
@@ -173,9 +173,9 @@ def _make_replay(
     engine: Any, config: Any, schemas: Mapping[str, Schema] | None, checkpoint: engine_checkpoint.Checkpoint
 ) -> Replay | DeviceReplay:
     section = _section_in({"gear": deepspeed_compat.gear_section(engine) if config is None else config})
-    exchange = Exchange()
+    exchange = ControlPlane()
 
-    def sizes() -> tuple[Place, BatchInfo, bool]:
+    def sizes() -> tuple[RankCoordinates, BatchInfo, bool]:
         checked = parse(section)
         deepspeed_compat.check_elasticity(engine.config)
         engine_checkpoint.check_start(engine, checkpoint)
@@ -207,7 +207,7 @@ def nothing() -> None:
     """What `gear_sample` is on an inner stage of a pipeline."""
 
 
-def _sizes_of(engine: Any) -> tuple[Place, BatchInfo]:
+def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
     place, micro = deepspeed_compat.place_of(engine), int(engine.train_micro_batch_size_per_gpu())
     worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world
     return place, BatchInfo(micro, deepspeed_compat.accumulation_of(engine), *worlds)

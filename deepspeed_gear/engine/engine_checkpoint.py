@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from deepspeed_gear.distributed import deepspeed_compat
-from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, ConfigError
 from deepspeed_gear.replay import DeviceReplay, Replay
 
@@ -50,7 +50,7 @@ def load(replay: Replay | DeviceReplay, folder: Path, saved: Mapping[str, Any] |
         CheckpointError: It is of another version, only some ranks have it, or tables are missing, changed or
             of another save.
     """
-    exchange = Exchange()
+    exchange = ControlPlane()
     try:
         holds = exchange.gather(saved is not None)
         if len(set(holds)) > 1:  # a save was ended between the model files of the ranks
@@ -125,7 +125,7 @@ def load_late(engine: Any, replay: Replay | DeviceReplay, checkpoint: Checkpoint
     Raises:
         CheckpointError: It is not the engine's checkpoint, or holds no part of a replay.
     """
-    exchange = Exchange()
+    exchange = ControlPlane()
     try:
         given = exchange.gather(str(checkpoint))
         if len(set(given)) > 1:

@@ -15,7 +15,7 @@ import grpc
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.authentication import check_plain, check_token, parse_url, read_token
-from deepspeed_gear.remote.send_queue import Item
+from deepspeed_gear.remote.send_queue import QueuedTrajectory
 from deepspeed_gear.schema import Schema
 
 _LEAST_S = 3.0  # of a call: a gateway takes one to answer while its table holds back
@@ -36,11 +36,11 @@ _MACHINE_ROOTS = (
 )
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """No answer: the connection was cut, or none can be made. What was sent may have arrived."""
 
 
-class Line:
+class Connection:
     """Calls to a gateway, over a connection that can be made anew.
 
     Thread safety: one thread at a time.
@@ -72,7 +72,7 @@ class Line:
         header: Mapping[str, Any],
         most_s: float,
         schema: Schema | None = None,
-        items: list[Item] | None = None,
+        items: list[QueuedTrajectory] | None = None,
     ) -> dict[str, Any]:
         """Call the gateway; it answers or the call is lost.
 
@@ -101,7 +101,7 @@ class Line:
             raise self._failure(error) from error
         except ValueError as error:  # no JSON: it is no gateway
             self.hang_up()
-            raise Lost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
         return answer
 
     def _connected(self) -> grpc.Channel:
@@ -120,7 +120,7 @@ class Line:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             rule, remedy = "must have this call", "install the same deepspeed_gear on both sides"
             return StoreError(f"gateway {self.url}", rule, None, remedy)
-        return Lost(f"{error.code().name}: {error.details()}")
+        return ConnectionLost(f"{error.code().name}: {error.details()}")
 
     def hang_up(self) -> None:
         """End the connection; the next call makes another."""

@@ -16,10 +16,10 @@ import numpy as np
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
-from deepspeed_gear.remote.connection import Line, Lost, raise_error
+from deepspeed_gear.remote.connection import Connection, ConnectionLost, raise_error
 from deepspeed_gear.remote.gateway_messages import MOST_MAX_MESSAGE_BYTES, VERSION, trajectory_bytes
-from deepspeed_gear.remote.send_queue import Outbox
-from deepspeed_gear.remote.sender import Patience, Sender, Sizes, end_session
+from deepspeed_gear.remote.send_queue import SendQueue
+from deepspeed_gear.remote.sender import BatchSizes, RetryPolicy, Sender, end_session
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.timeouts import check_timeout
@@ -43,11 +43,13 @@ class RemoteWriter(ProcessBound):
     Thread safety: one thread at a time; a thread of its own sends. After a fork, connect anew.
     """
 
-    def __init__(self, line: Line, hello: Mapping[str, Any], client: str, sizes: Sizes, buffer: int) -> None:
+    def __init__(
+        self, line: Connection, hello: Mapping[str, Any], client: str, sizes: BatchSizes, buffer: int
+    ) -> None:
         self.table, self.max_length = str(hello["table"]), hello["max_length"]
         self.schema = Schema.from_json(hello["schema"])
         self._max_bytes = int(hello["max_message_bytes"])
-        self._outbox, self._open, self._num_raised = Outbox(buffer, sizes.timeout_s), True, 0
+        self._outbox, self._open, self._num_raised = SendQueue(buffer, sizes.timeout_s), True, 0
         who = {"gateway": str(hello["gateway"]), "client": client}
         self._sender = Sender(line, self.schema, who, self._outbox, sizes)
         self._finalizer = weakref.finalize(self, self._sender.stop)
@@ -93,14 +95,14 @@ class RemoteWriter(ProcessBound):
         arguments.one_of("schema", schema, (Schema, type(None)), "a Schema")
         if not 0 < batch_bytes <= MOST_MAX_MESSAGE_BYTES:
             raise ConfigError("batch_bytes", f"must be in [1, {MOST_MAX_MESSAGE_BYTES}]", batch_bytes)
-        line, client = Line(url, token, ca, insecure), uuid.uuid4().hex
+        line, client = Connection(url, token, ca, insecure), uuid.uuid4().hex
         hello = _hello(line, client, schema, timeout_s)
         if batch_bytes > hello["max_message_bytes"]:
             end_session(line, {"gateway": str(hello["gateway"]), "client": client})
             line.hang_up()
             rule = f"must be at most {hello['max_message_bytes']}, the gateway's --max-message"
             raise ConfigError("batch_bytes", rule, batch_bytes, "lower it, or raise --max-message")
-        return cls(line, hello, client, Sizes(batch_bytes, linger_s, timeout_s), buffer_bytes)
+        return cls(line, hello, client, BatchSizes(batch_bytes, linger_s, timeout_s), buffer_bytes)
 
     @property
     def waited_s(self) -> float:
@@ -218,18 +220,18 @@ class RemoteWriter(ProcessBound):
             LOG.warning("while a remote writer closed: %s", second)
 
 
-def _hello(line: Line, client: str, schema: Schema | None, timeout_s: float) -> dict[str, Any]:
+def _hello(line: Connection, client: str, schema: Schema | None, timeout_s: float) -> dict[str, Any]:
     """Say who connects; return what the gateway says of its table."""
     header = {
         "version": VERSION,
         "client": client,
         "schema": None if schema is None else schema.to_json(),
     }
-    patience, stopped = Patience(f"gateway {line.url}", timeout_s), threading.Event()
+    patience, stopped = RetryPolicy(f"gateway {line.url}", timeout_s), threading.Event()
     while True:
         try:
             answer = line.call("hello", header, timeout_s)
-        except Lost as lost:
+        except ConnectionLost as lost:
             patience.wait(lost, stopped)
             continue
         raise_error(answer)

@@ -18,7 +18,7 @@ _LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
-class Item:
+class QueuedTrajectory:
     """A trajectory that is not acknowledged.
 
     Args:
@@ -34,7 +34,7 @@ class Item:
     since: float
 
 
-class Outbox:
+class SendQueue:
     """Keeps what is not acknowledged, in order, so that it can be sent again.
 
     Thread safety: any thread puts; one thread takes batches and settles them.
@@ -46,7 +46,7 @@ class Outbox:
 
     def __init__(self, most_bytes: int, timeout_s: float) -> None:
         self._most_bytes, self._timeout_s = most_bytes, timeout_s
-        self._items: deque[Item] = deque()
+        self._items: deque[QueuedTrajectory] = deque()
         self._changed = threading.Condition()
         self._num_bytes = self._next = 0
         self._held_since: float | None = None  # the gateway answers, but takes nothing
@@ -70,7 +70,7 @@ class Outbox:
             self._wait(lambda: self._error is not None or self._has_room(num_bytes))
             if self._error is not None:
                 raise self._error
-            item = Item(self._next, arrays, num_bytes, time.monotonic())
+            item = QueuedTrajectory(self._next, arrays, num_bytes, time.monotonic())
             self._items.append(item)
             self._next += 1
             self._num_bytes += num_bytes
@@ -111,7 +111,7 @@ class Outbox:
 
     # ---- the side of the line --------------------------------------------------------------------
 
-    def batch(self, most_bytes: int, linger_s: float, idle_s: float) -> list[Item] | None:
+    def batch(self, most_bytes: int, linger_s: float, idle_s: float) -> list[QueuedTrajectory] | None:
         """Return the first trajectories that fit into a batch; they stay. Waits for some to come.
 
         Args:
@@ -133,7 +133,7 @@ class Outbox:
                 self._changed.wait(left)
             return None
 
-    def _first(self, most_bytes: int) -> list[Item]:
+    def _first(self, most_bytes: int) -> list[QueuedTrajectory]:
         found, total = [self._items[0]], self._items[0].num_bytes
         for item in itertools.islice(self._items, 1, None):
             total += item.num_bytes

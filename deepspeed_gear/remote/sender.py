@@ -12,8 +12,8 @@ from typing import Any
 
 from deepspeed_gear.errors import GearError, LostNodeError, PeerError
 from deepspeed_gear.remote import gateway_messages
-from deepspeed_gear.remote.connection import Line, Lost, raise_error
-from deepspeed_gear.remote.send_queue import Item, Outbox
+from deepspeed_gear.remote.connection import Connection, ConnectionLost, raise_error
+from deepspeed_gear.remote.send_queue import QueuedTrajectory, SendQueue
 from deepspeed_gear.schema import Schema
 
 LOG = logging.getLogger("deepspeed_gear")
@@ -22,7 +22,7 @@ _STOP_S = 2.0  # longest that the end of a process waits for a call
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """How trajectories are sent.
 
     Args:
@@ -36,7 +36,7 @@ class Sizes:
     timeout_s: float
 
 
-class Patience:
+class RetryPolicy:
     """How long lost calls are tried again: ever longer pauses, up to a time without any answer.
 
     Args:
@@ -53,7 +53,7 @@ class Patience:
         """Begin anew: there was an answer."""
         self._pause_s, self._until = _FIRST_PAUSE_S, None
 
-    def wait(self, error: Lost, stopped: threading.Event) -> None:
+    def wait(self, error: ConnectionLost, stopped: threading.Event) -> None:
         """Wait before the next attempt.
 
         Raises:
@@ -68,11 +68,11 @@ class Patience:
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
 
-def end_session(line: Line, who: Mapping[str, str]) -> None:
+def end_session(line: Connection, who: Mapping[str, str]) -> None:
     """End a writer's session with its gateway, if the gateway answers."""
     try:
         line.call("bye", who, _STOP_S)
-    except (Lost, GearError):
+    except (ConnectionLost, GearError):
         LOG.debug("a writer's session stays open until it expires: its last call had no answer")
 
 
@@ -91,10 +91,10 @@ class Sender:
     """
 
     def __init__(
-        self, line: Line, schema: Schema, who: Mapping[str, str], outbox: Outbox, sizes: Sizes
+        self, line: Connection, schema: Schema, who: Mapping[str, str], outbox: SendQueue, sizes: BatchSizes
     ) -> None:
         self._line, self._schema, self._who, self._outbox, self._sizes = line, schema, who, outbox, sizes
-        self._patience = Patience(f"gateway {line.url}", sizes.timeout_s)
+        self._patience = RetryPolicy(f"gateway {line.url}", sizes.timeout_s)
         self._asks = False  # what has arrived is not known, or is not dealt with yet
         self._upto = -1
         self.refused: list[tuple[int, GearError]] = []
@@ -132,7 +132,7 @@ class Sender:
         finally:
             self._line.hang_up()
 
-    def _send(self, items: list[Item]) -> None:
+    def _send(self, items: list[QueuedTrajectory]) -> None:
         """Send a batch, or ask what has become of the last one."""
         header = {**self._who, "known": self._upto}
         try:
@@ -140,7 +140,7 @@ class Sender:
                 answer = self._line.call("ask", header, self._sizes.timeout_s)
             else:
                 answer = self._line.call("put", header, self._sizes.timeout_s, self._schema, items)
-        except Lost as lost:
+        except ConnectionLost as lost:
             self._asks = True
             self.num_lost += 1
             self._outbox.settle(-1, is_busy=False)
@@ -158,7 +158,7 @@ class Sender:
         """
         try:
             self._take(self._line.call("ask", {**self._who, "known": self._upto}, self._sizes.timeout_s))
-        except Lost:
+        except ConnectionLost:
             LOG.debug("an idle remote writer got no answer")  # nothing is under way: the next batch finds out
 
     def _take(self, answer: Mapping[str, Any]) -> None:

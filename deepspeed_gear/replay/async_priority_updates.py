@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.batching.transfer.cuda_streams import Event, allow_captures_elsewhere
-from deepspeed_gear.sampling.priority_log import Reports
+from deepspeed_gear.sampling.priority_log import PriorityLog
 
 _BLOCKS = 4  # of pinned memory, made at once
 
 
-class Part(NamedTuple):
+class UpdatePart(NamedTuple):
     """What is reported to one table.
 
     Args:
@@ -25,7 +25,7 @@ class Part(NamedTuple):
         which: Their indices in the batch; None: all. [n], int64.
     """
 
-    reports: Reports
+    reports: PriorityLog
     records: Tensor
     which: Tensor | None = None
 
@@ -34,7 +34,7 @@ Check = Callable[[Tensor, Tensor], None]  # of values and faults
 
 
 class _Job(NamedTuple):
-    parts: Sequence[Part]
+    parts: Sequence[UpdatePart]
     values: Tensor  # and the faults behind them
     event: Event
     check: Check
@@ -74,7 +74,7 @@ class PinnedBlocks:
         self._free[len(host)].append(host)
 
 
-class LateReports:
+class AsyncPriorityUpdates:
     """Reports priorities when their device has computed them. One thread gives them.
 
     What is wrong with them is raised by the next call of `check` or `drain`; they are not reported then.
@@ -90,7 +90,7 @@ class LateReports:
         self._thread: threading.Thread | None = None
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
 
-    def take(self, parts: Sequence[Part], values: Tensor, faults: Tensor, check: Check) -> None:
+    def take(self, parts: Sequence[UpdatePart], values: Tensor, faults: Tensor, check: Check) -> None:
         """Report values as soon as they are computed.
 
         Args:

@@ -9,17 +9,17 @@ from typing import Any
 
 from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.config import GearConfig, TableConfig, WeightedSampler
-from deepspeed_gear.config.rate_limits import RateConfig, VersionConfig
+from deepspeed_gear.config.rate_limits import RateLimiterConfig, VersionConfig
 from deepspeed_gear.config.types import defaults_of
-from deepspeed_gear.distributed.batch_barrier import Status
-from deepspeed_gear.distributed.control_plane import Exchange
-from deepspeed_gear.distributed.failure_detector import Watch
+from deepspeed_gear.distributed.batch_barrier import BatchBarrier
+from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.sampling.stream_kinds import regions_of
-from deepspeed_gear.store.memory_layout import Region, Run
+from deepspeed_gear.store.memory_layout import Region, RunIdentity
 from deepspeed_gear.store.named_stores import new_run_name
 from deepspeed_gear.store.shared_memory import remove_garbage
 from deepspeed_gear.store.table import Table
@@ -28,7 +28,7 @@ from deepspeed_gear.store.writer_options import digest, options_of, with_schema
 
 _DEFAULTS = {
     "table": defaults_of(TableConfig),
-    "rate": defaults_of(RateConfig),
+    "rate": defaults_of(RateLimiterConfig),
     "version": defaults_of(VersionConfig),
 }
 NUM_ANSWERS = 64  # of can_sample() that are kept: so far may a rank be ahead of the slowest
@@ -42,7 +42,7 @@ class StorePlan:
     streams: list[StreamSpec]
     meaning: dict[str, Any]
     file_name: str
-    run: Run
+    run: RunIdentity
     more: list[Region]
 
     @property
@@ -51,12 +51,12 @@ class StorePlan:
         streams = [region for stream in self.streams for region in regions_of(stream, self.spec)]
         return [*streams, *self.more]
 
-    def create(self, ops: Ops, config: GearConfig) -> tuple[Table, list[Stream]]:
+    def create(self, ops: Ops, config: GearConfig) -> tuple[Table, list[BatchStream]]:
         """Make the store and give it its name."""
         huge_pages = config.shared_memory.huge_pages
         table = Table.create(self.spec, self.extra, self.meaning, self.run, ops, config.timeout_s, huge_pages)
         try:
-            streams = [Stream(stream, table) for stream in self.streams]
+            streams = [BatchStream(stream, table) for stream in self.streams]
             for stream in streams:
                 stream.initialise()
             table.memory.link(self.file_name, reaped=self.spec.num_writers > 0)
@@ -65,21 +65,21 @@ class StorePlan:
             raise
         return table, streams
 
-    def attach(self, ops: Ops, config: GearConfig, peer: int) -> tuple[Table, list[Stream]]:
+    def attach(self, ops: Ops, config: GearConfig, peer: int) -> tuple[Table, list[BatchStream]]:
         """Attach to the store that the node's first rank has made."""
         layout = table_layout(self.spec, self.extra, self.meaning)
         table = Table.attach(self.spec, self.file_name, layout, self.run.id, peer, ops, config.timeout_s)
-        return table, [Stream(stream, table) for stream in self.streams]
+        return table, [BatchStream(stream, table) for stream in self.streams]
 
 
 def attach_tables(
-    exchange: Exchange,
+    exchange: ControlPlane,
     topology: Topology,
     config: GearConfig,
     ops: Ops,
     specs: list[TableSpec],
     streams: Mapping[str, list[StreamSpec]],
-) -> tuple[dict[str, Table], dict[str, dict[str, Stream]]]:
+) -> tuple[dict[str, Table], dict[str, dict[str, BatchStream]]]:
     """Create the node's stores on one rank and attach the others. Collective.
 
     The names are removed as soon as all ranks are attached: no failure after that leaves anything. A table
@@ -94,17 +94,17 @@ def attach_tables(
     if topology.leads_node:
         remove_garbage(prefix)
     tables: dict[str, Table] = {}
-    mine: dict[str, dict[str, Stream]] = {}
+    mine: dict[str, dict[str, BatchStream]] = {}
     try:
         for spec in specs:
             more: list[Region] = []
             if spec.name == config.sampled_tables[0]:
-                more += Status.regions(topology.num_peers)
+                more += BatchBarrier.regions(topology.num_peers)
                 more += [
                     Region("questions/asked", "int64", (topology.num_peers,)),
                     Region("questions/answers", "int64", (NUM_ANSWERS, 2)),
                 ]
-                more += Watch.regions(topology.num_peers) if topology.num_nodes > 1 else []
+                more += FailureDetector.regions(topology.num_peers) if topology.num_nodes > 1 else []
             fingerprint = getattr(spec.dataset, "fingerprint", "")
             train = {s.name: s.describe() for s in streams.get(spec.name, []) if s.name == TRAIN}
             library = None if ops.native is None else ops.native.__file__
@@ -121,7 +121,7 @@ def attach_tables(
                     "writing": writing,
                 },
                 f"{prefix}-{run_id}-{spec.name}",
-                Run(run_id, named, digest(writing["options"]) if writing else ""),
+                RunIdentity(run_id, named, digest(writing["options"]) if writing else ""),
                 more,
             )
             _open_store(exchange, topology, config, ops, plan, tables, mine)
@@ -133,17 +133,17 @@ def attach_tables(
 
 
 def _open_store(
-    exchange: Exchange,
+    exchange: ControlPlane,
     topology: Topology,
     config: GearConfig,
     ops: Ops,
     plan: StorePlan,
     tables: dict[str, Table],
-    streams: dict[str, dict[str, Stream]],
+    streams: dict[str, dict[str, BatchStream]],
 ) -> None:
     name = plan.spec.name
 
-    def keep(made: tuple[Table, list[Stream]]) -> None:
+    def keep(made: tuple[Table, list[BatchStream]]) -> None:
         tables[name] = made[0]
         streams[name] = {stream.spec.name: stream for stream in made[1]}
 

@@ -11,23 +11,23 @@ import torch
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.gather import Collector
-from deepspeed_gear.batching.relabelling import Relabelling
-from deepspeed_gear.batching.transfer.device_gather import Carriage, PlacedCollector, Reach
+from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.batching.relabelling import HindsightRelabelling
+from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
-from deepspeed_gear.distributed.read_needs import Needs
+from deepspeed_gear.distributed.read_needs import ReadNeeds
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import R_MASS, R_NUMBER, R_SLOT
-from deepspeed_gear.replay.device_transfer import Placing, is_wanted
-from deepspeed_gear.sampling.batch_stream import Stream
-from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Cut
+from deepspeed_gear.replay.device_transfer import DeviceTransfer, is_wanted
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Selection
 
 Transform = Callable[[Batch, torch.Tensor], Batch]
 
 
-class BatchMaker:
+class BatchAssembler:
     """Makes this rank's batches of all streams. One thread per stream.
 
     Args:
@@ -46,13 +46,13 @@ class BatchMaker:
     def __init__(
         self,
         config: GearConfig,
-        needs: Needs,
-        train: Sequence[Stream],
+        needs: ReadNeeds,
+        train: Sequence[BatchStream],
         statistics: Mapping[str, ColumnStatistics],
         info: BatchInfo,
         engine_dtype: torch.dtype,
         device: torch.device,
-        relabelling: Relabelling,
+        relabelling: HindsightRelabelling,
         burn_in: BurnIn | None,
         held: int = 0,
     ) -> None:
@@ -63,16 +63,16 @@ class BatchMaker:
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
         self._train, self._relabelling, self._burn_in = train, relabelling, burn_in
-        self._placing: Placing | None = None
+        self._placing: DeviceTransfer | None = None
         if is_wanted(config, device):
             keep = max(2, info.accumulation)
-            self._placing = Placing(config, needs, train, device, info.micro, keep, self._placed)
+            self._placing = DeviceTransfer(config, needs, train, device, info.micro, keep, self._placed)
         self._collectors = {stream: self._collector(stream) for stream in train}
         specs = [stream.table.spec for stream in train]
         self._mapped = [s.dataset.files for s in specs if s.dataset is not None and not s.in_memory]
 
     @property
-    def relabelling(self) -> Relabelling:
+    def relabelling(self) -> HindsightRelabelling:
         """Goals by hindsight, which depend on samples alone."""
         return self._relabelling
 
@@ -88,7 +88,7 @@ class BatchMaker:
 
     def mix(
         self,
-        cuts: Sequence[tuple[Stream, Cut]],
+        cuts: Sequence[tuple[BatchStream, Selection]],
         chosen: Sequence[np.ndarray],
         shares: Sequence[float],
         last: bool,
@@ -132,7 +132,13 @@ class BatchMaker:
         return self._finish(batch, torch.cat(keys), parts[0][0])
 
     def make(
-        self, stream: Stream, cut: Cut, part: int, num_parts: int, pass_size: int | None, last: bool = True
+        self,
+        stream: BatchStream,
+        cut: Selection,
+        part: int,
+        num_parts: int,
+        pass_size: int | None,
+        last: bool = True,
     ) -> Batch:
         """Collect every num_parts-th sample of a cut, so that no rank gets only one end of the batch.
 
@@ -210,16 +216,16 @@ class BatchMaker:
         if self._placing is not None:
             self._placing.close()
 
-    def _consume(self, stream: Stream, key: int) -> None:
+    def _consume(self, stream: BatchStream, key: int) -> None:
         collector = self._collectors[stream]
-        if self._placing is not None and isinstance(collector, PlacedCollector):
+        if self._placing is not None and isinstance(collector, DeviceGatherer):
             self._placing.consume(stream, key, collector)
         else:
             stream.consume(key)
 
-    def _finish(self, batch: Batch, keys: torch.Tensor | None, collector: Collector) -> Batch:
+    def _finish(self, batch: Batch, keys: torch.Tensor | None, collector: Gatherer) -> Batch:
         """Move a batch to the device and call the user's transform."""
-        if self._placing is not None and isinstance(collector, PlacedCollector):
+        if self._placing is not None and isinstance(collector, DeviceGatherer):
             lane = self._placing.lane
             with lane.running():
                 if self.transform is not None and keys is not None:  # it computes where the batch is
@@ -243,14 +249,14 @@ class BatchMaker:
         return changed
 
     @staticmethod
-    def _probability(stream: Stream, words: list[int], records: torch.Tensor) -> torch.Tensor:
+    def _probability(stream: BatchStream, words: list[int], records: torch.Tensor) -> torch.Tensor:
         """Return the probabilities of samples within their table. [B], float64."""
         if stream.has_unit_masses:
             return torch.full((len(records),), 1 / max(words[TOTAL], 1), dtype=torch.float64)
         return records[:, R_MASS].double() / max(words[TOTAL], 1)
 
     @staticmethod
-    def _weigh(stream: Stream, words: list[int], records: torch.Tensor) -> torch.Tensor:
+    def _weigh(stream: BatchStream, words: list[int], records: torch.Tensor) -> torch.Tensor:
         """Return the importance weights of samples of a cut. [B], float32."""
         if stream.spec.priorities is None:
             return torch.ones(len(records))
@@ -258,19 +264,21 @@ class BatchMaker:
         stream.ops.importance_(weight, records, words[NUMERATOR], words[DIVISOR], words[EXPONENT])
         return weight
 
-    def _collector(self, stream: Stream) -> Collector:
+    def _collector(self, stream: BatchStream) -> Gatherer:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation
         prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
         depth = max(2, info.accumulation) + prepared
         if self._placing is None:
-            return Collector(**self._wanted_of(stream, depth))
+            return Gatherer(**self._wanted_of(stream, depth))
         placing = self._placing
         return self._placed(stream, placing.carriage(placing.way), placing.reach(stream.table), depth + 1)
 
-    def _placed(self, stream: Stream, carriage: Carriage, reach: Reach, depth: int) -> PlacedCollector:
-        return PlacedCollector(carriage, reach, **self._wanted_of(stream, depth))
+    def _placed(
+        self, stream: BatchStream, carriage: FieldTransfer, reach: Reach, depth: int
+    ) -> DeviceGatherer:
+        return DeviceGatherer(carriage, reach, **self._wanted_of(stream, depth))
 
-    def _wanted_of(self, stream: Stream, depth: int) -> dict[str, Any]:
+    def _wanted_of(self, stream: BatchStream, depth: int) -> dict[str, Any]:
         """Return the arguments that every collector takes."""
         return {
             "fields": self._needs.fields,

@@ -11,26 +11,26 @@ from typing import Literal
 
 import torch
 
-from deepspeed_gear.batching.batch import Batch, Lent
+from deepspeed_gear.batching.batch import Batch, LentTensors
 from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, Status
+from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, BatchBarrier
 from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.constants import R_ANCHOR, R_ID
-from deepspeed_gear.replay.batch_assembler import BatchMaker
+from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.rate_gate import EmptyTableError
-from deepspeed_gear.sampling.selection import COUNT, EPOCH, Cut
+from deepspeed_gear.sampling.selection import COUNT, EPOCH, Selection
 
 LOG = logging.getLogger("deepspeed_gear")
 
 
 @dataclass
-class Made:
+class PreparedBatch:
     """A micro batch of this rank.
 
     Args:
@@ -44,7 +44,7 @@ class Made:
     digest: int | None = None
 
 
-class Feed:
+class BatchLoader:
     """One micro batch after the other. One thread calls it.
 
     Args:
@@ -65,14 +65,14 @@ class Feed:
     def __init__(
         self,
         config: GearConfig,
-        streams: Sequence[Stream],
+        streams: Sequence[BatchStream],
         mixture: Mixture | None,
-        maker: BatchMaker,
+        maker: BatchAssembler,
         info: BatchInfo,
         data_rank: int,
         leads: bool,
         metrics: Metrics,
-        status: Status | None = None,
+        status: BatchBarrier | None = None,
         turns: Literal["micro", "global"] = "micro",
         check: Callable[[], None] = lambda: None,
         late: Callable[[], None] = lambda: None,
@@ -84,14 +84,16 @@ class Feed:
         self._status, self._every_micro, self._check = status, turns == "micro", check
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part of a global batch
         self._digest, self._leads = NO_DIGEST, leads
-        self._held: Made | None = None  # made, and not returned yet: a rank has failed, or it is early
+        self._held: PreparedBatch | None = (
+            None  # made, and not returned yet: a rank has failed, or it is early
+        )
         self._is_early = False
         self._start = 0  # global batch at which the numbering of micro batches begins
         self._used = 0  # micro batches that the user has had since then
-        self._lent = Lent(max(2, info.accumulation))
+        self._lent = LentTensors(max(2, info.accumulation))
         self._heads: list[list[int]] | None = None  # of the last global batch used; None: see _position
         self._position = position.start(self._tables)
-        self.prefetchers: list[Prefetcher[Made]] = []  # the thread that runs, if one does
+        self.prefetchers: list[Prefetcher[PreparedBatch]] = []  # the thread that runs, if one does
 
     def next(self) -> Batch:
         """Return the next micro batch.
@@ -135,13 +137,13 @@ class Feed:
         """The global batch that the next micro batch is of."""
         return self._start + self._used // self._info.accumulation
 
-    def _hold(self, made: Made) -> None:
+    def _hold(self, made: PreparedBatch) -> None:
         """Keep a micro batch until its turn is over."""
         self._held = made
         if self._verify_every:
             self._see(made, self._start + self._used // self._info.accumulation)
 
-    def _hold_next(self, status: Status) -> None:
+    def _hold_next(self, status: BatchBarrier) -> None:
         """Reach the next turn already if its batch is there: nodes then hear of it while the model trains."""
         made = self.prefetchers[0].ready()
         if made is None:
@@ -161,7 +163,7 @@ class Feed:
         digest, self._digest = self._digest, NO_DIGEST
         return digest
 
-    def _made(self, key: int) -> Made:
+    def _made(self, key: int) -> PreparedBatch:
         self._ask(key)
         try:
             self._late()
@@ -176,7 +178,7 @@ class Feed:
                 self._status.fail(error)
             raise
 
-    def _see(self, made: Made, number: int) -> None:
+    def _see(self, made: PreparedBatch, number: int) -> None:
         """Take a micro batch into the digest of this rank's part of a global batch."""
         self._seen.update(_ids_and_anchors(made.batch.host_records))
         if (self._used + 1) % self._info.accumulation:
@@ -210,7 +212,7 @@ class Feed:
         self.prefetchers.clear()
         self._maker.drain()  # a cut that is released behind a seek would be taken for a later one
 
-    def _prepared(self) -> Made:
+    def _prepared(self) -> PreparedBatch:
         if not self.prefetchers:
             first, depth = self._used, self._prefetch * self._info.accumulation
             self.prefetchers.append(Prefetcher(lambda index: self._make(first + index), depth))
@@ -220,7 +222,7 @@ class Feed:
             self.stop()  # its thread has ended; the next call begins again with this batch
             raise
 
-    def _make(self, index: int) -> Made:
+    def _make(self, index: int) -> PreparedBatch:
         """Make this rank's micro batch number `index` since the start or the last resume."""
         begin, info = time.perf_counter(), self._info
         step, micro = divmod(index, info.accumulation)
@@ -236,10 +238,10 @@ class Feed:
             chosen = self._mixture.part(key, part, info.num_micro)
             batch = self._maker.mix(cuts, chosen, self._mixture.parts(key), last)
         self._metrics.produced(time.perf_counter() - begin)
-        return Made(batch, heads, digest)
+        return PreparedBatch(batch, heads, digest)
 
 
-def digest_of(cuts: Sequence[Cut]) -> int:
+def digest_of(cuts: Sequence[Selection]) -> int:
     """Return a digest of ids and anchors of a global batch, table by table: equal wherever it is made."""
     seen = hashlib.blake2b(digest_size=8)
     for cut in cuts:

@@ -13,24 +13,24 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.prefetcher import Prefetcher
-from deepspeed_gear.batching.relabelling import Relabelling
+from deepspeed_gear.batching.relabelling import HindsightRelabelling
 from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, statistics_of
-from deepspeed_gear.distributed.batch_barrier import Status
-from deepspeed_gear.distributed.control_plane import Exchange
-from deepspeed_gear.distributed.failure_detector import Watch
-from deepspeed_gear.distributed.read_needs import Needs, needs_of
-from deepspeed_gear.distributed.shard_placement import Placement, place_tables
-from deepspeed_gear.distributed.topology import Place, Topology
+from deepspeed_gear.distributed.batch_barrier import BatchBarrier
+from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.distributed.failure_detector import FailureDetector
+from deepspeed_gear.distributed.read_needs import ReadNeeds, needs_of
+from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.replay import config_resolution
-from deepspeed_gear.replay.async_priority_updates import LateReports
+from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.replay.attach_stores import attach_tables
-from deepspeed_gear.replay.batch_assembler import BatchMaker
+from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_setup import (
-    Links,
+    NodeLinks,
     arrivals_by_table,
     connect,
     routes_by_table,
@@ -38,7 +38,7 @@ from deepspeed_gear.replay.node_setup import (
     watch_over,
 )
 from deepspeed_gear.replay.stream_specs import mixture_of, stream_specs, total_weight
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.schema import Schema
@@ -47,10 +47,10 @@ from deepspeed_gear.store.table_spec import TableSpec
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayPlan:
     """What all ranks have agreed on before there is a store."""
 
-    exchange: Exchange
+    exchange: ControlPlane
     config: GearConfig
     ops: Ops
     topology: Topology
@@ -58,8 +58,8 @@ class Plan:
     datasets: dict[str, Dataset]
     schemas: dict[str, Schema]
     fields: list[ResolvedField]
-    needs: Needs
-    placement: Placement
+    needs: ReadNeeds
+    placement: ShardPlacement
     group: Any = None
 
     @property
@@ -71,7 +71,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ReplayParts:
     """The stores that this rank is attached to, and what reads them.
 
     Args:
@@ -85,14 +85,14 @@ class Parts:
         watch: Over the ranks of all nodes; None for one node.
     """
 
-    plan: Plan
+    plan: ReplayPlan
     tables: dict[str, Table]
-    streams: dict[str, dict[str, Stream]]
+    streams: dict[str, dict[str, BatchStream]]
     mixture: Mixture | None
-    status: Status | None
-    maker: BatchMaker
-    links: Links
-    watch: Watch | None
+    status: BatchBarrier | None
+    maker: BatchAssembler
+    links: NodeLinks
+    watch: FailureDetector | None
 
     def check(self) -> None:
         """Raise if a rank of any node is lost; called while this process waits for room or for a cut.
@@ -114,7 +114,7 @@ class Parts:
             self.status.explain(error)
 
     @property
-    def train(self) -> list[Stream]:
+    def train(self) -> list[BatchStream]:
         """The training stream of each sampled table."""
         return _train(self.plan.config, self.streams)
 
@@ -130,7 +130,7 @@ class Parts:
         return self.leads_shard and self.plan.topology.node == self.plan.placement.order[0]
 
     @property
-    def all_streams(self) -> list[Stream]:
+    def all_streams(self) -> list[BatchStream]:
         return [stream for streams in self.streams.values() for stream in streams.values()]
 
     def leave_inner_stage(self) -> None:
@@ -145,8 +145,8 @@ def agree_on(
     process_group: Any,
     schemas: Mapping[str, Schema] | None,
     info: BatchInfo | None,
-    place: Place | None,
-) -> Plan:
+    place: RankCoordinates | None,
+) -> ReplayPlan:
     """Read config and data on every rank and compare. Collective; the arguments are those of `Replay`.
 
     Raises:
@@ -156,14 +156,14 @@ def agree_on(
         for name, schema in arguments.mapping("schemas", schemas, "table -> Schema").items():
             arguments.one_of(f"schemas: {name}", schema, Schema, "a Schema")
     arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
-    arguments.one_of("place", place, (Place, type(None)), "a Place")
-    exchange = Exchange(process_group)
+    arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
+    exchange = ControlPlane(process_group)
     agree = exchange.agree
     checked = config_resolution.read_config(
         exchange, agree("reading the config", lambda: config_resolution.section_of(config))
     )
     ops = agree("loading the ops", lambda: load_backend(checked.backend))
-    here = place or Place(exchange.rank, exchange.world_size)
+    here = place or RankCoordinates(exchange.rank, exchange.world_size)
     topology = Topology.discover(exchange, here)
     sizes = info or agree("the batch sizes", lambda: config_resolution.batch_info(checked, here.data_world))
     if info is not None:
@@ -174,12 +174,12 @@ def agree_on(
     fields = agree("the fields", lambda: config_resolution.fields_of(checked, known, datasets))
     needs = agree("the fields", lambda: needs_of(here, checked, fields))
     placement = place_tables(exchange, topology, checked, datasets)
-    return Plan(
+    return ReplayPlan(
         exchange, checked, ops, topology, sizes, datasets, known, fields, needs, placement, process_group
     )
 
 
-def refuse_device(plan: Plan) -> None:
+def refuse_device(plan: ReplayPlan) -> None:
     """Refuse a config of which a DeviceReplay is made.
 
     Raises:
@@ -191,7 +191,9 @@ def refuse_device(plan: Plan) -> None:
         raise ConfigError(at, 'must be "host" for a Replay', "device", "use DeviceReplay, or an engine")
 
 
-def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device) -> Parts:
+def build(
+    plan: ReplayPlan, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device
+) -> ReplayParts:
     """Create or attach the node's stores, and make what reads them. Collective.
 
     Args:
@@ -231,8 +233,8 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
 
     specs = exchange.agree("the sizes of the tables", sizes)
     tables, streams = attach_tables(exchange, topology, config, plan.ops, specs, wanted)
-    status, links, watch = None, Links(), None
-    made: list[BatchMaker] = []  # also where another rank fails to make its own
+    status, links, watch = None, NodeLinks(), None
+    made: list[BatchAssembler] = []  # also where another rank fails to make its own
     try:
         watch = watch_over(exchange, topology, tables[sampled[0]], config.timeout_s)
         if turns is not None:
@@ -257,7 +259,7 @@ def build(plan: Plan, turns: Turns | None, engine_dtype: torch.dtype, device: to
         every = [stream for of_table in streams.values() for stream in of_table.values()]
         release([], every, tables, exchange, status, links, watch, made[0] if made else None)
         raise
-    parts = Parts(plan, tables, streams, mixture, status, maker, links, watch)
+    parts = ReplayParts(plan, tables, streams, mixture, status, maker, links, watch)
     for stream in parts.all_streams:
         stream.check = parts.check
         rate = config.resolved_tables[stream.table.spec.name].rate
@@ -278,7 +280,7 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
     return both
 
 
-def _weights_of_parts(plan: Plan) -> dict[str, float]:
+def _weights_of_parts(plan: ReplayPlan) -> dict[str, float]:
     """Return the sum of the weights of each table of which nodes have parts only. Collective."""
     config, topology = plan.config, plan.topology
     splits = plan.splits
@@ -294,11 +296,11 @@ def _weights_of_parts(plan: Plan) -> dict[str, float]:
     return {name: sum(known[name] for known in of_nodes) for name in found}
 
 
-def _train(config: GearConfig, streams: Mapping[str, Mapping[str, Stream]]) -> list[Stream]:
+def _train(config: GearConfig, streams: Mapping[str, Mapping[str, BatchStream]]) -> list[BatchStream]:
     return [streams[table][TRAIN] for table in config.sampled_tables]
 
 
-def statistics_of_plan(plan: Plan, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
+def statistics_of_plan(plan: ReplayPlan, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
     """Return the statistics of the training split that fields are normalised with, where they are."""
     dataset = config_resolution.statistics_source(plan.config, plan.datasets)
     if dataset is None or not any(field.normalize for field in fields):
@@ -307,9 +309,11 @@ def statistics_of_plan(plan: Plan, fields: Sequence[ResolvedField]) -> Mapping[s
     return dataset.statistics if dict(dataset.split) == split else statistics_of(dataset, split)
 
 
-def _maker(plan: Plan, train: list[Stream], engine_dtype: torch.dtype, device: torch.device) -> BatchMaker:
+def _maker(
+    plan: ReplayPlan, train: list[BatchStream], engine_dtype: torch.dtype, device: torch.device
+) -> BatchAssembler:
     config, fields, mine = plan.config, plan.fields, plan.needs.fields
-    return BatchMaker(
+    return BatchAssembler(
         config,
         plan.needs,
         train,
@@ -317,7 +321,7 @@ def _maker(plan: Plan, train: list[Stream], engine_dtype: torch.dtype, device: t
         plan.info,
         engine_dtype,
         device,
-        Relabelling(config, fields, mine),
+        HindsightRelabelling(config, fields, mine),
         BurnIn.of(config, fields, mine),
         int(plan.topology.num_nodes > 1),
     )
@@ -325,14 +329,14 @@ def _maker(plan: Plan, train: list[Stream], engine_dtype: torch.dtype, device: t
 
 def release(
     prefetch: list[Prefetcher[Any]],
-    streams: list[Stream],
+    streams: list[BatchStream],
     tables: dict[str, Table],
-    exchange: Exchange,
-    status: Status | None,
-    links: Links,
-    watch: Watch | None,
-    maker: BatchMaker | None,
-    late: LateReports | None = None,
+    exchange: ControlPlane,
+    status: BatchBarrier | None,
+    links: NodeLinks,
+    watch: FailureDetector | None,
+    maker: BatchAssembler | None,
+    late: AsyncPriorityUpdates | None = None,
 ) -> None:
     """Stop what runs and detach from the stores."""
     links.part()

@@ -7,15 +7,15 @@ import time
 import numpy as np
 
 from deepspeed_gear.errors import PeerError
-from deepspeed_gear.replay.batch_loader import Feed
-from deepspeed_gear.replay.builder import Parts
+from deepspeed_gear.replay.batch_loader import BatchLoader
+from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.node_setup import meet
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 
 _POLL_S = 100e-6
 
 
-class Questions:
+class Readiness:
     """Numbered questions of the ranks; on a node whoever asks one first answers it for all.
 
     Args:
@@ -24,7 +24,7 @@ class Questions:
         feed: Whose thread may be in a cut.
     """
 
-    def __init__(self, parts: Parts, timeout_s: float, feed: Feed) -> None:
+    def __init__(self, parts: ReplayParts, timeout_s: float, feed: BatchLoader) -> None:
         self._parts, self._timeout_s, self._feed = parts, timeout_s, feed
         self._streams, self._table = parts.train, parts.train[0].table
         self._asked: np.ndarray = self._table.views["questions/asked"]
@@ -90,7 +90,7 @@ class Questions:
                 entry[:] = number + 1, answer
             return bool(entry[1])
 
-    def _can_cut(self, stream: Stream, key: int) -> bool:
+    def _can_cut(self, stream: BatchStream, key: int) -> bool:
         with stream.table.lock:
             return stream.may_cut(key)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from deepspeed_gear.ops.constants import MASS_BITS
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.samplers.prioritized import WINDOW, PriorityMasses
 
 LOG = logging.getLogger("deepspeed_gear")
@@ -60,7 +60,7 @@ class ClampWarning:
         )
 
 
-def warnings_of(streams: Sequence[Stream]) -> list[ClampWarning]:
+def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning]:
     """Return the warnings of the streams that have priorities."""
     found = []
     for stream in streams:

@@ -18,18 +18,18 @@ from deepspeed_gear.config import (
     parse,
 )
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.replay.retention_options import life_of
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.retention import Life
+from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config does not say how many
 
 
-def read_config(exchange: Exchange, section: Any) -> GearConfig:
+def read_config(exchange: ControlPlane, section: Any) -> GearConfig:
     """Parse the config on every rank and compare. Collective.
 
     Raises:
@@ -48,7 +48,7 @@ def read_config(exchange: Exchange, section: Any) -> GearConfig:
     return config
 
 
-def compare_placement(exchange: Exchange, topology: Topology, config: GearConfig) -> None:
+def compare_placement(exchange: ControlPlane, topology: Topology, config: GearConfig) -> None:
     """Check that the ranks of the node use their common store in one way. Collective.
 
     Raises:
@@ -67,7 +67,7 @@ def compare_placement(exchange: Exchange, topology: Topology, config: GearConfig
                 )
 
 
-def open_data(exchange: Exchange, config: GearConfig) -> dict[str, Dataset]:
+def open_data(exchange: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
     """Open the data sets on every rank and compare them. Collective.
 
     Ranks of several nodes may have different parts of one whole.
@@ -117,7 +117,7 @@ def table_spec(
     num_peers: int,
     shard: Shard | None = None,
     arrivals: tuple[int, int] = (0, 0),
-    life: Life | None = None,
+    life: Retention | None = None,
 ) -> TableSpec:
     """Return the sizes of this node's store of a table.
 
@@ -143,7 +143,7 @@ def table_spec(
         return TableSpec(name, schema, slots, rows, dataset, in_memory, return_to_go, num_peers, *more)
     steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
     rows = steps + (slots if schema.has_final_row else 0)
-    life, longest = life or Life(), table.max_length
+    life, longest = life or Retention(), table.max_length
     spare = spare_rows_for(life, rows, None if longest is None else longest + int(schema.has_final_row))
     also = table.writers, life, spare
     return TableSpec(name, schema, slots, rows + spare, None, True, return_to_go, num_peers, *more, *also)
@@ -236,7 +236,7 @@ def table_specs(
     needed = any(field.derived == "return_to_go" for field in fields)
     returns = set(config.sampled_tables) if needed else set()
 
-    def life(name: str, table: TableConfig) -> Life | None:
+    def life(name: str, table: TableConfig) -> Retention | None:
         if name in datasets:
             return None
         shard = (shards or {}).get(name)

@@ -14,19 +14,19 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.gather import Collector
+from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.device import device_checkpoint
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_builder import arrivals_of, betas_of, device_of, ops_of, specs_of, table_of
-from deepspeed_gear.device.device_evaluation import DevicePasses
-from deepspeed_gear.device.device_loader import DeviceFeed
+from deepspeed_gear.device.device_evaluation import DeviceEvaluation
+from deepspeed_gear.device.device_loader import DeviceLoader
 from deepspeed_gear.device.device_priority_log import reported
-from deepspeed_gear.device.device_sharing import Sharing, join
+from deepspeed_gear.device.device_sharing import TableSharing, join
 from deepspeed_gear.device.replica_agreement import shares_gpus
 from deepspeed_gear.device.ring_selection import RingSelection
-from deepspeed_gear.distributed.topology import Place
+from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
@@ -40,7 +40,7 @@ from deepspeed_gear.ops.constants import (
     RING_TAIL,
 )
 from deepspeed_gear.replay.batch_assembler import Transform
-from deepspeed_gear.replay.builder import Plan, agree_on, statistics_of_plan
+from deepspeed_gear.replay.builder import ReplayPlan, agree_on, statistics_of_plan
 from deepspeed_gear.replay.clamp_warnings import ClampWarning
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.schema import Schema
@@ -84,7 +84,7 @@ class DeviceReplay(ProcessBound):
         schemas: Mapping[str, Schema] | None = None,
         *,
         info: BatchInfo | None = None,
-        place: Place | None = None,
+        place: RankCoordinates | None = None,
         engine_dtype: torch.dtype = torch.float32,
     ) -> None:
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
@@ -100,19 +100,19 @@ class DeviceReplay(ProcessBound):
             raise
         how = self._selection, draws, reports, self._sharing
         more = self._collector, self._burn_in, plan.info, plan.topology.data_rank
-        self._feed = DeviceFeed(*how, *more, self)
+        self._feed = DeviceLoader(*how, *more, self)
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
         self._closed, self._clamp_warning = False, self._new_clamp_warning()
         #: As `Replay.transform`; `sample` calls it, `sample_` does not.
         self.transform: Transform | None = None
 
-    def _build(self, plan: Plan, engine_dtype: torch.dtype) -> StreamSpec:
+    def _build(self, plan: ReplayPlan, engine_dtype: torch.dtype) -> StreamSpec:
         config, name = plan.config, plan.config.sampled_tables[0]
         options = config.resolved_tables[name]
         if not config.on_device:
             rule = 'must be "device" for a DeviceReplay'
             raise ConfigError(f"gear.tables.{name}.placement", rule, options.placement, "use Replay")
-        sharing = self._sharing = Sharing.of(plan, name)
+        sharing = self._sharing = TableSharing.of(plan, name)
         place, specs, ops = plan.topology.place, specs_of(plan, name), ops_of(config, plan.ops, self.device)
         spec = specs.pop(TRAIN)
         spread = (arrivals_of(plan, name).size, plan.info.data_world) if sharing.is_spread else ()
@@ -121,7 +121,7 @@ class DeviceReplay(ProcessBound):
         self._selection = RingSelection(self.table, spec, betas_of(config, spec, self.device), *numbers)
         self.schema, self.datasets = self.table.schema, plan.datasets
         needs = plan.needs
-        self._collector = Collector(
+        self._collector = Gatherer(
             needs.fields,
             self.table,
             statistics_of_plan(plan, needs.fields),
@@ -133,7 +133,7 @@ class DeviceReplay(ProcessBound):
         )
         self._burn_in = BurnIn.of(config, plan.fields, needs.fields)
         splits = specs if options.data is not None else {}
-        self._passes = DevicePasses(plan, self.table, splits, self._collector, self._burn_in)
+        self._passes = DeviceEvaluation(plan, self.table, splits, self._collector, self._burn_in)
         self._has_data = self._is_filled = options.data is not None
         return spec
 

@@ -16,10 +16,15 @@ from typing import Any
 import torch
 
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.batching.transfer.calibration import Figures, fastest, made_up_records, measure
+from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest, made_up_records, measure
 from deepspeed_gear.batching.transfer.cuda_streams import Event, lane_of, refuse_capture
-from deepspeed_gear.batching.transfer.deferred_release import Guards
-from deepspeed_gear.batching.transfer.device_gather import Carriage, PlacedCollector, Reach, n_step_columns
+from deepspeed_gear.batching.transfer.deferred_release import DeferredRelease
+from deepspeed_gear.batching.transfer.device_gather import (
+    DeviceGatherer,
+    FieldTransfer,
+    Reach,
+    n_step_columns,
+)
 from deepspeed_gear.batching.transfer.methods import (
     COPIES,
     DIRECT,
@@ -30,10 +35,10 @@ from deepspeed_gear.batching.transfer.methods import (
     suits_copies,
 )
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.distributed.read_needs import Needs
+from deepspeed_gear.distributed.read_needs import ReadNeeds
 from deepspeed_gear.errors import BuildError, ConfigError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.store.cuda_registration import (
     CudaRuntime,
     Registration,
@@ -47,7 +52,7 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 LOG = logging.getLogger("deepspeed_gear")
-MakeCollector = Callable[[Stream, Carriage, Reach, int], PlacedCollector]
+MakeCollector = Callable[[BatchStream, FieldTransfer, Reach, int], DeviceGatherer]
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class _Arrival:
     """When a batch is on its device, and which ring entry it is."""
 
     event: Event
-    collector: PlacedCollector
+    collector: DeviceGatherer
     index: int
 
 
@@ -75,7 +80,7 @@ def _column_of(field: ResolvedField) -> str:
     return RETURN_TO_GO if field.column is None else field.column.name
 
 
-class Placing:
+class DeviceTransfer:
     """The way to a device. One thread per stream makes batches, the main thread takes them.
 
     Args:
@@ -94,20 +99,20 @@ class Placing:
     def __init__(
         self,
         config: GearConfig,
-        needs: Needs,
-        train: Sequence[Stream],
+        needs: ReadNeeds,
+        train: Sequence[BatchStream],
         device: torch.device,
         num_samples: int,
         keep: int,
         make: MakeCollector,
     ) -> None:
-        self.lane, self.guards = lane_of(device), Guards()
+        self.lane, self.guards = lane_of(device), DeferredRelease()
         self._options, self._needs, self._keep = config.collect, needs, keep
         self._registrations: list[Registration] = []
         self._registered: dict[str, int] = {}
         self._left_out: dict[str, dict[str, str]] = {}
         self._refused: dict[str, str] = {}
-        self._figures: dict[str, Figures] = {}
+        self._figures: dict[str, TransferTimings] = {}
         self._measured: dict[str, int] = {}
         self._tables = [stream.table for stream in train]
         self._names = {table.spec.name: self._names_of(table) for table in self._tables}
@@ -125,11 +130,11 @@ class Placing:
             raise
         LOG.info("gear: batches go to %s: %s", self.lane.device, self.describe())
 
-    def carriage(self, way: str) -> Carriage:
+    def carriage(self, way: str) -> FieldTransfer:
         """Return what a collector needs to know."""
         ops = self._ops or self._tables[0].ops  # which no staged field asks for
         reached = self._is_reached, self._reaches_n_step
-        return Carriage(self.lane, ops, way, *reached, self._keep, self._least_copy_bytes)
+        return FieldTransfer(self.lane, ops, way, *reached, self._keep, self._least_copy_bytes)
 
     @property
     def _least_copy_bytes(self) -> int:
@@ -218,7 +223,7 @@ class Placing:
 
     # ---- the choice ------------------------------------------------------------------------------
 
-    def _choose(self, stream: Stream, num_samples: int, make: MakeCollector) -> str:
+    def _choose(self, stream: BatchStream, num_samples: int, make: MakeCollector) -> str:
         possible, wanted = self._possible(), self._options.way
         if not any(self._names.values()):  # a stage that reads no column
             return STAGED
@@ -236,7 +241,7 @@ class Placing:
                 return way  # nothing is measured: the first one
         return fastest(self._figures) if self._figures else STAGED
 
-    def _works(self, stream: Stream, way: str, num_samples: int, make: MakeCollector) -> bool:
+    def _works(self, stream: BatchStream, way: str, num_samples: int, make: MakeCollector) -> bool:
         """Try a way, and measure it where there is room for a step; return whether it can be taken."""
         table = stream.table
         single = {column.name for column in table.spec.schema if column.rows == "1"}
@@ -269,7 +274,7 @@ class Placing:
 
     # ---- batches ---------------------------------------------------------------------------------
 
-    def consume(self, stream: Stream, key: int, collector: PlacedCollector) -> None:
+    def consume(self, stream: BatchStream, key: int, collector: DeviceGatherer) -> None:
         """Say that a cut was read, as soon as the device has read what the lane was given until now."""
         if collector.reads_in_place:
             self.guards.hold(self.lane.record(), stream.consume, key)
@@ -282,7 +287,7 @@ class Placing:
         there = dict(zip(map(id, here), self.lane.bring(here), strict=True))
         return batch.map(lambda tensor: there.get(id(tensor), tensor)) if here else batch
 
-    def finish(self, batch: Batch, collector: PlacedCollector) -> Batch:
+    def finish(self, batch: Batch, collector: DeviceGatherer) -> Batch:
         """Note when a batch will be whole."""
         batch.arrival = _Arrival(self.lane.record(), collector, collector.made)
         return batch

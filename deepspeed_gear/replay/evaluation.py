@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from deepspeed_gear.batching.batch import Batch, Lent
+from deepspeed_gear.batching.batch import Batch, LentTensors
 from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.replay.builder import Parts
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.replay.builder import ReplayParts
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import EPOCH_SIZE, PASS_SHIFT
 
 
-class Passes:
+class Evaluation:
     """The passes of a Replay. Main thread only."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ReplayParts) -> None:
         self._parts = parts
         self.begun: dict[str, int] = {}  # by split
 
@@ -41,7 +41,7 @@ class Passes:
         """
         return sum(-(-stream.num_items // stream.spec.batch) for stream in self._streams(split))
 
-    def _streams(self, split: str) -> list[Stream]:
+    def _streams(self, split: str) -> list[BatchStream]:
         by_table = self._parts.streams.values()
         found = [streams[split] for streams in by_table if split in streams]
         if not found or split == TRAIN:
@@ -49,9 +49,9 @@ class Passes:
             raise ConfigError("stream", f"must be one of {', '.join(known)}", split, "give gear.data.split")
         return found
 
-    def _pass(self, stream: Stream, number: int, check: Callable[[], None]) -> Iterator[Batch]:
+    def _pass(self, stream: BatchStream, number: int, check: Callable[[], None]) -> Iterator[Batch]:
         place, index, num_batches = self._parts.plan.topology.place, 0, 1
-        lent = Lent(max(2, self._parts.plan.info.accumulation))
+        lent = LentTensors(max(2, self._parts.plan.info.accumulation))
         while index < num_batches:
             check()
             lent.make_room()

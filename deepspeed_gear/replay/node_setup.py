@@ -14,21 +14,21 @@ import torch
 from deepspeed_gear.batching.batch_info import TRAIN, Turns
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.distributed.batch_barrier import Status
-from deepspeed_gear.distributed.control_plane import Exchange, rendezvous
-from deepspeed_gear.distributed.failure_detector import Watch
-from deepspeed_gear.distributed.node_channel import Link
-from deepspeed_gear.distributed.row_exchange.device_transport import Freight
-from deepspeed_gear.distributed.row_exchange.exchange_plan import Routes, routes_of
-from deepspeed_gear.distributed.row_exchange.row_exchange import Carrier, arrivals_of, most_rows
-from deepspeed_gear.distributed.shard_placement import Placement
-from deepspeed_gear.distributed.sharded.replicated_selector import ReplicaSelector
+from deepspeed_gear.distributed.batch_barrier import BatchBarrier
+from deepspeed_gear.distributed.control_plane import ControlPlane, rendezvous
+from deepspeed_gear.distributed.failure_detector import FailureDetector
+from deepspeed_gear.distributed.node_channel import NodeChannel
+from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
+from deepspeed_gear.distributed.row_exchange.row_exchange import RowExchange, arrivals_of, most_rows
+from deepspeed_gear.distributed.shard_placement import ShardPlacement
+from deepspeed_gear.distributed.sharded.replicated_selector import ReplicatedSelector
 from deepspeed_gear.distributed.sharded.resolution_exchange import Goals
-from deepspeed_gear.distributed.sharded.selection_agreement import Meeting
-from deepspeed_gear.distributed.sharded.sharded_selector import NodeSelector
+from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
+from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.selection import KEY, StreamSpec
 from deepspeed_gear.schema import Schema
@@ -38,7 +38,7 @@ EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is
 
 
 @dataclass
-class Links:
+class NodeLinks:
     """What this rank exchanges with other nodes; empty where nothing is, and on ranks that do not.
 
     Args:
@@ -48,9 +48,9 @@ class Links:
         prepares: Whether a thread makes cuts ahead of the program.
     """
 
-    train: Link | None = None
-    passes: Link | None = None
-    selectors: list[Meeting] = field(default_factory=list)
+    train: NodeChannel | None = None
+    passes: NodeChannel | None = None
+    selectors: list[SelectionAgreement] = field(default_factory=list)
     prepares: bool = False
 
     _taken: tuple[np.ndarray, int, int, int] | None = None
@@ -90,11 +90,11 @@ class Links:
 
 def routes_by_table(
     topology: Topology,
-    placement: Placement,
+    placement: ShardPlacement,
     config: GearConfig,
     fields: Sequence[ResolvedField],
     schemas: Mapping[str, Schema],
-) -> dict[str, Routes]:
+) -> dict[str, ExchangePlan]:
     """Return who needs what of each sampled table that is spread over nodes."""
     return {
         name: routes_of(topology, placement.order, config, fields, schemas[name])
@@ -105,7 +105,7 @@ def routes_by_table(
 
 def arrivals_by_table(
     config: GearConfig,
-    routes: Mapping[str, Routes],
+    routes: Mapping[str, ExchangePlan],
     specs: Mapping[str, Sequence[StreamSpec]],
     datasets: Mapping[str, Dataset],
 ) -> dict[str, tuple[int, int]]:
@@ -126,7 +126,7 @@ def arrivals_by_table(
     return found
 
 
-def _most(config: GearConfig, route: Routes, name: str, datasets: Mapping[str, Dataset]) -> int:
+def _most(config: GearConfig, route: ExchangePlan, name: str, datasets: Mapping[str, Dataset]) -> int:
     n = 0 if config.n_step is None else config.n_step.n
     table = config.resolved_tables[name]
     longest = datasets[name].longest if name in datasets else table.max_length
@@ -140,17 +140,17 @@ def _most(config: GearConfig, route: Routes, name: str, datasets: Mapping[str, D
 
 def connect(
     topology: Topology,
-    exchange: Exchange,
-    placement: Placement,
+    exchange: ControlPlane,
+    placement: ShardPlacement,
     config: GearConfig,
-    routes: Mapping[str, Routes],
-    streams: Mapping[str, Mapping[str, Stream]],
+    routes: Mapping[str, ExchangePlan],
+    streams: Mapping[str, Mapping[str, BatchStream]],
     datasets: Mapping[str, Dataset],
     goals: Goals,
     group: Any,
-    watch: Watch | None,
+    watch: FailureDetector | None,
     device: torch.device,
-) -> Links:
+) -> NodeLinks:
     """Let the streams of spread tables be cut by all nodes together. Collective.
 
     Args:
@@ -166,14 +166,14 @@ def connect(
         watch: Over all ranks.
         device: Of this rank, whose transport takes rows where the config wants it.
     """
-    links = Links(prepares=config.prefetch > 0)
-    freights: dict[str, Freight | None] = {}
+    links = NodeLinks(prepares=config.prefetch > 0)
+    freights: dict[str, DeviceTransport | None] = {}
     every = [stream for of_table in streams.values() for stream in of_table.values()]
     together = topology.node in placement.order and any(stream.spec.together for stream in every)
     leads = topology.leads_node and together
     if leads:
-        links.train = Link(topology, placement.order, "train", config.timeout_s, group)
-        links.passes = Link(topology, placement.order, "passes", config.timeout_s, group)
+        links.train = NodeChannel(topology, placement.order, "train", config.timeout_s, group)
+        links.passes = NodeChannel(topology, placement.order, "passes", config.timeout_s, group)
         for purpose, made in (("train", links.train), ("passes", links.passes)):
             _open(made, watch)
             freights[purpose] = _freight(config, made, device)
@@ -182,7 +182,7 @@ def connect(
         if together and stream.spec.together and stream.spec.num_shards == 1:
             stream.follows = not leads
             if links.train is not None:
-                links.selectors.append(ReplicaSelector(stream, links.train))
+                links.selectors.append(ReplicatedSelector(stream, links.train))
                 stream.selector = links.selectors[-1]
     for name, route in routes.items():
         if route.index < 0:
@@ -197,9 +197,9 @@ def connect(
             link = links.train if spec.name == TRAIN else links.passes
             if link is not None:
                 room = (row, wanted * most), (slot, wanted)
-                carrier = Carrier(stream.table, route.num_nodes, route.needs, config.n_step, *room)
+                carrier = RowExchange(stream.table, route.num_nodes, route.needs, config.n_step, *room)
                 freight = freights["train" if spec.name == TRAIN else "passes"]
-                selector = NodeSelector(stream, link, route, carrier, goals, config.verify_every, freight)
+                selector = ShardedSelector(stream, link, route, carrier, goals, config.verify_every, freight)
                 stream.selector = selector
                 if spec.name == TRAIN:
                     links.selectors.append(selector)
@@ -209,19 +209,19 @@ def connect(
     return links
 
 
-def _freight(config: GearConfig, link: Link, device: torch.device) -> Freight | None:
+def _freight(config: GearConfig, link: NodeChannel, device: torch.device) -> DeviceTransport | None:
     if config.exchange == "host":
         return None
-    freight = Freight(link, device)
+    freight = DeviceTransport(link, device)
     freight.open()
     return freight
 
 
 def _know_totals(
-    exchange: Exchange,
+    exchange: ControlPlane,
     topology: Topology,
-    placement: Placement,
-    streams: Mapping[str, Mapping[str, Stream]],
+    placement: ShardPlacement,
+    streams: Mapping[str, Mapping[str, BatchStream]],
 ) -> None:
     """Tell every rank how many items the passes over splits have, all nodes together. Collective."""
     mine = {
@@ -236,15 +236,17 @@ def _know_totals(
         streams[name][stream_name].num_items_of_all = sum(totals)
 
 
-def watch_over(exchange: Exchange, topology: Topology, table: Table, timeout_s: float) -> Watch | None:
+def watch_over(
+    exchange: ControlPlane, topology: Topology, table: Table, timeout_s: float
+) -> FailureDetector | None:
     """Begin to watch the ranks where there are several nodes. Collective."""
     if topology.num_nodes == 1:
         return None
     name = exchange.broadcast(secrets.token_hex(8))
 
-    def prepare() -> Watch:
+    def prepare() -> FailureDetector:
         store = rendezvous(timeout_s) if topology.leads_node else None
-        watch = Watch(table.memory, table.views, topology, store, name, timeout_s)
+        watch = FailureDetector(table.memory, table.views, topology, store, name, timeout_s)
         watch.prepare()
         return watch
 
@@ -253,15 +255,20 @@ def watch_over(exchange: Exchange, topology: Topology, table: Table, timeout_s: 
     return watch
 
 
-def _open(link: Link, watch: Watch | None) -> None:
+def _open(link: NodeChannel, watch: FailureDetector | None) -> None:
     link.open()
     if watch is not None:
         link.check, link.check_ended, link.note = watch.check, watch.check_ended, watch.note
 
 
 def status_of(
-    topology: Topology, table: Table, turns: Turns, config: GearConfig, watch: Watch | None, group: Any
-) -> Status:
+    topology: Topology,
+    table: Table,
+    turns: Turns,
+    config: GearConfig,
+    watch: FailureDetector | None,
+    group: Any,
+) -> BatchBarrier:
     """Return the turns of the ranks. Collective over the leaders of nodes.
 
     Args:
@@ -274,18 +281,18 @@ def status_of(
     """
     only_readers, timeout_s = turns != "schedule", config.timeout_s
     if watch is None:
-        return Status(table, topology, only_readers, timeout_s)
+        return BatchBarrier(table, topology, only_readers, timeout_s)
     order = topology.holders if only_readers else list(range(topology.num_nodes))
     link = None
     over_nodes = len(order) > 1 and topology.node in order
     if over_nodes and topology.leads_node:
-        link = Link(topology, order, "turns", timeout_s, group)
+        link = NodeChannel(topology, order, "turns", timeout_s, group)
         _open(link, watch)
     early = only_readers and config.prefetch > 0
-    return Status(table, topology, only_readers, timeout_s, link, over_nodes, early, watch)
+    return BatchBarrier(table, topology, only_readers, timeout_s, link, over_nodes, early, watch)
 
 
-def share_out(exchange: Exchange, leads: bool, streams: Sequence[Stream]) -> None:
+def share_out(exchange: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:
     """Agree how far the writers of each node may go where nodes keep a rate together. Collective."""
     together = [stream for stream in streams if stream.joint is not None]
     for stream in together:
@@ -294,7 +301,7 @@ def share_out(exchange: Exchange, leads: bool, streams: Sequence[Stream]) -> Non
         exchange.barrier()  # behind it ranks may write
 
 
-def meet(exchange: Exchange, leads: bool, stream: Stream, key: int, fixed: bool = False) -> bool:
+def meet(exchange: ControlPlane, leads: bool, stream: BatchStream, key: int, fixed: bool = False) -> bool:
     """Let all nodes that hold a table look at its gate, beside their cuts. Collective over all ranks.
 
     Args:

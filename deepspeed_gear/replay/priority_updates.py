@@ -15,7 +15,7 @@ from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import DataError, ShapeError
 from deepspeed_gear.ops.constants import ANY_SLOT, BY_ID, R_ID, SHARD_BITS
-from deepspeed_gear.replay.async_priority_updates import LateReports, Part
+from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates, UpdatePart
 from deepspeed_gear.sampling.priority_log import check_priorities
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.store.table import FIRST_ROW
@@ -44,7 +44,7 @@ def report(
     batch: Batch,
     priorities: torch.Tensor,
     mask: torch.Tensor | None,
-    late: LateReports,
+    late: AsyncPriorityUpdates,
 ) -> None:
     """Report the priorities of a batch; see `Replay.update_priorities`.
 
@@ -80,7 +80,7 @@ def _report_later(
     batch: Batch,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    late: LateReports,
+    late: AsyncPriorityUpdates,
 ) -> None:
     """Report what a GPU has yet to compute, without a look at anything that lies there."""
     rule = "cannot be captured where the table is in host memory"
@@ -119,7 +119,7 @@ def _check_late(values: torch.Tensor, faults: torch.Tensor) -> None:
     check_priorities(values.numpy())
 
 
-def _parts(tables: Sequence[PriorityMasses], batch: Batch) -> list[Part]:
+def _parts(tables: Sequence[PriorityMasses], batch: Batch) -> list[UpdatePart]:
     """Return what of a batch goes to which table.
 
     Raises:
@@ -130,10 +130,10 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch) -> list[Part]:
         records = records.cpu()
     if len(tables) == 1:
         _check_split(tables[0], records)
-        return [Part(tables[0].reports, records)]
+        return [UpdatePart(tables[0].reports, records)]
     assert batch.host_source is not None
     which = [torch.nonzero(batch.host_source == index)[:, 0] for index in range(len(tables))]
-    parts = [Part(t.reports, records[own], own) for t, own in zip(tables, which, strict=True)]
+    parts = [UpdatePart(t.reports, records[own], own) for t, own in zip(tables, which, strict=True)]
     for masses, part in zip(tables, parts, strict=True):
         _check_split(masses, part.records)
     return parts

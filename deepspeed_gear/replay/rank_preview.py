@@ -13,8 +13,8 @@ import torch
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.distributed.read_needs import Needs, grid, needs_of, readers_of, shards_of
-from deepspeed_gear.distributed.topology import Place
+from deepspeed_gear.distributed.read_needs import ReadNeeds, grid, needs_of, readers_of, shards_of
+from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.schema import DTYPES
@@ -38,7 +38,7 @@ class RankPreview:
 
     rank: int
     node: int
-    place: Place
+    place: RankCoordinates
     shapes: dict[str, tuple[int, ...]]
     num_bytes: int
     padding: float
@@ -110,7 +110,9 @@ def _without_nulls(section: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in section.items() if value is not None}
 
 
-def _rank(rank: int, node: int, place: Place, needs: Needs, batch: Batch, info: BatchInfo) -> RankPreview:
+def _rank(
+    rank: int, node: int, place: RankCoordinates, needs: ReadNeeds, batch: Batch, info: BatchInfo
+) -> RankPreview:
     part = slice(place.data_rank, None, info.num_micro)
     shapes, num_bytes, real, rows = {}, 0, 0, 0
     for field in needs.fields:
@@ -150,9 +152,9 @@ def _holders(replay: Replay, batch: Batch, nodes: Sequence[int]) -> np.ndarray:
 
 
 def _traffic(
-    places: Sequence[Place],
+    places: Sequence[RankCoordinates],
     nodes: Sequence[int],
-    needs: Mapping[Place, Needs],
+    needs: Mapping[RankCoordinates, ReadNeeds],
     batch: Batch,
     held: np.ndarray,
     info: BatchInfo,

@@ -19,19 +19,19 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.checkpoint import checkpoint
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.distributed.topology import Place
+from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
 from deepspeed_gear.replay import priority_updates, replay_statistics
-from deepspeed_gear.replay.async_priority_updates import LateReports
+from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.replay.batch_assembler import Transform
-from deepspeed_gear.replay.batch_loader import Feed
+from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import agree_on, build, refuse_device, release
-from deepspeed_gear.replay.can_sample import Questions
+from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.clamp_warnings import warnings_of
-from deepspeed_gear.replay.evaluation import Passes
+from deepspeed_gear.replay.evaluation import Evaluation
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.tables import Contents
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.replay.tables import Tables
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.schema import Schema
 
@@ -39,7 +39,7 @@ Ids = Sequence[int] | torch.Tensor
 T = TypeVar("T")
 
 
-class Replay(Contents):
+class Replay(Tables):
     """The replay system of a config, on the ranks of a process group.
 
     Construction, `iterator` of a split, `state_dict`, `load_state_dict` and `close` are collective. One
@@ -68,7 +68,7 @@ class Replay(Contents):
         schemas: Mapping[str, Schema] | None = None,
         *,
         info: BatchInfo | None = None,
-        place: Place | None = None,
+        place: RankCoordinates | None = None,
         turns: Turns = "micro",
         engine_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -91,9 +91,9 @@ class Replay(Contents):
         self._loaders: list[InferenceLoader] = []
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
         self._writers = weakref.WeakSet()
-        self.metrics, self._late = Metrics(), LateReports(plan.config.timeout_s)
-        self._passes = Passes(parts)
-        self._feed = Feed(
+        self.metrics, self._late = Metrics(), AsyncPriorityUpdates(plan.config.timeout_s)
+        self._passes = Evaluation(parts)
+        self._feed = BatchLoader(
             plan.config,
             self._train,
             parts.mixture,
@@ -109,7 +109,7 @@ class Replay(Contents):
         )
         leads_node = plan.topology.leads_node  # each for its own store
         self._warnings = warnings_of(self._train) if leads_node else []
-        self._questions = Questions(parts, self.config.timeout_s, self._feed)
+        self._questions = Readiness(parts, self.config.timeout_s, self._feed)
         self._finalizer = weakref.finalize(
             self,
             release,
@@ -125,7 +125,7 @@ class Replay(Contents):
         )
 
     @property
-    def streams(self) -> dict[str, Stream]:
+    def streams(self) -> dict[str, BatchStream]:
         """The streams of the first sampled table by name: "train", and one for each split."""
         self._check_open()
         return self._streams[self.config.sampled_tables[0]]

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_GENERATION, R_ID, R_SLOT
-from deepspeed_gear.sampling.batch_stream import Stream
-from deepspeed_gear.sampling.sample_counts import Recent, recent_cuts
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.sample_counts import RecentSelections, recent_cuts
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR
 from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.slot_sets import distinct
 from deepspeed_gear.store.table import BORN, GENERATION, NEXT_ID, Table
 
-Cuts = list[tuple[Stream, Recent]]  # of one global batch: one a table
+Cuts = list[tuple[BatchStream, RecentSelections]]  # of one global batch: one a table
 
 
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
     }
 
 
-def of_priorities(streams: Sequence[Stream]) -> dict[str, int]:
+def of_priorities(streams: Sequence[BatchStream]) -> dict[str, int]:
     """Return how many reports were applied, ignored and clamped; nothing without priorities."""
     found: Counter[str] = Counter()
     for stream in streams:
@@ -42,7 +42,7 @@ def of_priorities(streams: Sequence[Stream]) -> dict[str, int]:
     return dict(found)
 
 
-def of_last_batch(streams: Sequence[Stream]) -> dict[str, float]:
+def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
     """Return what is cheap to know about the newest global batch; nothing before the first one.
 
     Returns:
@@ -56,7 +56,7 @@ def of_last_batch(streams: Sequence[Stream]) -> dict[str, float]:
     return {**found, "age": float(ages.mean())}
 
 
-def of_selection(streams: Sequence[Stream]) -> dict[str, Any]:
+def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
     """Return how the training stream draws, over the cuts that are still in its ring.
 
     Args:
@@ -83,7 +83,7 @@ def of_selection(streams: Sequence[Stream]) -> dict[str, Any]:
     }
 
 
-def _batches(streams: Sequence[Stream], most: int) -> list[Cuts]:
+def _batches(streams: Sequence[BatchStream], most: int) -> list[Cuts]:
     """Return the latest global batches of which every table's cut is known, the newest first."""
     cuts = [{cut.key: cut for cut in recent_cuts(s.spec, s.table, most)} for s in streams]
     keys = set.intersection(*(set(known) for known in cuts))
@@ -99,7 +99,7 @@ def _effective(batch: Cuts) -> float:
     return float(weight.sum() ** 2 / (weight**2).sum() / max(len(weight), 1))
 
 
-def _weights(stream: Stream, cut: Recent) -> torch.Tensor:
+def _weights(stream: BatchStream, cut: RecentSelections) -> torch.Tensor:
     weight = torch.ones(len(cut.records))
     if stream.spec.priorities is not None and len(cut.records):
         head = cut.head
@@ -113,20 +113,20 @@ def _duplicates(batch: Cuts) -> float:
     return 1 - different / max(total, 1)
 
 
-def _items(stream: Stream, cut: Recent) -> np.ndarray:
+def _items(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
     records = cut.records.numpy()
     steps = stream.spec.rule.unit == "step"
     return np.asarray(records[:, R_FIRST_ROW] + records[:, R_ANCHOR] if steps else records[:, R_ID])
 
 
-def _ages(stream: Stream, cut: Recent) -> np.ndarray:
+def _ages(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
     shard, counter = stream.table.spec.shard, int(stream.table.control[NEXT_ID])
     count = shard.count if shard is not None and stream.table.spec.dataset is None else 1
     newest = counter * count - 1  # of this node: ids of several nodes take turns
     return np.asarray(newest - cut.records.numpy()[:, R_ID])
 
 
-def _age(stream: Stream, cuts: Sequence[Recent]) -> dict[str, Any] | None:
+def _age(stream: BatchStream, cuts: Sequence[RecentSelections]) -> dict[str, Any] | None:
     """Return mean and largest age in trajectories behind the newest one, and in global batches."""
     ages = np.concatenate([_ages(stream, cut) for cut in cuts] or [np.empty(0, np.int64)])
     if not len(ages):
@@ -138,7 +138,7 @@ def _age(stream: Stream, cuts: Sequence[Recent]) -> dict[str, Any] | None:
     return found
 
 
-def _batches_since(stream: Stream, cut: Recent) -> np.ndarray:
+def _batches_since(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
     """Return how many global batches after its commit each trajectory was drawn, unless it is gone."""
     records = cut.records.numpy()
     records = records[records[:, R_SLOT] < len(stream.table.slots)]  # in this node's store
@@ -147,7 +147,7 @@ def _batches_since(stream: Stream, cut: Recent) -> np.ndarray:
     return np.asarray(np.maximum(cut.key - slots[there, BORN], 0))
 
 
-def _histogram(stream: Stream) -> dict[int, int] | None:
+def _histogram(stream: BatchStream) -> dict[int, int] | None:
     """Count the priorities of the items that can be drawn: k stands for [2^k, 2^(k+1))."""
     if not isinstance(stream.masses, PriorityMasses):
         return None
@@ -156,7 +156,7 @@ def _histogram(stream: Stream) -> dict[int, int] | None:
     return dict(zip(bins.tolist(), counts.tolist(), strict=True))
 
 
-def _draws(stream: Stream) -> dict[str, float] | None:
+def _draws(stream: BatchStream) -> dict[str, float] | None:
     """Return mean, maximum, and the fraction of items that were never drawn, of those that can be."""
     if stream.draws is None:
         return None

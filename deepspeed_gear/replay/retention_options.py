@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deepspeed_gear.config import GearConfig, TableConfig
-from deepspeed_gear.config.rate_limits import RateConfig
+from deepspeed_gear.config.rate_limits import RateLimiterConfig
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.store.retention import UNLIMITED, Life, Rate
+from deepspeed_gear.store.retention import UNLIMITED, RateLimiter, Retention
 
 
-def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Life:
+def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
     """Return the life of the trajectories of a table with a capacity.
 
     Args:
@@ -26,7 +26,7 @@ def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int
     times = table.max_times_sampled or int(queue)
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
     rate = None if table.rate is None else _rate(config, table, table.rate, batch, at)
-    life = Life(table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age)
+    life = Retention(table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age)
     if table.version is None:
         return life
     version = table.version
@@ -34,15 +34,17 @@ def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int
     return replace(life, version_column=version.column, max_lag=version.max_lag, waits=waits)
 
 
-def _rate(config: GearConfig, table: TableConfig, rate: RateConfig, batch: int, at: str) -> Rate:
+def _rate(
+    config: GearConfig, table: TableConfig, rate: RateLimiterConfig, batch: int, at: str
+) -> RateLimiter:
     unit = config.item_sampler.unit
     if rate.queue is not None:
         if rate.queue < batch:
             rule = f"must be at least a global batch ({batch})"
             raise ConfigError(f"{at}.rate.queue", rule, rate.queue)
-        return Rate.queue(unit, rate.queue)
+        return RateLimiter.queue(unit, rate.queue)
     if rate.samples_per_insert is None:
-        return Rate.least_size(unit, rate.min_size)
+        return RateLimiter.least_size(unit, rate.min_size)
     longest = (table.max_length or 1) if unit == "step" else 1
     # As soon as a batch must wait, and as long as one item is missing at first, the longest must get through.
     least = (batch + rate.samples_per_insert * longest) / 2
@@ -58,4 +60,4 @@ def _rate(config: GearConfig, table: TableConfig, rate: RateConfig, batch: int, 
             f"half of a global batch ({batch}) and of what the longest addition brings, and what it brings "
             "without one item, or both sides wait",
         )
-    return Rate.ratio(unit, rate.min_size, rate.samples_per_insert, buffer)
+    return RateLimiter.ratio(unit, rate.min_size, rate.samples_per_insert, buffer)

@@ -29,13 +29,13 @@ from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import most_mass_bits
-from deepspeed_gear.sampling.anchors import AnchorRule, Reach
+from deepspeed_gear.sampling.anchors import AnchorRule, WindowSpan
 from deepspeed_gear.sampling.mass_rules import (
+    AgeWindow,
     Condition,
     CustomMasses,
     MassRule,
     PriorityRule,
-    Window,
     check_weights,
     key_of,
     weight_bits,
@@ -147,7 +147,7 @@ def _train_rule(
     if isinstance(sampler, RecentSampler):
         within = sampler.within
         column, distance = (None, 0) if within is None else (within.column, within.distance)
-        return replace(base, window=Window(sampler.newest, column, distance))
+        return replace(base, window=AgeWindow(sampler.newest, column, distance))
     return replace(base, by_length=isinstance(sampler, LengthSampler))
 
 
@@ -232,7 +232,7 @@ def anchor_rule(config: GearConfig, fields: list[ResolvedField]) -> AnchorRule:
                 continue
             extra = 1 if field.column is not None and field.column.rows == "T+1" else 0
             offset = n if field.offset == "n_step" else int(field.offset)
-            windows.append(Reach(offset, field.length or 1, extra))
+            windows.append(WindowSpan(offset, field.length or 1, extra))
         return AnchorRule.fits(windows)
     if isinstance(anchors, str):
         return {"all": AnchorRule.all, "start": AnchorRule.start, "end": AnchorRule.end}[anchors]()

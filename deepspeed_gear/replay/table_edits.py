@@ -11,9 +11,9 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.sampling.batch_stream import Stream
-from deepspeed_gear.store.eviction import Room, quiet
-from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.store.eviction import Evictor, quiet
+from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.retention import TIMES_SAMPLED
 from deepspeed_gear.store.slot_sets import distinct
 from deepspeed_gear.store.table import COMMITTED, ID, STATE, Table
@@ -22,7 +22,7 @@ from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 
 def inserter_of(
     table: Table,
-    streams: list[Stream],
+    streams: list[BatchStream],
     max_length: int | None,
     timeout_s: float,
     check: Callable[[], None] = lambda: None,
@@ -45,11 +45,13 @@ def inserter_of(
         for masses in custom:  # a program's own masses may fail: here, not in the next cut
             masses.of(np.array([slot]))
 
-    readers, more = Readers(table), committed if custom else None
+    readers, more = SelectionPins(table), committed if custom else None
     return Inserter(table, readers, timeout_s, max_length, tuple(checks), more, True, check)
 
 
-def add(table: Table, streams: list[Stream], trajectory: Mapping[str, Any], max_length: int | None) -> int:
+def add(
+    table: Table, streams: list[BatchStream], trajectory: Mapping[str, Any], max_length: int | None
+) -> int:
     """Store a trajectory. Returns its id."""
     return inserter_of(table, streams, max_length, table.lock.timeout_s).add(trajectory)
 
@@ -93,7 +95,7 @@ def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
     """Retire trajectories; ids that are not stored are ignored. Returns how many there were."""
     refuse_read_only(table)
     numbers = arguments.integers("ids", ids)
-    room = Room(table, Readers(table), table.lock.timeout_s)
+    room = Evictor(table, SelectionPins(table), table.lock.timeout_s)
     with quiet(table, table.lock.timeout_s):
         slots = table.slots_of(numbers)
         slots = distinct(slots[slots >= 0])
@@ -102,10 +104,10 @@ def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
     return len(slots)
 
 
-def clear(table: Table, streams: list[Stream]) -> None:
+def clear(table: Table, streams: list[BatchStream]) -> None:
     """Retire everything and end the epoch."""
     refuse_read_only(table)
-    room = Room(table, Readers(table), table.lock.timeout_s)
+    room = Evictor(table, SelectionPins(table), table.lock.timeout_s)
     with quiet(table, table.lock.timeout_s):
         for slot in np.nonzero(table.slots[:, STATE] == COMMITTED)[0].tolist():
             room.retire(slot)

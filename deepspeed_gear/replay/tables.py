@@ -13,8 +13,8 @@ from deepspeed_gear.actors.inference_loader import InferenceLoader, open_loader
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.replay import policy_version, table_edits
-from deepspeed_gear.replay.builder import Parts
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.replay.builder import ReplayParts
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
@@ -24,13 +24,13 @@ from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 
-class Contents(ProcessBound):
+class Tables(ProcessBound):
     """The tables of a Replay, which is made by `Replay`."""
 
     config: GearConfig
     tables: dict[str, Table]
-    _parts: Parts
-    _streams: dict[str, dict[str, Stream]]
+    _parts: ReplayParts
+    _streams: dict[str, dict[str, BatchStream]]
     _inserters: dict[str, Inserter]
     _loaders: list[InferenceLoader]
     _writers: weakref.WeakSet[TrajectoryWriter]
@@ -212,7 +212,7 @@ class Contents(ProcessBound):
             raise ConfigError("table", f"must be one of {known}", name)
         return self.tables[name]
 
-    def _streams_of(self, table: Table) -> list[Stream]:
+    def _streams_of(self, table: Table) -> list[BatchStream]:
         return list(self._streams[table.spec.name].values())
 
     @property

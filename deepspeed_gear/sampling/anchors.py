@@ -11,7 +11,7 @@ UNBOUNDED = 2**62
 
 
 @dataclass(frozen=True)
-class Reach:
+class WindowSpan:
     """What a window needs at its anchor: rows [anchor + offset, anchor + offset + length) of T + extra."""
 
     offset: int
@@ -54,7 +54,7 @@ class AnchorRule:
         return cls(stride=k)
 
     @classmethod
-    def fits(cls, windows: Iterable[Reach]) -> AnchorRule:
+    def fits(cls, windows: Iterable[WindowSpan]) -> AnchorRule:
         """Admit the anchors whose windows need no padding."""
         windows = list(windows)
         first = max((-w.offset for w in windows), default=0)

@@ -28,11 +28,11 @@ import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.constants import R_MASS
-from deepspeed_gear.sampling.global_rate_gate import JointGate
-from deepspeed_gear.sampling.local_selector import GateClosedError, Selector
-from deepspeed_gear.sampling.rate_gate import EmptyError, Gate, Waiting
+from deepspeed_gear.sampling.global_rate_gate import GlobalRateGate
+from deepspeed_gear.sampling.local_selector import GateClosedError, LocalSelector
+from deepspeed_gear.sampling.rate_gate import EmptyError, GateWait, RateGate
 from deepspeed_gear.sampling.rate_waiting import IDLE_S, Gated
-from deepspeed_gear.sampling.sample_counts import Draws
+from deepspeed_gear.sampling.sample_counts import SampleCounts
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.selecting import Drawing
 from deepspeed_gear.sampling.selection import (
@@ -51,11 +51,11 @@ from deepspeed_gear.sampling.selection import (
     RECOVERED,
     SAMPLES,
     TOTAL,
-    Cut,
+    Selection,
     StreamSpec,
 )
-from deepspeed_gear.sampling.selection_failure import Notice
-from deepspeed_gear.sampling.selection_readers import Peers
+from deepspeed_gear.sampling.selection_failure import SelectionFailure
+from deepspeed_gear.sampling.selection_readers import SelectionReaders
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.sampling.stream_kinds import DRAWS, ORDERS, masses_of
 from deepspeed_gear.store.row_allocator import CUTTING, REACH, RECOVERIES
@@ -67,7 +67,7 @@ TRAIN = "train"
 _AFTER_KEY = struct.Struct(f"={CUT_WORDS - 1}q")
 
 
-class Stream(Drawing, Gated):
+class BatchStream(Drawing, Gated):
     """A stream in this process.
 
     Process safety: `cut` and `queue` want the table's lock; `take` and `consume` take it themselves.
@@ -77,11 +77,11 @@ class Stream(Drawing, Gated):
         self.spec, self.table, self.ops = spec, table, table.ops
         views = table.views
         self.masses = masses_of(spec)(spec, table)
-        self.selector = Selector(spec, self.masses)  # where several nodes hold the table: theirs
-        self.notice = Notice(spec, table) if spec.together else None
+        self.selector = LocalSelector(spec, self.masses)  # where several nodes hold the table: theirs
+        self.notice = SelectionFailure(spec, table) if spec.together else None
         self.num_items_of_all: int | None = None  # where several nodes hold a data set
         self.follows = False  # another process of the node makes the cuts
-        self.draws = Draws(spec, table) if spec.count_draws else None
+        self.draws = SampleCounts(spec, table) if spec.count_draws else None
         self.position: np.ndarray = views[spec.at + "position"]
         self.consumed: np.ndarray = views[spec.at + "consumed"]
         self.heads: np.ndarray = views[spec.at + "heads"]
@@ -108,19 +108,19 @@ class Stream(Drawing, Gated):
         self._staleness = staleness if staleness is not None and staleness.is_limited else None
         if self.draws is not None or self._staleness is not None:
             self.masses.on_change = self._note_new
-        gate = Gate(spec, table, self.masses, self.position) if trains else None
+        gate = RateGate(spec, table, self.masses, self.position) if trains else None
         self._gate, self._is_limited = gate, gate is not None and not gate.is_plain
         self._bells = None if not trains or table.ops.native is None else table.bells
-        self.gate_wait = Waiting()
+        self.gate_wait = GateWait()
         self.joint = None
         if self._gate is not None and self.is_gated and spec.num_shards > 1:
-            self.joint = JointGate(table, self._gate, self.position, self.gate_wait)
+            self.joint = GlobalRateGate(table, self._gate, self.position, self.gate_wait)
         self._pause_s = IDLE_S
         self.collects_here = False
         self.stopped = False  # set by another thread: ends a wait of `take`
         self.check: Callable[[], None] = lambda: None  # called while `take` waits: raises to end it
         self._timeout_s = table.lock.timeout_s
-        self.peers = Peers(spec, table, self.consumed, self._timeout_s)
+        self.peers = SelectionReaders(spec, table, self.consumed, self._timeout_s)
         table.on_recover(self._recover)
 
     @property
@@ -155,7 +155,7 @@ class Stream(Drawing, Gated):
 
     # ---- cuts ------------------------------------------------------------------------------------
 
-    def take(self, key: int) -> Cut:
+    def take(self, key: int) -> Selection:
         """Return the cut of a global batch; make it if nobody has.
 
         Raises:
@@ -281,11 +281,11 @@ class Stream(Drawing, Gated):
             return self.peers.error(key, slow, "have the priorities of all ranks", missing)
         return self.peers.error(key, [0], "be made by the first rank of this node", "has not made it")
 
-    def _seen(self, key: int, entry: int) -> Cut:
+    def _seen(self, key: int, entry: int) -> Selection:
         if (key + 1) % self._num_peers == self._peer:
             self._draw_ahead(key + 1)
         origins = None if self.origins is None else self.origins[entry]
-        return Cut(key, self._heads[entry][:CUT_WORDS].tolist(), *self._entries[entry], origins)
+        return Selection(key, self._heads[entry][:CUT_WORDS].tolist(), *self._entries[entry], origins)
 
     def consume(self, key: int) -> None:
         """Say that this process has copied what it needs of all cuts up to `key`."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.sampling.anchors import AnchorRule
-from deepspeed_gear.sampling.mass_rules import Condition, MassRule, Window
+from deepspeed_gear.sampling.mass_rules import AgeWindow, Condition, MassRule
 from deepspeed_gear.store.retention import PRESENT
 from deepspeed_gear.store.row_allocator import (
     COMMITTED,
@@ -26,7 +26,7 @@ from deepspeed_gear.store.row_allocator import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed_gear.sampling.sum_tree import Masses
+    from deepspeed_gear.sampling.sum_tree import ItemMasses
     from deepspeed_gear.schema import Schema
 
 Values = Callable[[str, np.ndarray], np.ndarray]  # column, slots [n] -> [n]
@@ -137,13 +137,13 @@ def _add(found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: s
         found.append(Exclusion(reason, remedy, len(which), int(slots[which, NUM_STEPS].sum())))
 
 
-def exclusions_of(masses: Masses) -> list[Exclusion]:
+def exclusions_of(masses: ItemMasses) -> list[Exclusion]:
     """Return `count_exclusions` of a stream in this process. Wants the table's lock."""
     table, spec = masses.table, masses.spec
     return count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)
 
 
-def summary_of(masses: Masses) -> tuple[str, str]:
+def summary_of(masses: ItemMasses) -> tuple[str, str]:
     """Return what a store holds and what excludes it, and the remedy of the reason that excludes most.
 
     Wants the table's lock.
@@ -173,6 +173,6 @@ def rule_of_json(described: Mapping[str, Any]) -> MassRule:
         described["split"],
         described["split_index"],
         None if weight is None else (weight[0], weight[1]),
-        window=Window() if described["has_window"] else None,
+        window=AgeWindow() if described["has_window"] else None,
         late=tuple(described["late"]),
     )

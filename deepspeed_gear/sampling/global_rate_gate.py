@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_gear.errors import NotReadyError
-from deepspeed_gear.sampling.rate_gate import Gate, Waiting
+from deepspeed_gear.sampling.rate_gate import GateWait, RateGate
 from deepspeed_gear.sampling.selection import COLLECTS
 from deepspeed_gear.store.rate_quotas import divide, kept
 from deepspeed_gear.store.row_allocator import PENDING, REACH, WANTED
@@ -22,7 +22,7 @@ JOINT_WORDS = 12
 LATE, COLLECTING = 1, 2  # why a node gives up: it has waited for long enough, or would wait for itself
 
 
-class JointGate:
+class GlobalRateGate:
     """What one process of each node says and hears of the gate. Every method wants the table's lock.
 
     Args:
@@ -32,7 +32,7 @@ class JointGate:
         waiting: How long this process has waited for the gate.
     """
 
-    def __init__(self, table: Table, gate: Gate, position: np.ndarray, waiting: Waiting) -> None:
+    def __init__(self, table: Table, gate: RateGate, position: np.ndarray, waiting: GateWait) -> None:
         shard, rate = table.spec.shard, gate.life.rate
         assert shard is not None
         self.index = shard.index
@@ -49,7 +49,7 @@ class JointGate:
         Args:
             count: Samples wanted.
             fixed: Change nothing: another thread of this process may be in a cut. Then nobody may `hear`.
-            exact: As `Gate.left`.
+            exact: As `RateGate.left`.
         Returns:
             [JOINT_WORDS], int64.
         """

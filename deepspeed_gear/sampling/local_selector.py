@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.constants import R_SLOT
-from deepspeed_gear.sampling.rate_gate import Gate
+from deepspeed_gear.sampling.rate_gate import RateGate
 from deepspeed_gear.sampling.samplers.age import AgeMasses
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.sampling.sum_tree import Masses
+from deepspeed_gear.sampling.sum_tree import ItemMasses
 
 Check = Callable[[], None]
 
@@ -21,7 +21,7 @@ class GateClosedError(Exception):
     """No node makes a cut yet: what all hold together is not enough. Never leaves the stream."""
 
 
-class Selector:
+class LocalSelector:
     """The items of one store. Every method wants the table's lock.
 
     Args:
@@ -32,7 +32,7 @@ class Selector:
     in_store = True  # a cut holds the table's lock from its beginning to its end
     counts_draws = True  # all that is drawn lies in this store
 
-    def __init__(self, spec: StreamSpec, masses: Masses) -> None:
+    def __init__(self, spec: StreamSpec, masses: ItemMasses) -> None:
         self.spec, self.masses = spec, masses
 
     @property
@@ -80,7 +80,7 @@ class Selector:
         done: int,
         coordinates: torch.Tensor,
         first: int,
-        gate: Gate,
+        gate: RateGate,
         counted: np.ndarray,
     ) -> int:
         """Find what coordinates hit up to the first that uses a trajectory up, which is drawn no more.

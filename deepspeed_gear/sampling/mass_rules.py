@@ -54,7 +54,7 @@ NO_ID = -1  # every id is newer
 
 
 @dataclass(frozen=True)
-class Edge:
+class WindowEdge:
     """Where a window begins.
 
     Args:
@@ -73,7 +73,7 @@ def newest_of(values: np.ndarray) -> int | float:
 
 
 @dataclass(frozen=True)
-class Window:
+class AgeWindow:
     """The newest items.
 
     Args:
@@ -86,7 +86,7 @@ class Window:
     column: str | None = None
     distance: float = 0
 
-    def edge(self, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]) -> Edge:
+    def edge(self, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]) -> WindowEdge:
         """Return where the window begins among trajectories; the one in which it does belongs to it.
 
         Args:
@@ -100,10 +100,12 @@ class Window:
             order = np.argsort(ids)[::-1]
             newer = np.cumsum(num_items[order]) - num_items[order]
             oldest = int(ids[order][newer < self.newest].min())
-        return Edge(oldest, newest_of(column(self.column)[there]) if self.column and there.any() else None)
+        return WindowEdge(
+            oldest, newest_of(column(self.column)[there]) if self.column and there.any() else None
+        )
 
     def admits(
-        self, edge: Edge, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]
+        self, edge: WindowEdge, ids: np.ndarray, num_items: np.ndarray, column: Callable[[str], np.ndarray]
     ) -> np.ndarray:
         """Return which trajectories are in a window that begins at an edge. [n], bool."""
         inside = (np.asarray(num_items) > 0) & (ids >= edge.oldest)
@@ -138,7 +140,7 @@ class MassRule:
     split_index: int = 0
     weight: tuple[str, int] | None = None
     custom: CustomMasses | None = None
-    window: Window | None = None
+    window: AgeWindow | None = None
     late: tuple[str, ...] = ()
 
     @property

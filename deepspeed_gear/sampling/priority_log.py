@@ -27,7 +27,7 @@ from deepspeed_gear.ops.constants import (
     RESOLUTION_WORDS,
 )
 from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.sampling.selection_readers import Peers
+from deepspeed_gear.sampling.selection_readers import SelectionReaders
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
 
@@ -39,14 +39,14 @@ ENDS_WORDS = 16
 
 
 @dataclass
-class Promise:
+class AppendPromise:
     """Reports whose values a device has yet to compute: of which global batch, and how many."""
 
     batch: int
     count: int
 
 
-class Reports:
+class PriorityLog:
     """The logs of all processes.
 
     Process and thread safety: any thread may call `ask`, `add`, `promise` and `keep`, which take the table's
@@ -69,8 +69,8 @@ class Reports:
         self._asked_words: memoryview = self.asked.data
         self._peer, self._num_peers = table.memory.peer, len(self.asked)
         self._my_log = torch.from_numpy(self._log[self._peer])
-        self._peers = Peers(spec, table, self.asked, table.lock.timeout_s)
-        self._promises: deque[Promise] = deque()
+        self._peers = SelectionReaders(spec, table, self.asked, table.lock.timeout_s)
+        self._promises: deque[AppendPromise] = deque()
         self._current = NEVER  # what this process has asked for, while promises are to be kept
         self._mutex = threading.Lock()
 
@@ -166,7 +166,7 @@ class Reports:
             self.check_room(count)
             batch = self._current if self._promises else self._asked_words[self._peer]
             self._current = batch
-            self._promises.append(Promise(batch, count))
+            self._promises.append(AppendPromise(batch, count))
 
     def keep(self, samples: torch.Tensor, priorities: torch.Tensor | None) -> None:
         """Report what was promised first; None: nothing comes of it. As `add`.

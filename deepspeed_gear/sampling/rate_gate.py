@@ -11,8 +11,8 @@ from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.constants import R_SLOT
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.selection import SAMPLES, StreamSpec
-from deepspeed_gear.sampling.sum_tree import Masses
-from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.sampling.sum_tree import ItemMasses
+from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.retention import TIMES_SAMPLED, UNLIMITED
 from deepspeed_gear.store.table import COMMITTED, PEER_PID, STATE, Table
 
@@ -35,7 +35,7 @@ class EmptyError(Exception):
         self.error = error
 
 
-class Gate:
+class RateGate:
     """Opens when a global batch may be drawn. Every method wants the table's lock.
 
     Args:
@@ -45,12 +45,12 @@ class Gate:
         position: Of the stream.
     """
 
-    def __init__(self, spec: StreamSpec, table: Table, masses: Masses, position: np.ndarray) -> None:
+    def __init__(self, spec: StreamSpec, table: Table, masses: ItemMasses, position: np.ndarray) -> None:
         self._spec, self._table, self._masses, self._position = spec, table, masses, position
         self.life = table.spec.life
         self.most = self.life.max_times_sampled
         self._times: np.ndarray = table.views["life"][:, TIMES_SAMPLED]
-        self._readers = Readers(table)
+        self._readers = SelectionPins(table)
 
     @property
     def is_plain(self) -> bool:
@@ -157,7 +157,7 @@ class Gate:
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
 
 
-class Waiting:
+class GateWait:
     """How long a stream has waited for its gate, in this process."""
 
     def __init__(self) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from deepspeed_gear.sampling.global_rate_gate import JointGate
-from deepspeed_gear.sampling.rate_gate import EmptyError, Gate, Waiting
+from deepspeed_gear.sampling.global_rate_gate import GlobalRateGate
+from deepspeed_gear.sampling.rate_gate import EmptyError, GateWait, RateGate
 from deepspeed_gear.sampling.selection import CLOSED, COLLECTS, KEY, StreamSpec
 from deepspeed_gear.sampling.staleness import Staleness
-from deepspeed_gear.sampling.sum_tree import Masses
-from deepspeed_gear.store.futex import Bells
+from deepspeed_gear.sampling.sum_tree import ItemMasses
+from deepspeed_gear.store.futex import FutexEvents
 from deepspeed_gear.store.row_allocator import CUTTING, LISTENING
 from deepspeed_gear.store.table import Table
 
@@ -22,18 +22,18 @@ class Gated:
     """The part of a stream that waits for its gate, which is made by `Stream`."""
 
     spec: StreamSpec
-    masses: Masses
-    gate_wait: Waiting
-    joint: JointGate | None  # where several nodes hold the table
+    masses: ItemMasses
+    gate_wait: GateWait
+    joint: GlobalRateGate | None  # where several nodes hold the table
     collects_here: bool  # this process writes too: it must not wait for itself
     table: Table
     _is_online: bool  # the table has a capacity
     _look_again: float
     _staleness: Staleness | None
     _control: memoryview
-    _gate: Gate | None
+    _gate: RateGate | None
     _is_limited: bool  # it is closed at times
-    _bells: Bells | None
+    _bells: FutexEvents | None
     _pause_s: float
     _words: memoryview
 

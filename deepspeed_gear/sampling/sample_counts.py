@@ -11,7 +11,7 @@ from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_ID, R_SLOT
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.samplers.step_priorities import rows_of
 from deepspeed_gear.sampling.selection import COUNT, CUT_WORDS, KEY, NOTHING, StreamSpec
-from deepspeed_gear.sampling.sum_tree import Masses
+from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import GENERATION, NUM_STEPS, Table
 from deepspeed_gear.store.table_spec import TableSpec
@@ -19,7 +19,7 @@ from deepspeed_gear.store.table_spec import TableSpec
 _ONE = np.int32(1)  # of the counters' type: a plain 1 takes a hundred times as long
 
 
-class Draws:
+class SampleCounts:
     """A counter for each trajectory, or for each row where items are steps.
 
     A process that dies inside a cut may lose that cut's counts, or have it counted twice: nothing depends on
@@ -78,7 +78,7 @@ class Draws:
         if "draws" in content:
             self.counts[self._items(slots)] = content["draws"]
 
-    def drawable(self, masses: Masses) -> np.ndarray:
+    def drawable(self, masses: ItemMasses) -> np.ndarray:
         """Return the counters of the items that can be drawn now. [n], int32."""
         if isinstance(masses, PriorityMasses) or not self._by_step:
             return np.asarray(self.counts[masses.leaves > 0])
@@ -93,7 +93,7 @@ class Draws:
         return rows_of(self._table.slots[slots])[0] if self._by_step else slots
 
 
-class Recent(NamedTuple):
+class RecentSelections(NamedTuple):
     """A copy of a cut: its number, its words, and what was drawn. [B, 8], int64."""
 
     key: int
@@ -101,7 +101,7 @@ class Recent(NamedTuple):
     records: torch.Tensor
 
 
-def recent_cuts(spec: StreamSpec, table: Table, most: int) -> list[Recent]:
+def recent_cuts(spec: StreamSpec, table: Table, most: int) -> list[RecentSelections]:
     """Return copies of the latest cuts of a stream, the newest first. Takes the lock."""
     heads, ring = table.views[spec.at + "heads"], table.views[spec.at + "ring"]
     with table.lock:
@@ -111,6 +111,8 @@ def recent_cuts(spec: StreamSpec, table: Table, most: int) -> list[Recent]:
         rows = [ring[entry].copy() for entry in reversed(entries)]
     known = [records[: head[COUNT]] for head, records in zip(words, rows, strict=True)]
     return [
-        Recent(head[KEY], head, torch.from_numpy(records[records[:, R_ID] >= 0]))  # where nodes know a part
+        RecentSelections(
+            head[KEY], head, torch.from_numpy(records[records[:, R_ID] >= 0])
+        )  # where nodes know a part
         for head, records in zip(words, known, strict=True)
     ]

@@ -11,8 +11,8 @@ from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS, R_SLOT
 from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.sampling.exclusions import summary_of
-from deepspeed_gear.sampling.local_selector import Selector
-from deepspeed_gear.sampling.rate_gate import EmptyError, Gate
+from deepspeed_gear.sampling.local_selector import LocalSelector
+from deepspeed_gear.sampling.rate_gate import EmptyError, RateGate
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.selection import (
     DONE,
@@ -27,7 +27,7 @@ from deepspeed_gear.sampling.selection import (
     StreamSpec,
 )
 from deepspeed_gear.sampling.stream_kinds import stratify_
-from deepspeed_gear.sampling.sum_tree import Masses
+from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.table import Table
 
 
@@ -37,14 +37,14 @@ class Drawing:
     spec: StreamSpec
     table: Table
     ops: Ops
-    masses: Masses
-    selector: Selector
+    masses: ItemMasses
+    selector: LocalSelector
     position: np.ndarray
     has_item_masses: bool
     last_drawn: np.ndarray | None
     _words: memoryview
     _coordinates: torch.Tensor
-    _gate: Gate | None
+    _gate: RateGate | None
 
     def pin(self, key: int, records: torch.Tensor) -> None:
         """Keep what a cut has drawn from being freed until all processes have consumed it. Wants the lock.

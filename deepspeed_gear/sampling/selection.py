@@ -86,7 +86,7 @@ class StreamSpec:
         ]
 
 
-class Cut(NamedTuple):
+class Selection(NamedTuple):
     """One global batch as this process sees it.
 
     Args:

@@ -19,7 +19,7 @@ _KINDS: tuple[type[GearError], ...] = (
 _TEXT_BYTES = 8 * (NOTICE_WORDS - 4)
 
 
-class Notice:
+class SelectionFailure:
     """The latest failure of a stream on this node. Process safe: takes the table's lock itself.
 
     Args:

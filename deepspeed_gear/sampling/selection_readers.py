@@ -14,7 +14,7 @@ from deepspeed_gear.store.table import PEER_PID, Table
 _AWAKE_S = 500e-6
 
 
-class Peers:
+class SelectionReaders:
     """Who has consumed what of a stream. Process safe: each process writes its own word only.
 
     Args:

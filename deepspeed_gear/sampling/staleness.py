@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.retention import VERSION
 from deepspeed_gear.store.row_allocator import CHANGED, POLICY
 from deepspeed_gear.store.table import (
@@ -34,7 +34,7 @@ class Staleness:
         self._table, self.life = table, table.spec.life
         self._versions: np.ndarray = table.views["life"][:, VERSION]
         self._stale: np.ndarray = table.views["stale"]
-        self._readers = Readers(table)
+        self._readers = SelectionPins(table)
         self._control: memoryview = table.control.data
         self._dropped = (-1, -1, -1)  # for which batch, policy and content it was last done
 

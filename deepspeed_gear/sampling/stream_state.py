@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_GENERATION, R_ID, R_SLOT, SHARD_BITS, UNKNOWN
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import AHEAD, COUNT, CUT_WORDS, KEY, NOTHING
 from deepspeed_gear.store.table import FIRST_ROW, GENERATION, Table
 
 
-def export(stream: Stream, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:
+def export(stream: BatchStream, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:
     """Return what continues this stream elsewhere. Wants the lock.
 
     Args:
@@ -40,7 +40,7 @@ def export(stream: Stream, slots: np.ndarray, since: int) -> dict[str, np.ndarra
     }
 
 
-def _own_samples(stream: Stream, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _own_samples(stream: BatchStream, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return ring entries with what this store holds of them, and which samples these are."""
     ring = stream.ring.numpy()[entries].copy()
     drawn = np.arange(stream.spec.batch) < stream.heads[entries, COUNT, None]
@@ -62,7 +62,7 @@ def _is_stored(table: Table, records: np.ndarray, slots: np.ndarray) -> bool:
     return bool((current & np.isin(records[:, R_SLOT], slots)).all())
 
 
-def restore(stream: Stream, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
+def restore(stream: BatchStream, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
     """Continue what `export` has saved; the table's slots are in place. Wants the lock.
 
     Cuts that were not used are kept if the global batch has still the same size and the ring the room. Where
@@ -81,13 +81,13 @@ def restore(stream: Stream, slots: np.ndarray, content: dict[str, np.ndarray]) -
     keep_cuts(stream, content)
 
 
-def keeps_cuts(stream: Stream, content: dict[str, np.ndarray]) -> bool:
+def keeps_cuts(stream: BatchStream, content: dict[str, np.ndarray]) -> bool:
     """Whether the stream takes up the cuts that were not used."""
     heads, ring = content["heads"], content["ring"]
     return ring.shape[1] == stream.spec.batch and 0 < len(heads) <= stream.spec.depth
 
 
-def keep_cuts(stream: Stream, content: dict[str, np.ndarray]) -> None:
+def keep_cuts(stream: BatchStream, content: dict[str, np.ndarray]) -> None:
     """Continue behind cuts whose samples are in the ring. Wants the lock."""
     heads = content["heads"]
     entries = heads[:, KEY] % stream.spec.depth

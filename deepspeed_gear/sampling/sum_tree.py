@@ -35,7 +35,7 @@ CHANGE_WORDS = 8
 _NO_SLOTS = np.empty(0, np.int64)
 
 
-class Masses:
+class ItemMasses:
     """One mass for each slot.
 
     Process safety: every method wants the table's lock, `initialise` memory that is not linked yet.

@@ -12,7 +12,7 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec
 
 
-class Columns:
+class ColumnArrays:
     """The columns of a table in this process, and the derived one under the name RETURN_TO_GO.
 
     In memory the rows that arrive lie behind the store's own, in one region. A mapped data set is read-only,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.row_allocator import AFTER, CUTTING, FREE_ROWS, OPEN, ROVER
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, FREE, NUM_ROWS, STATE, Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
@@ -20,7 +20,7 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO
 MOST_LOOKED_AT = 1024  # extents, from where rows were last found
 
 
-class Mover:
+class Compactor:
     """Moves extents of a table with spare rows. Every method wants the table's lock.
 
     What a cut has drawn and not every process has read is not moved, nor what is being written.
@@ -35,7 +35,7 @@ class Mover:
         readers: Of its store.
     """
 
-    def __init__(self, table: Table, readers: Readers) -> None:
+    def __init__(self, table: Table, readers: SelectionPins) -> None:
         assert table.extents is not None
         self._table, self._readers, self._extents = table, readers, table.extents
         schema, spec = table.spec.schema, table.spec

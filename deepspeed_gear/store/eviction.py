@@ -11,8 +11,8 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.sampling.selection import SAMPLES
-from deepspeed_gear.store.compaction import Mover
-from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.compaction import Compactor
+from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.row_allocator import (
     AHEAD,
     CUTTING,
@@ -35,7 +35,7 @@ _POLL_S, _AGREE_S = 200e-6, 0.25
 FOR_REMOVAL = 7  # purpose of the random words that choose who goes
 
 
-class Room:
+class Evictor:
     """The room of a table for what this process adds. Where the native module gives up, this decides.
 
     Thread and process safety: methods whose docstrings say so want the table's lock, `wait` takes none.
@@ -51,7 +51,7 @@ class Room:
     def __init__(
         self,
         table: Table,
-        readers: Readers,
+        readers: SelectionPins,
         timeout_s: float,
         samples: bool = False,
         check: Callable[[], None] = lambda: None,
@@ -59,7 +59,7 @@ class Room:
         self.table, self.readers, self.timeout_s, self.check = table, readers, timeout_s, check
         self._samples = samples
         self.life = table.spec.life
-        self.mover = Mover(table, readers)
+        self.mover = Compactor(table, readers)
         self.waited_s = 0.0  # of this process
         self._position = table.views.get("stream/train/position")
         self._is_shared = table.spec.shard is not None and table.spec.shard.count > 1

@@ -13,7 +13,7 @@ BELL_WORDS = 32  # a bell has 128 bytes of its own: who waits for one is not slo
 _POLL_S = 50e-6
 
 
-class Bells:
+class FutexEvents:
     """Bells of the processes of a file; each counts how often it was rung.
 
     A waiter reads the count, looks for what it waits for, and waits with the count that it read, so nothing

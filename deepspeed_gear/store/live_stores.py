@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.store.memory_layout import MAGIC, Layout, Run, read_header
+from deepspeed_gear.store.memory_layout import MAGIC, Layout, RunIdentity, read_header
 from deepspeed_gear.store.reaper import NAME
 from deepspeed_gear.store.shared_memory import SHM
 
@@ -25,7 +25,7 @@ _PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
-class LivingStore:
+class LiveStore:
     """The store of a table of a run.
 
     Args:
@@ -38,12 +38,12 @@ class LivingStore:
 
     table: str
     processes: tuple[int, ...]
-    run: Run
+    run: RunIdentity
     layout: Layout
     views: dict[str, np.ndarray]
 
 
-def living_stores(process: int | None = None) -> list[LivingStore]:
+def living_stores(process: int | None = None) -> list[LiveStore]:
     """Return the stores of this user's other processes, or of one process.
 
     Raises:
@@ -70,7 +70,7 @@ def living_stores(process: int | None = None) -> list[LivingStore]:
                 raise StoreError(f"process {pid}", rule, error.strerror) from error
     opened = ((_open(path, strict=process is not None), tuple(holders[key])) for key, path in paths.items())
     return [
-        LivingStore(str(found[1].meaning["table"]), processes, *found)
+        LiveStore(str(found[1].meaning["table"]), processes, *found)
         for found, processes in opened
         if found is not None and "table" in found[1].meaning  # not places of simulators
     ]
@@ -94,7 +94,7 @@ def _shared_files(pid: int) -> Iterator[tuple[Path, tuple[int, int]]]:
             yield path, (status.st_dev, status.st_ino)
 
 
-def _open(path: Path, strict: bool) -> tuple[Run, Layout, dict[str, np.ndarray]] | None:
+def _open(path: Path, strict: bool) -> tuple[RunIdentity, Layout, dict[str, np.ndarray]] | None:
     """Map a file read-only; None if it is no store."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

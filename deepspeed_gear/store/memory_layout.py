@@ -38,7 +38,7 @@ SLOT_WORDS = RESOLUTION_WORDS = 8
 
 
 @dataclass(frozen=True)
-class Run:
+class RunIdentity:
     """The run that a store belongs to.
 
     Args:
@@ -126,7 +126,7 @@ def align(offset: int) -> int:
     return (offset + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-def write_header(buffer: Any, layout: Layout, run: Run) -> None:
+def write_header(buffer: Any, layout: Layout, run: RunIdentity) -> None:
     """Write header and description; the magic last."""
     text = layout.description.encode()
     buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = text
@@ -138,7 +138,7 @@ def write_header(buffer: Any, layout: Layout, run: Run) -> None:
     header["magic"] = MAGIC
 
 
-def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, Run]:
+def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, RunIdentity]:
     """Return layout and run of a store.
 
     Raises:
@@ -156,7 +156,7 @@ def read_header(buffer: Any, num_bytes: int, path: str) -> tuple[Layout, Run]:
     return layout, _run(header)
 
 
-def read_meaning(fd: int, path: str) -> tuple[dict[str, Any], Run]:
+def read_meaning(fd: int, path: str) -> tuple[dict[str, Any], RunIdentity]:
     """Return what the processes of a store must agree on, and its run, without mapping the file.
 
     Raises:
@@ -190,6 +190,6 @@ def _undamaged(header: Any, text: bytes, path: str) -> str:
     return text.decode()
 
 
-def _run(header: Any) -> Run:
+def _run(header: Any) -> RunIdentity:
     fields = (bytes(header[field]).rstrip(b"\0") for field in ("run_id", "run_name", "config_digest"))
-    return Run(*(field.decode(errors="replace") for field in fields))
+    return RunIdentity(*(field.decode(errors="replace") for field in fields))

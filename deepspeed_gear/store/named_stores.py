@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.memory_layout import Run, read_meaning
+from deepspeed_gear.store.memory_layout import RunIdentity, read_meaning
 from deepspeed_gear.store.shared_memory import SHM, StoreGoneError, file_path, is_held, opened, opened_file
 from deepspeed_gear.store.writer_options import differences, digest, filled
 
@@ -31,7 +31,7 @@ class NamedStore:
 
     file: str
     table: str
-    run: Run
+    run: RunIdentity
     writing: Mapping[str, Any]
     schema: Schema
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.column_arrays import Columns
+from deepspeed_gear.store.column_arrays import ColumnArrays
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import Shard, TableSpec
@@ -24,7 +24,7 @@ def open_store(
     spec: TableSpec,
     memory: SharedMemory,
     views: dict[str, np.ndarray],
-    columns: Columns,
+    columns: ColumnArrays,
 ) -> Any:
     """Return the handle of a table with a capacity.
 

@@ -25,7 +25,7 @@ from deepspeed_gear.store.row_allocator import (
     RESERVED,
     RETIRED,
     STATE,
-    Extents,
+    RowAllocator,
 )
 from deepspeed_gear.store.slot_sets import is_among
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.store.table import Table
 
 
-class Handle(NamedTuple):
+class OpenHandle(NamedTuple):
     """A slot that a process has reserved, as it was then: checkpoints may be loaded meanwhile."""
 
     slot: int
@@ -41,7 +41,7 @@ class Handle(NamedTuple):
     loads: int
 
 
-class Unfinished:
+class OpenSlots:
     """The slots of a store that some writer has not done with. Every method wants the store's lock.
 
     Args:
@@ -49,7 +49,7 @@ class Unfinished:
         extents: Its lists.
     """
 
-    def __init__(self, table: Table, extents: Extents) -> None:
+    def __init__(self, table: Table, extents: RowAllocator) -> None:
         self._table, self._extents, self._slots = table, extents, table.slots
         self._open: np.ndarray = extents.life[:, OPEN]
         ends = [table.spec.schema.role(role) for role in ("terminated", "truncated")]
@@ -62,17 +62,17 @@ class Unfinished:
         self._slots[slot, NUM_STEPS] = num_steps
         self._open[slot] = 1
 
-    def handle_of(self, slot: int) -> Handle:
+    def handle_of(self, slot: int) -> OpenHandle:
         """Return what names that which this process has reserved for as long as it is its own."""
-        return Handle(slot, int(self._slots[slot, GENERATION]), int(self._table.control[LOADS]))
+        return OpenHandle(slot, int(self._slots[slot, GENERATION]), int(self._table.control[LOADS]))
 
-    def is_own(self, handle: Handle) -> bool:
+    def is_own(self, handle: OpenHandle) -> bool:
         """Return whether a slot is still this process's to end, whatever became of its trajectory."""
         record = self._slots[handle.slot]
         is_same = handle == self.handle_of(handle.slot) and record[OWNER] == self._table.memory.peer
         return bool(is_same and (self._open[handle.slot] or record[STATE] == RESERVED))
 
-    def stands(self, handle: Handle) -> bool:
+    def stands(self, handle: OpenHandle) -> bool:
         """Return whether nobody has retired what this process has reserved or published."""
         return self.is_own(handle) and bool(self._slots[handle.slot, STATE] != RETIRED)
 

@@ -47,7 +47,7 @@ class _Reader:
         return bool(walked < position[EPOCH_SIZE])
 
 
-class Readers:
+class SelectionPins:
     """The streams of a store. Every method wants the store's lock.
 
     Args:

@@ -28,7 +28,7 @@ TIMES_SAMPLED, PRESENT, VERSION = range(3)  # words of a slot's life; OPEN is th
 
 
 @dataclass(frozen=True)
-class Rate:
+class RateLimiter:
     """How many samples are drawn for each item that is added, as Reverb's rate limiters say it.
 
     With I items ever added and S samples ever drawn, the difference I * samples_per_insert - S stays in
@@ -52,18 +52,18 @@ class Rate:
     @classmethod
     def ratio(
         cls, unit: Literal["step", "trajectory"], min_size: int, samples_per_insert: float, buffer: float
-    ) -> Rate:
+    ) -> RateLimiter:
         """Allow the difference to stray by `buffer` from what it is at `min_size` items."""
         offset = samples_per_insert * min_size
         return cls(unit, min_size, samples_per_insert, offset - buffer, offset + buffer)
 
     @classmethod
-    def least_size(cls, unit: Literal["step", "trajectory"], min_size: int) -> Rate:
+    def least_size(cls, unit: Literal["step", "trajectory"], min_size: int) -> RateLimiter:
         """Wait for `min_size` items only."""
         return cls(unit, min_size, 1.0, -math.inf, math.inf)
 
     @classmethod
-    def queue(cls, unit: Literal["step", "trajectory"], size: int) -> Rate:
+    def queue(cls, unit: Literal["step", "trajectory"], size: int) -> RateLimiter:
         """Let at most `size` items wait to be drawn."""
         return cls(unit, 1, 1.0, 0.0, float(size))
 
@@ -113,7 +113,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Life:
+class Retention:
     """How long trajectories stay.
 
     Args:
@@ -132,7 +132,7 @@ class Life:
     max_steps: int = UNLIMITED
     max_trajectories: int = UNLIMITED
     max_times_sampled: int = 0
-    rate: Rate | None = None
+    rate: RateLimiter | None = None
     max_age: int = 0
     version_column: str | None = None
     max_lag: int = 0
@@ -159,9 +159,9 @@ class Life:
         return values
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Life:
+    def from_json(cls, values: dict[str, Any]) -> Retention:
         """Return what `to_json` was called on."""
         rate = values["rate"]
         if rate is not None:
-            rate = Rate(**{**rate, "least": float(rate["least"]), "most": float(rate["most"])})
+            rate = RateLimiter(**{**rate, "least": float(rate["least"]), "most": float(rate["most"])})
         return cls(**{**values, "rate": rate})

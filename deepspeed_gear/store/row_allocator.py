@@ -2,7 +2,7 @@
 
 Two lists run through the slots, each with a sentinel: extents by address, between which the free rows lie,
 and trajectories by age, those that are committed and those that are retired. They lie in shared memory and
-follow from the slot table; `rebuild` derives them. `NativeExtents` is the same in C++ (cpu/store.cpp).
+follow from the slot table; `rebuild` derives them. `NativeRowAllocator` is the same in C++ (cpu/store.cpp).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOT_FINITE = -9  # of an addition: a column holds NaN or an infinity and must no
 KEEP, OLDEST, NEWEST, BY_CALLER = range(4)  # who goes when the store is full
 
 
-class Extents:
+class RowAllocator:
     """The lists of a store. Every method wants the store's lock.
 
     Args:
@@ -258,13 +258,13 @@ class Extents:
         self.links[ring[1:], back] = ring[:-1]
 
 
-class NativeExtents(Extents):
+class NativeRowAllocator(RowAllocator):
     """The same lists, changed by C++.
 
     Args:
         native: The native module.
         handle: Of the store, from `store_open`.
-        *arguments: As `Extents`.
+        *arguments: As `RowAllocator`.
     """
 
     def __init__(self, native: ModuleType, handle: Any, *arguments: Any) -> None:

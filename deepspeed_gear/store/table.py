@@ -18,12 +18,12 @@ from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.column_arrays import Columns, as_tensor
+from deepspeed_gear.store.column_arrays import ColumnArrays, as_tensor
 from deepspeed_gear.store.dataset_loading import derive_returns, fill
-from deepspeed_gear.store.futex import Bells
-from deepspeed_gear.store.memory_layout import Layout, Region, Run, read_header, write_header
+from deepspeed_gear.store.futex import FutexEvents
+from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_handle import open_store
-from deepspeed_gear.store.open_slots import Unfinished
+from deepspeed_gear.store.open_slots import OpenSlots
 from deepspeed_gear.store.row_allocator import (
     BELL,
     BORN,
@@ -45,8 +45,8 @@ from deepspeed_gear.store.row_allocator import (
     RETIRED,
     STATE,
     STEPS_COMMITTED,
-    Extents,
-    NativeExtents,
+    NativeRowAllocator,
+    RowAllocator,
 )
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.store_lock import StoreLock
@@ -94,7 +94,7 @@ class Table:
         self.slots: np.ndarray = views["slots"]
         if spec.dataset is not None and ops.native is not None:
             spec.dataset.files.guard(ops.native)
-        self._columns = Columns(spec, views)
+        self._columns = ColumnArrays(spec, views)
         self.columns: dict[str, np.ndarray] = self._columns.by_name
         self._recoveries: list[Callable[[], None]] = []
         itself: Table = weakref.proxy(
@@ -104,9 +104,9 @@ class Table:
         self.handle: Any = None  # of the native store
         self.extents = self._open_extents() if spec.dataset is None else None
         if self.extents is not None:
-            self.unfinished = Unfinished(itself, self.extents)
+            self.unfinished = OpenSlots(itself, self.extents)
         # Rung by the next change of a slot if a sampler listens.
-        self.bells = Bells(self.control[BELL : BELL + 1].view(np.uint32).reshape(1, 2), ops.native)
+        self.bells = FutexEvents(self.control[BELL : BELL + 1].view(np.uint32).reshape(1, 2), ops.native)
 
     @classmethod
     def create(
@@ -114,7 +114,7 @@ class Table:
         spec: TableSpec,
         extra: list[Region],
         meaning: dict[str, Any],
-        run: Run,
+        run: RunIdentity,
         ops: Ops,
         timeout_s: float,
         huge_pages: bool = True,
@@ -193,7 +193,7 @@ class Table:
     # ---- reading ---------------------------------------------------------------------------------
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunIdentity:
         """The run that the store belongs to."""
         return read_header(self.memory.buffer, self.memory.num_bytes, str(self.memory.path))[1]
 
@@ -296,7 +296,7 @@ class Table:
     # ---- writing ---------------------------------------------------------------------------------
 
     @property
-    def _extents(self) -> Extents:
+    def _extents(self) -> RowAllocator:
         assert self.extents is not None, "a data set has no free rows"
         return self.extents
 
@@ -402,7 +402,7 @@ class Table:
         self.control[NUM_COMMITTED] = int(committed.sum())
         self.control[STEPS_COMMITTED] = int(self.slots[committed, NUM_STEPS].sum())
 
-    def _open_extents(self) -> Extents:
+    def _open_extents(self) -> RowAllocator:
         """Return the lists of free rows and slots, changed by C++ where there is the native module."""
         shard, views, native = self.spec.shard or Shard(), self.views, self.ops.native
         arguments = (
@@ -416,9 +416,9 @@ class Table:
             self.memory.peer,
         )
         if native is None:
-            return Extents(*arguments)
+            return RowAllocator(*arguments)
         self.handle = open_store(native, self.spec, self.memory, views, self._columns)
-        return NativeExtents(native, self.handle, *arguments)
+        return NativeRowAllocator(native, self.handle, *arguments)
 
     def close(self) -> None:
         """Detach; the last process removes the store."""

@@ -10,7 +10,7 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.memory_layout import SLOT_WORDS, Layout, Region, read_meaning
-from deepspeed_gear.store.retention import UNLIMITED, Life
+from deepspeed_gear.store.retention import UNLIMITED, Retention
 from deepspeed_gear.store.row_allocator import LINK_WORDS
 from deepspeed_gear.store.shared_memory import opened_file
 
@@ -85,7 +85,7 @@ class TableSpec:
     arrival_rows: int = 0
     arrival_slots: int = 0
     num_writers: int = 0
-    life: Life = field(default_factory=Life)
+    life: Retention = field(default_factory=Retention)
     spare_rows: int = 0
 
     @property
@@ -110,7 +110,7 @@ class TableSpec:
         """Return the spec that has these `sizes`."""
         values = {key: sizes[key] for key in _SIZES}
         shard = None if sizes["shard"] is None else Shard(**sizes["shard"])
-        life = Life.from_json(sizes["life"])
+        life = Retention.from_json(sizes["life"])
         parsed = Schema.from_json(schema)
         return cls(name, parsed, dataset=None, in_memory=True, shard=shard, life=life, **values)
 
@@ -168,7 +168,7 @@ class TableSpec:
         return Region(f"{kind}/{column.name}", str(column.numpy_dtype), (rows, *column.shape))
 
 
-def spare_rows_for(life: Life, capacity_rows: int, longest_rows: int | None) -> int:
+def spare_rows_for(life: Retention, capacity_rows: int, longest_rows: int | None) -> int:
     """Return the spare rows of a table: those of its longest trajectory, but no more than a part of all.
 
     Args:

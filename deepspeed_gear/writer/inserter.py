@@ -11,8 +11,8 @@ import numpy as np
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.sampling.selection import KEY
-from deepspeed_gear.store.eviction import Room
-from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.eviction import Evictor
+from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.retention import PRESENT
 from deepspeed_gear.store.row_allocator import BY_CALLER, LOCK_BROKEN, LOCK_TIMEOUT, MUST_RECOVER, NOT_FINITE
 from deepspeed_gear.store.table import OLDEST_OPEN, Table
@@ -43,7 +43,7 @@ class Inserter:
     def __init__(
         self,
         table: Table,
-        readers: Readers,
+        readers: SelectionPins,
         timeout_s: float,
         max_length: int | None = None,
         checks: tuple[Check, ...] = (),
@@ -53,7 +53,7 @@ class Inserter:
     ) -> None:
         self.table, self._readers, self.timeout_s = table, readers, timeout_s
         self.max_length, self._checks, self._committed = max_length, checks, committed
-        self.room = Room(table, readers, timeout_s, samples, check)
+        self.room = Evictor(table, readers, timeout_s, samples, check)
         self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
         steps = next((c for c in table.spec.schema if c.rows != "1"), None)
         assert steps is not None

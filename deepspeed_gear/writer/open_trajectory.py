@@ -15,7 +15,7 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_handle import form_of
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.writer.partial_publish import Growing, Part, Publisher, no_publisher
+from deepspeed_gear.writer.partial_publish import GrowingTrajectory, PublishedPart, Publisher, no_publisher
 
 Tell = Callable[[object, np.ndarray], None]
 NOTHING_OPEN = np.empty(0, np.int64)
@@ -44,7 +44,7 @@ class OpenTrajectory(ProcessBound):
     ) -> None:
         self._name, self._schema, self._add = f"table {table}", schema, add
         self._once: dict[str, np.ndarray] = {}
-        self._publisher, self._growing = publisher, Growing(weakref.ref(self))
+        self._publisher, self._growing = publisher, GrowingTrajectory(weakref.ref(self))
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._rows: dict[str, list[np.ndarray]] = {column.name: [] for column in steps}
         self._row = {column.name: replace(column, rows="1") for column in steps}  # what one row must be
@@ -139,7 +139,7 @@ class OpenTrajectory(ProcessBound):
             raise no_publisher()
         publisher.check()
         try:
-            publisher.publish([Part(self._growing, self._num_steps, self._rows_of, self._value_of)])
+            publisher.publish([PublishedPart(self._growing, self._num_steps, self._rows_of, self._value_of)])
         finally:
             self.id = self._growing.id
 

@@ -13,13 +13,13 @@ import numpy as np
 from deepspeed_gear.data.trajectory_checks import no_values
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.open_slots import Handle
+from deepspeed_gear.store.open_slots import OpenHandle
 from deepspeed_gear.store.row_allocator import AHEAD, FIRST_ROW
 from deepspeed_gear.writer.inserter import Inserter
 
 
 @dataclass(eq=False)
-class Growing:
+class GrowingTrajectory:
     """A trajectory that grows in this process, and the part of it that is published.
 
     Args:
@@ -34,7 +34,7 @@ class Growing:
     owner: weakref.ref[object]
     first: int = 0
     published: int = 0
-    handle: Handle | None = None
+    handle: OpenHandle | None = None
     id: int | None = None
 
     @property
@@ -46,7 +46,7 @@ class Growing:
         self.first, self.published, self.handle = self.first + self.published, 0, None
 
 
-class Part(NamedTuple):
+class PublishedPart(NamedTuple):
     """What there is of a trajectory that grows.
 
     Args:
@@ -56,7 +56,7 @@ class Part(NamedTuple):
         once: Returns the value of a column of one value per trajectory. [*shape].
     """
 
-    growing: Growing
+    growing: GrowingTrajectory
     end: int
     rows: Callable[[Column, int, int], np.ndarray]
     once: Callable[[Column], np.ndarray]
@@ -92,7 +92,7 @@ class Publisher:
     def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
         self._inserter, self._table, self._check = inserter, inserter.table, check
         self._name = f"table {inserter.table.spec.name}"
-        self._growing: set[Growing] = set()
+        self._growing: set[GrowingTrajectory] = set()
         self.num_begun = 0  # trajectories of which something was published
 
     def check(self) -> None:
@@ -112,7 +112,7 @@ class Publisher:
 
     # ---- publishing ------------------------------------------------------------------------------
 
-    def publish(self, parts: Sequence[Part]) -> None:
+    def publish(self, parts: Sequence[PublishedPart]) -> None:
         """Let batches from the next cut on hold the first steps of trajectories.
 
         Raises:
@@ -133,7 +133,7 @@ class Publisher:
             if ahead:
                 self._inserter.room.wait(AHEAD, ahead[0].num_new, until)
 
-    def _grow(self, part: Part) -> bool:
+    def _grow(self, part: PublishedPart) -> bool:
         """Publish new steps of what is published; return whether that is done with. Wants the lock.
 
         The rows are copied with the lock held: a checkpoint that is loaded puts others into their place.
@@ -152,7 +152,7 @@ class Publisher:
         unfinished.grow(growing.handle.slot, growing.published)
         return True
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: PublishedPart) -> None:
         """Publish the first steps of a trajectory."""
         growing, limit, unfinished = part.growing, self._inserter.max_length, self._table.unfinished
         assert limit is not None
@@ -182,7 +182,7 @@ class Publisher:
             rule = f"must have at most max_length = {limit} steps"
             raise DataError(f"{self._name}: trajectory", rule, num_steps)
 
-    def _write(self, part: Part, slot: int) -> None:
+    def _write(self, part: PublishedPart, slot: int) -> None:
         """Write the steps that are not published yet, where nobody reads. Wants the lock."""
         table, known, before = self._table, part.growing.published, part.growing.first
         at = int(table.slots[slot, FIRST_ROW])
@@ -200,7 +200,7 @@ class Publisher:
 
     # ---- ends ------------------------------------------------------------------------------------
 
-    def end(self, growing: Growing, truncated: bool = False) -> None:
+    def end(self, growing: GrowingTrajectory, truncated: bool = False) -> None:
         """Say that a trajectory grows no more; what is published stays.
 
         Args:
@@ -211,7 +211,7 @@ class Publisher:
             self._let_go(growing, truncated)
         growing.handle = None
 
-    def _let_go(self, growing: Growing, truncated: bool) -> None:
+    def _let_go(self, growing: GrowingTrajectory, truncated: bool) -> None:
         unfinished, handle = self._table.unfinished, growing.handle
         self._growing.discard(growing)
         self._inserter.growing.discard(growing)

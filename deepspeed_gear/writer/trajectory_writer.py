@@ -11,11 +11,11 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from deepspeed_gear.actors.inference_client import Simulators, attach_places
+from deepspeed_gear.actors.inference_client import InferenceClient, attach_places
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.sampling.mass_rules import check_weights
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.attach_writer import attach
@@ -26,7 +26,7 @@ from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.partial_publish import Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
-Grows = TypeVar("Grows", OpenTrajectory, VectorWriter, Simulators)
+Grows = TypeVar("Grows", OpenTrajectory, VectorWriter, InferenceClient)
 _LOOK_S = 0.5  # how often a writer looks whether the run goes on
 
 
@@ -50,7 +50,7 @@ class TrajectoryWriter(ProcessBound):
         self._looked = 0.0
         inserter.room.check = self.check_goes_on if owns else inserter.room.check
         self._finalizer = weakref.finalize(self, table.close) if owns else None
-        self._simulators: weakref.WeakSet[Simulators] = weakref.WeakSet()
+        self._simulators: weakref.WeakSet[InferenceClient] = weakref.WeakSet()
         self._publisher = Publisher(inserter, self._look)
         self._num_whole = 0
 
@@ -86,7 +86,7 @@ class TrajectoryWriter(ProcessBound):
                 check_weights(f"column {found.weight}", np.atleast_1d(columns[found.weight]))
 
         checks = () if found.weight is None else (check_weight,)
-        readers = Readers(found.table)
+        readers = SelectionPins(found.table)
         inserter = Inserter(found.table, readers, found.timeout_s, found.max_length, checks)
         writer = cls(found.table, inserter, owns=True)
         if check is not None:
@@ -197,7 +197,7 @@ class TrajectoryWriter(ProcessBound):
 
     def simulators(
         self, num_envs: Any, autoreset: Autoreset | None = None, wait_s: float = 60.0
-    ) -> Simulators:
+    ) -> InferenceClient:
         """Return what takes the steps of many environments whose actions a rank's policy gives.
 
         Args:
@@ -212,7 +212,7 @@ class TrajectoryWriter(ProcessBound):
         slots, places = attach_places(self._table.memory.path.name, count, wait_s)
         try:
             limit = self._inserter.max_length
-            simulators = Simulators(slots, places, self.schema, self.add, mode, limit, self._publisher)
+            simulators = InferenceClient(slots, places, self.schema, self.add, mode, limit, self._publisher)
         except BaseException:
             slots.release(places)
             slots.close()

@@ -16,7 +16,7 @@ from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.writer.partial_publish import Growing, Part, Publisher, no_publisher
+from deepspeed_gear.writer.partial_publish import GrowingTrajectory, PublishedPart, Publisher, no_publisher
 from deepspeed_gear.writer.staged_rows import Staging
 
 _FIRST_LENGTH = 256
@@ -74,7 +74,7 @@ class VectorWriter(ProcessBound):
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._any_waits, self._room = True, 0
         self._tell: Callable[[object, np.ndarray], None] | None = None
-        self._publisher, self._growing = publisher, dict[int, Growing]()  # by environment
+        self._publisher, self._growing = publisher, dict[int, GrowingTrajectory]()  # by environment
 
     def watch_versions(self, column: str, tell: Callable[[object, np.ndarray], None]) -> None:
         """Tell the policy versions of open trajectories whenever some begin or end.
@@ -368,13 +368,13 @@ class VectorWriter(ProcessBound):
         used = self._used()
         for env in np.flatnonzero(used).tolist():
             if env not in self._growing:
-                self._growing[env] = Growing(weakref.ref(self))
+                self._growing[env] = GrowingTrajectory(weakref.ref(self))
         self._publisher.publish([self._part_of(env, int(used[env])) for env in self._growing])
 
-    def _part_of(self, env: int, num_steps: int) -> Part:
+    def _part_of(self, env: int, num_steps: int) -> PublishedPart:
         """Return an environment's open trajectory, of which so many steps lie in the rows of its place."""
         rows, once = partial(self._rows_of, env), partial(self._value_of, env)
-        return Part(self._growing[env], num_steps + self._steps_before(env), rows, once)
+        return PublishedPart(self._growing[env], num_steps + self._steps_before(env), rows, once)
 
     def _commit_rest(self, env: int, num_steps: int, is_cut: bool) -> int:
         publisher, growing = self._publisher, self._growing[env]

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from deepspeed_gear.config import parse
-from deepspeed_gear.distributed.topology import Place
+from deepspeed_gear.distributed.topology import RankCoordinates
 
 ROOT = Path(__file__).resolve().parents[2]
 COLORS = ("#dbe9f6", "#fde5cc")  # of replicas
@@ -22,7 +22,7 @@ def text(x: float, y: float, words: str, extra: str = "") -> str:
     return f"<text x='{x}' y='{y}' {extra}>{words}</text>"
 
 
-def rank_box(rank: int, place: Place, names: list[str]) -> list[str]:
+def rank_box(rank: int, place: RankCoordinates, names: list[str]) -> list[str]:
     """Draw a rank with what it reads."""
     column = 2 * place.data_rank + place.tensor_rank
     x = LEFT + column * (WIDTH + GAP) + place.data_rank * GAP
@@ -53,7 +53,7 @@ def main() -> None:
         for tensor in range(2):
             lines.append(text(x + tensor * (WIDTH + GAP), 74, f"tensor {tensor}"))
     for rank, (pipe, data, tensor) in enumerate(itertools.product(range(2), repeat=3)):
-        place = Place(data, 2, tensor, 2, pipe, 2)
+        place = RankCoordinates(data, 2, tensor, 2, pipe, 2)
         lines += rank_box(rank, place, pipeline.inputs if place.is_first_stage else pipeline.labels)
         if pipe == 0:
             x = LEFT + (2 * data + tensor) * (WIDTH + GAP) + data * GAP + WIDTH / 2

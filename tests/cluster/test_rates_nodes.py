@@ -12,7 +12,7 @@ import pytest
 from cluster_support import Cluster
 from rate_cases import BATCH, fill, rest, section_of, sections
 
-from deepspeed_gear.store.retention import Rate
+from deepspeed_gear.store.retention import RateLimiter
 
 Cases = dict[str, tuple[dict[str, Any], str, dict[str, Any]]]
 
@@ -92,11 +92,11 @@ def test_three_nodes_draw_what_one_draws(cluster: Cluster, cases: Cases, tmp_pat
 # ---- writers of all nodes ------------------------------------------------------------------------
 
 
-def rate_of(name: str) -> Rate:
+def rate_of(name: str) -> RateLimiter:
     options: Any = PHASES[name]["rate"]
     if name == "queue":
-        return Rate.queue("trajectory", options["queue"])
-    return Rate.ratio(PHASES[name]["unit"], *(options[key] for key in STEPS))
+        return RateLimiter.queue("trajectory", options["queue"])
+    return RateLimiter.ratio(PHASES[name]["unit"], *(options[key] for key in STEPS))
 
 
 def additions(out: Path, name: str) -> np.ndarray:

@@ -22,9 +22,9 @@ from store_support import StoreScene, check_whole, every_death, priority_rule, s
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.replay import table_edits
-from deepspeed_gear.store.eviction import Room
-from deepspeed_gear.store.pins import Readers
-from deepspeed_gear.store.retention import Life
+from deepspeed_gear.store.eviction import Evictor
+from deepspeed_gear.store.pins import SelectionPins
+from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, STATE
 from deepspeed_gear.writer.inserter import Inserter
 
@@ -186,7 +186,7 @@ def test_random_deaths(backend: str, kind: str) -> None:
 def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
     def make() -> StoreScene:
         spec = stream_spec(unit=unit, batch=6, priorities=priority_rule(normalize="table"))
-        life = Life("uniform")
+        life = Retention("uniform")
         scene = StoreScene(backend, [spec], LENGTHS, num_slots=6, num_rows=24, life=life)
         scene.streams[0].masses.ask(0)
         sampled(scene.streams[0], 0)
@@ -194,7 +194,7 @@ def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
 
     def act(table: Any, streams: Any) -> None:
         streams[0].consume(0)  # else it waits for itself
-        Inserter(table, Readers(table), 5.0).add(trajectory(5, 9))
+        Inserter(table, SelectionPins(table), 5.0).add(trajectory(5, 9))
 
     for scene in every_death(make, act, 60):
         check_whole(scene.table, scene.streams)
@@ -202,7 +202,7 @@ def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
         stream.masses.ask(1)
         ids = set(scene.table.slots[scene.table.slots[:, STATE] == COMMITTED, ID].tolist())
         assert {found[0] for found in sampled(stream, 1)} <= ids
-        Inserter(scene.table, Readers(scene.table), 5.0).add(trajectory(6, 20))  # no row is lost
+        Inserter(scene.table, SelectionPins(scene.table), 5.0).add(trajectory(6, 20))  # no row is lost
         check_whole(scene.table, scene.streams)
 
 
@@ -212,7 +212,7 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
     rule = priority_rule(normalize="table", alpha=1.0)
 
     def make() -> StoreScene:
-        spec, life = stream_spec(unit="step", batch=6, priorities=rule), Life(removal)
+        spec, life = stream_spec(unit="step", batch=6, priorities=rule), Retention(removal)
         sizes = {"num_slots": 9, "num_rows": 28, "spare_rows": 8}
         scene = StoreScene(backend, [spec], [5, 3, 7, 3, 5], life=life, **sizes)
         stream = scene.streams[0]
@@ -222,12 +222,12 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
             stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
         stream.masses.recover()
         table_edits.remove(scene.table, [1, 3])
-        Room(scene.table, Readers(scene.table), 5.0).free_retired()
+        Evictor(scene.table, SelectionPins(scene.table), 5.0).free_retired()
         return scene
 
     def act(table: Any, streams: Any) -> None:
         streams[0].consume(0)
-        Inserter(table, Readers(table), 5.0).add(trajectory(5, 7))
+        Inserter(table, SelectionPins(table), 5.0).add(trajectory(5, 7))
 
     away = 0
     for scene in every_death(make, act, 28):
@@ -244,7 +244,7 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
             assert table.columns["code"][rows].tolist() == [number * STEP + step for step in range(steps)]
             if number != 5:
                 assert stream.masses.values[rows].tolist() == [1 + number + step / 8 for step in range(steps)]
-        Inserter(table, Readers(table), 5.0).add(trajectory(6, 20))
+        Inserter(table, SelectionPins(table), 5.0).add(trajectory(6, 20))
         check_whole(table, scene.streams)
     assert away > 0, "no death came while an extent lay in the spare rows"
 
@@ -255,14 +255,14 @@ def test_death_beside_the_point_of_a_move(backend: str, step: str) -> None:
     """Just before, or just behind, a trajectory lies elsewhere: no row that is free has a priority."""
     spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table"))
     sizes = {"num_slots": 9, "num_rows": 30, "spare_rows": 7}
-    scene = StoreScene(backend, [spec], [5, 5, 5], life=Life("fifo"), **sizes)
+    scene = StoreScene(backend, [spec], [5, 5, 5], life=Retention("fifo"), **sizes)
     scene.streams[0].masses.ask(0)
     sampled(scene.streams[0], 0)
 
     def die() -> None:
         table, (stream,) = scene.attach(1)
         stream.consume(0)
-        readers = Readers(table)
+        readers = SelectionPins(table)
         copy = readers.copy
 
         def last(*rows: int) -> None:
@@ -272,7 +272,7 @@ def test_death_beside_the_point_of_a_move(backend: str, step: str) -> None:
 
         setattr(readers, step, last)
         with table.lock:
-            Room(table, readers, 5.0).mover._place(1, 20)
+            Evictor(table, readers, 5.0).mover._place(1, 20)
 
     assert exit_status(in_child(die)) == -signal.SIGKILL
     with scene.table.lock:

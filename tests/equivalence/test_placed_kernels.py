@@ -9,9 +9,9 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory
 
 from deepspeed_gear import Replay
-from deepspeed_gear.batching.gather import Collector
-from deepspeed_gear.batching.transfer.cuda_streams import HostLane
-from deepspeed_gear.batching.transfer.device_gather import Carriage, PlacedCollector, Reach
+from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.batching.transfer.cuda_streams import HostStream
+from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT
 from deepspeed_gear.config import NStepConfig
 from deepspeed_gear.ops import Ops
@@ -53,10 +53,10 @@ def test_kernels_give_the_batches_of_the_collector(kernels_on_host: Ops, way: st
         options |= {"n_step": NStepConfig(n=3, gamma=0.9), "num_samples": len(records), "threads": 1}
         options["engine_dtype"] = torch.bfloat16
         reach = Reach({name: table.collected(name) for name in NAMES})
-        carriage = Carriage(HostLane(), kernels_on_host, way, lambda name: True, True, 2)
-        placed = PlacedCollector(carriage, reach, **options)
+        carriage = FieldTransfer(HostStream(), kernels_on_host, way, lambda name: True, True, 2)
+        placed = DeviceGatherer(carriage, reach, **options)
         assert list(placed.ways.values()).count(way) >= 6
-        plain = Collector(**options)
+        plain = Gatherer(**options)
         for expected, got in zip(plain.collect(records), placed.collect(records), strict=True):
             assert expected.keys() == got.keys()
             assert all(torch.equal(got[name], expected[name]) for name in expected)

@@ -17,7 +17,7 @@ from device_support import AT_ONCE_S, no_garbage
 from gear_support import config_of
 
 from deepspeed_gear import Batch, Column, Replay, Schema
-from deepspeed_gear.batching.transfer.cuda_streams import CudaLane
+from deepspeed_gear.batching.transfer.cuda_streams import CudaStream
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, WAYS
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops import load_backend
@@ -367,7 +367,7 @@ def test_a_failed_registration_leaves_no_error_behind(memory: SharedMemory) -> N
 
 
 def test_small_tensors_are_brought_without_a_wait() -> None:
-    lane = CudaLane(torch.device("cuda"))
+    lane = CudaStream(torch.device("cuda"))
     small = [torch.arange(5), torch.ones(3, dtype=torch.bool)]
     with lane.running():
         lane.bring(small)  # makes the pinned block, which waits for the device

@@ -44,8 +44,8 @@ from deepspeed_gear.store.row_allocator import (
     STEPS_COMMITTED,
     STEPS_INSERTED,
     STEPS_PENDING,
-    Extents,
-    NativeExtents,
+    NativeRowAllocator,
+    RowAllocator,
 )
 from deepspeed_gear.store.table_spec import CONTROL_WORDS, LIFE_WORDS
 
@@ -58,17 +58,17 @@ def arrays_of(num_slots: int, log_size: int) -> tuple[np.ndarray, ...]:
     return (*(np.zeros(shape, np.int64) for shape in shapes), life)
 
 
-def native_extents(arrays: tuple[np.ndarray, ...], num_rows: int) -> NativeExtents:
+def native_extents(arrays: tuple[np.ndarray, ...], num_rows: int) -> NativeRowAllocator:
     """Open lists in C++ that never lock: there is no mutex."""
     native = load_backend("cpu").native
     control, slots, links, log, life = arrays
     places = (address(control), address(links), address(log), address(life), address(slots))
     sizes = (len(slots), num_rows, len(log), *IDS, PEER, UNLIMITED, UNLIMITED)
     handle = native.store_open((0, 0, *places, *sizes, 0, UNLIMITED))
-    return NativeExtents(native, handle, *arrays, num_rows, IDS, PEER)
+    return NativeRowAllocator(native, handle, *arrays, num_rows, IDS, PEER)
 
 
-def ring(extents: Extents, sentinel: int, on: int, back: int) -> list[int]:
+def ring(extents: RowAllocator, sentinel: int, on: int, back: int) -> list[int]:
     """Walk a list forth, and check that it is the same back."""
     found, slot = [], int(extents.links[sentinel, on])
     while slot != sentinel:
@@ -83,7 +83,7 @@ def ring(extents: Extents, sentinel: int, on: int, back: int) -> list[int]:
     return found
 
 
-def free_slots(extents: Extents) -> list[int]:
+def free_slots(extents: RowAllocator) -> list[int]:
     found, slot = [], int(extents.control[FREE_SLOT])
     while slot >= 0:
         found.append(slot)
@@ -98,9 +98,9 @@ class ExtentsMachine(RuleBasedStateMachine):
     def make(self, num_slots: int, num_rows: int, log_size: int) -> None:
         self.num_rows, self.num_slots = num_rows, num_slots
         plain, other = arrays_of(num_slots, log_size), arrays_of(num_slots, log_size)
-        self.plain = Extents(*plain, num_rows, IDS, PEER)
+        self.plain = RowAllocator(*plain, num_rows, IDS, PEER)
         self.native = native_extents(other, num_rows)
-        self.both: list[Extents] = [self.plain, self.native]
+        self.both: list[RowAllocator] = [self.plain, self.native]
         self._on_both("rebuild")
         self.held: dict[int, tuple[int, int, int]] = {}  # slot -> state, rows, steps
         self.old: list[int] = []
@@ -277,7 +277,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         arrays[2][:] = 12345
         derived = [FREE_ROWS, NUM_COMMITTED, STEPS_COMMITTED, ROWS_HELD, PENDING, STEPS_PENDING]
         arrays[0][[FREE_SLOT, *derived]] = 12345
-        copy = Extents(*arrays, self.num_rows, IDS, PEER)
+        copy = RowAllocator(*arrays, self.num_rows, IDS, PEER)
         copy.rebuild()
         assert sorted(free_slots(copy)) == sorted(free_slots(self.plain))
         ends = self.plain.ends

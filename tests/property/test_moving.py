@@ -13,8 +13,8 @@ from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.store.compaction import cheapest_run
-from deepspeed_gear.store.pins import Readers
-from deepspeed_gear.store.retention import Life
+from deepspeed_gear.store.pins import SelectionPins
+from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.row_allocator import CUTTING, FREE_ROWS, OPEN, RESERVED, SCATTERED
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, NUM_STEPS, STATE
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, spare_rows_for
@@ -30,7 +30,7 @@ def scene_of(backend: str = "cpu", removal: Any = "uniform", **options: Any) -> 
     rule = priority_rule(initial=0.5, normalize="table", alpha=1.0)
     spec = stream_spec(batch=16, unit="step", priorities=rule, name="train")
     sizes = {"num_slots": 20, "num_rows": 60, "spare_rows": LONGEST + 1, **options}
-    return StoreScene(backend, [spec], life=Life(removal, column), **sizes)
+    return StoreScene(backend, [spec], life=Retention(removal, column), **sizes)
 
 
 def priority_of(number: int, step: int) -> float:
@@ -87,7 +87,7 @@ def check_priorities(scene: StoreScene, known: dict[tuple[int, int], float]) -> 
 def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.DataObject) -> None:
     backend = data.draw(st.sampled_from(["cpu", "cpu", "reference"]))
     scene, key = scene_of(backend, removal), 0
-    by, known = Inserter(scene.table, Readers(scene.table), 0.0), {}
+    by, known = Inserter(scene.table, SelectionPins(scene.table), 0.0), {}
     late: np.ndarray | None = None  # of a cut that is not consumed yet
     for steps in data.draw(st.lists(st.integers(1, LONGEST), min_size=20, max_size=40)):
         try:
@@ -111,7 +111,7 @@ def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.D
 @pytest.mark.parametrize("removal", RULES[:3])
 def test_a_store_of_random_lengths_is_almost_full(removal: str) -> None:
     scene = scene_of("cpu", removal, num_slots=400, num_rows=4000, spare_rows=41)
-    by, chance, levels = Inserter(scene.table, Readers(scene.table), 0.0), np.random.default_rng(0), []
+    by, chance, levels = Inserter(scene.table, SelectionPins(scene.table), 0.0), np.random.default_rng(0), []
     for number, steps in enumerate(chance.integers(1, 41, 600).tolist()):
         by.add(trajectory(number, steps))
         levels.append(1 - int(scene.table.control[FREE_ROWS]) / 4000)
@@ -139,7 +139,7 @@ def scattered(**options: Any) -> StoreScene:
 def reserve(scene: StoreScene, num_steps: int = 10) -> tuple[int, int]:
     """Return slot and the number of trajectories that are left."""
     with scene.table.lock:
-        slot = Inserter(scene.table, Readers(scene.table), 0.0).room.reserve(num_steps)
+        slot = Inserter(scene.table, SelectionPins(scene.table), 0.0).room.reserve(num_steps)
     return slot, scene.table.num_trajectories
 
 
@@ -167,7 +167,7 @@ def test_what_must_stay_stays(why: str) -> None:
         table.control[CUTTING] = 1
     before = table.slots.copy()
     with table.lock:
-        room = Inserter(table, Readers(table), 0.0).room
+        room = Inserter(table, SelectionPins(table), 0.0).room
         assert table.extents is not None
         assert table.extents.reserve(11, 10) == SCATTERED
         assert not (room.mover.pays(11) and room.mover.make_run(11))
@@ -179,7 +179,7 @@ def test_an_extent_that_was_left_in_the_spare_rows_comes_home() -> None:
     scene = scattered()
     table = scene.table
     with table.lock:
-        mover = Inserter(table, Readers(table), 0.0).room.mover
+        mover = Inserter(table, SelectionPins(table), 0.0).room.mover
         slot = int(table.slots_of(np.array([5]))[0])
         mover._place(slot, table.spec.capacity_rows)  # and its mover dies
         assert table.extents is not None
@@ -194,11 +194,11 @@ def test_an_extent_that_was_left_in_the_spare_rows_comes_home() -> None:
 
 
 def test_a_table_that_lets_nobody_go_has_no_spare_rows() -> None:
-    assert spare_rows_for(Life(), 1000, 50) == 0
-    assert [spare_rows_for(Life("fifo"), 1000, longest) for longest in (50, 300, None)] == [50, 125, 125]
+    assert spare_rows_for(Retention(), 1000, 50) == 0
+    assert [spare_rows_for(Retention("fifo"), 1000, longest) for longest in (50, 300, None)] == [50, 125, 125]
     scene = scattered(spare_rows=0)
     with scene.table.lock:
-        assert not Inserter(scene.table, Readers(scene.table), 0.0).room.mover.pays(11)
+        assert not Inserter(scene.table, SelectionPins(scene.table), 0.0).room.mover.pays(11)
     scene.close()
 
 

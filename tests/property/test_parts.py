@@ -15,7 +15,7 @@ from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.distributed.dataset_shards import non_empty, shard_of_node
 from deepspeed_gear.distributed.read_needs import shards_of
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.store.memory_layout import Run
+from deepspeed_gear.store.memory_layout import RunIdentity
 from deepspeed_gear.store.table import ID, NEXT_ID, Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec
 
@@ -68,7 +68,7 @@ def rows_of(
     rows = dataset.row_of(high) - dataset.row_of(low)
     sizes = (high - low, rows, dataset, in_memory, True, 1, shard, *arrivals)
     table = Table.create(
-        TableSpec("main", dataset.schema, *sizes), [], {}, Run("0" * 32), load_backend("cpu"), 10.0
+        TableSpec("main", dataset.schema, *sizes), [], {}, RunIdentity("0" * 32), load_backend("cpu"), 10.0
     )
     try:
         ids = np.arange(shard.first, shard.end)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.checkpoint import reshard
-from deepspeed_gear.checkpoint.reshard import Division, Saved
+from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import (
     ANY_SLOT,
@@ -78,7 +78,7 @@ def content_of(random: np.random.Generator, records: np.ndarray, by_step: bool, 
     }
 
 
-def shards_of(whole: Saved, division: Division, count: int, by_step: bool) -> list[Saved]:
+def shards_of(whole: SavedShard, division: ShardDivision, count: int, by_step: bool) -> list[SavedShard]:
     """Divide a whole into what the stores of several nodes save."""
     assert whole.slots is not None
     found = []
@@ -87,11 +87,11 @@ def shards_of(whole: Saved, division: Division, count: int, by_step: bool) -> li
         items = reshard.items_of(whole.slots, chosen) if by_step else None
         part = reshard.part_of(whole, "train", division, index, items)
         next_id = reshard.next_id_of(whole.next_id, index, count)
-        found.append(Saved(reshard.packed(whole.slots[chosen]), None, next_id, {"train": part}))
+        found.append(SavedShard(reshard.packed(whole.slots[chosen]), None, next_id, {"train": part}))
     return found
 
 
-def assert_same(one: Saved, other: Saved) -> None:
+def assert_same(one: SavedShard, other: SavedShard) -> None:
     """Compare content. Where rows lie does not matter; of reports the order of those of one item does."""
     assert one.slots is not None
     assert other.slots is not None
@@ -113,7 +113,7 @@ def test_any_shards_of_a_table_are_the_whole_again(
     random = np.random.default_rng(seed)
     records = stored(random, size)
     content = content_of(random, records, by_step, cuts)
-    whole = reshard.merge([Saved(records, None, 3 * size, {"train": content})])
+    whole = reshard.merge([SavedShard(records, None, 3 * size, {"train": content})])
     division = reshard.divide_rows("main", records, False, [(size, 1000)] * count)
     again = reshard.merge(shards_of(whole, division, count, by_step))
     assert again.next_id >= whole.next_id
@@ -137,10 +137,10 @@ def test_shards_of_shards_are_those_of_the_whole(
     """Loaded on some nodes, saved there and loaded on others: what the first checkpoint gives these."""
     random = np.random.default_rng(seed)
     records = stored(random, size)
-    whole = reshard.merge([Saved(records, None, 0, {"train": content_of(random, records, by_step, 2)})])
+    whole = reshard.merge([SavedShard(records, None, 0, {"train": content_of(random, records, by_step, 2)})])
     assert whole.slots is not None
 
-    def divide(table: Saved, number: int) -> list[Saved]:
+    def divide(table: SavedShard, number: int) -> list[SavedShard]:
         assert table.slots is not None
         division = reshard.divide_rows("main", table.slots, by_rows, [(size, 1000)] * number)
         return shards_of(table, division, number, by_step)
@@ -163,7 +163,7 @@ def test_shards_of_shards_are_those_of_the_whole(
 def test_a_shard_names_slots_of_its_store_and_knows_its_own_samples_only() -> None:
     random = np.random.default_rng(0)
     records = stored(random, 12)
-    whole = reshard.merge([Saved(records, None, 40, {"train": content_of(random, records, True, 3)})])
+    whole = reshard.merge([SavedShard(records, None, 40, {"train": content_of(random, records, True, 3)})])
     division = reshard.divide_rows("main", records, False, [(12, 1000)] * 3)
     shards = shards_of(whole, division, 3, True)
     ring, heads = whole.streams["train"]["ring"], whole.streams["train"]["heads"]
@@ -187,7 +187,7 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
     """In a log of shard 0: a trajectory of shard 1, one by id, one that is gone, and its own."""
     empty = np.empty(0, np.int64)
 
-    def shard(ids: list[int], numbers: list[int], words: list[tuple[int, int, int]]) -> Saved:
+    def shard(ids: list[int], numbers: list[int], words: list[tuple[int, int, int]]) -> SavedShard:
         records = np.zeros((len(ids), SLOT_WORDS), np.int64)
         records[:, STATE], records[:, ID], records[:, NUM_ROWS] = COMMITTED, ids, 2
         records[:, FIRST_ROW] = 2 * np.arange(len(ids))
@@ -196,13 +196,13 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
         for entry, (index, slot, generation) in zip(content["log"], words, strict=True):
             entry[U_SLOT], entry[U_GENERATION] = index << SHARD_BITS | slot, generation
             entry[REPORT_NUMBER] = BY_ID if slot == ANY_SLOT else slot
-        return Saved(records, np.array(numbers), 5, {"train": content})
+        return SavedShard(records, np.array(numbers), 5, {"train": content})
 
     first = shard([0, 2], [3, 7], [(1, 9, 1), (1, ANY_SLOT, 5), (1, 2, 1), (0, 7, 4)])
     whole = reshard.merge([first, shard([1, 3, 5], [0, 8, 9], [])])
     log = whole.streams["train"]["log"]
     assert log[:, [U_SLOT, U_GENERATION]].tolist() == [[1, 4], [4, 1], [-1, 5]]
-    division = Division.of(np.array([0, 0, 0, 0, 1]))
+    division = ShardDivision.of(np.array([0, 0, 0, 0, 1]))
     parts = [reshard.part_of(whole, "train", division, index, None)["log"] for index in range(2)]
     assert (parts[0][:, U_SLOT] & ANY_SLOT).tolist() == [1]
     assert (parts[1][:, U_SLOT] & ANY_SLOT).tolist() == [0, ANY_SLOT]
@@ -247,7 +247,7 @@ def test_a_data_set_is_divided_by_the_bounds_of_its_ids() -> None:
 def test_cuts_are_dropped_where_a_shard_has_lost_its_samples() -> None:
     random = np.random.default_rng(0)
     records = stored(random, 12)
-    whole = reshard.merge([Saved(records, None, 40, {"train": content_of(random, records, True, 3)})])
+    whole = reshard.merge([SavedShard(records, None, 40, {"train": content_of(random, records, True, 3)})])
     division = reshard.divide_rows("main", records, False, [(12, 1000)] * 2)
     shards = shards_of(whole, division, 2, True)
     for name in ("heads", "ring", "epochs"):

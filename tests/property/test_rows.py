@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.distributed.row_exchange.row_exchange import most_rows
-from deepspeed_gear.distributed.row_exchange.row_reads import Read, RowLayout, RowNeeds, layout_of
+from deepspeed_gear.distributed.row_exchange.row_reads import RowLayout, RowReads, WindowRead, layout_of
 from deepspeed_gear.ops import Ops, functional, load_backend
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT, RESOLUTION_WORDS, SLOT_FIRST_ROW, SLOT_WORDS
 
@@ -45,19 +45,19 @@ class Scene(NamedTuple):
     """Samples of a cut between nodes, and what is read of them."""
 
     num_nodes: int
-    needs: list[RowNeeds]
+    needs: list[RowReads]
     samples: list[Sample]
 
 
 @st.composite
-def reads(draw: st.DrawFn) -> Read:
+def reads(draw: st.DrawFn) -> WindowRead:
     column, first = draw(st.sampled_from(sorted(FINAL_ROW))), draw(st.integers(-7, 7))
     end = first + draw(st.integers(1, 6))
-    return Read(column, first, end, draw(st.booleans()), draw(st.booleans()), FINAL_ROW[column])
+    return WindowRead(column, first, end, draw(st.booleans()), draw(st.booleans()), FINAL_ROW[column])
 
 
 needs_of_one = st.builds(
-    lambda windows, single, goals: RowNeeds(
+    lambda windows, single, goals: RowReads(
         tuple(windows), tuple(single), tuple((column, FINAL_ROW[column]) for column in goals)
     ),
     st.lists(reads(), max_size=4, unique=True),
@@ -83,7 +83,7 @@ def scenes(draw: st.DrawFn) -> Scene:
     return Scene(num_nodes, needs, samples)
 
 
-def rows_of(read: Read, sample: Sample) -> list[int]:
+def rows_of(read: WindowRead, sample: Sample) -> list[int]:
     """Return the rows that a window reads."""
     held = sample.num_steps + read.final_row
     first = sample.anchor + read.first + (sample.n_steps if read.follows else 0)
@@ -91,7 +91,7 @@ def rows_of(read: Read, sample: Sample) -> list[int]:
     return real or ([0 if first < 0 else held - 1] if read.edge else [])
 
 
-def wanted_by(sample: Sample, needs: Sequence[RowNeeds]) -> Iterator[tuple[str, int]]:
+def wanted_by(sample: Sample, needs: Sequence[RowReads]) -> Iterator[tuple[str, int]]:
     """Return column and row of everything that a sample needs of its trajectory's steps."""
     need = needs[sample.need]
     for read in need.reads:
@@ -214,8 +214,10 @@ def limit_of(scene: Scene) -> int:
     return most_rows(scene.needs, longest, MOST_N)
 
 
-@pytest.mark.parametrize("needs", [[], [RowNeeds(())], [RowNeeds((Read("a", 0, 1),), ("t",), (("b", 1),))]])
-def test_nothing_needs_nothing(needs: list[RowNeeds]) -> None:
+@pytest.mark.parametrize(
+    "needs", [[], [RowReads(())], [RowReads((WindowRead("a", 0, 1),), ("t",), (("b", 1),))]]
+)
+def test_nothing_needs_nothing(needs: list[RowReads]) -> None:
     layout = layout_of(needs, ROW_BYTES)
     assert packed(Scene(3, needs, []), layout)[0][0].tolist() == [0] * (HEAD // 8)
     plan = taken(layout, [], "holder", empty_messages(3))
@@ -240,7 +242,7 @@ def test_nothing_needs_nothing(needs: list[RowNeeds]) -> None:
     ],
 )
 def test_samples_outside_are_refused(word: int, value: int) -> None:
-    layout = layout_of([RowNeeds((Read("a", 0, 1),))], ROW_BYTES)
+    layout = layout_of([RowReads((WindowRead("a", 0, 1),))], ROW_BYTES)
     sample = [0, 0, 1, 3, 1, 0, -1]
     sample[word] = value
     slots, stored = torch.zeros(4, SLOT_WORDS, dtype=torch.int64), torch.zeros(99, dtype=torch.uint8)
@@ -249,7 +251,7 @@ def test_samples_outside_are_refused(word: int, value: int) -> None:
 
 
 def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
-    needs = [RowNeeds((Read("a", 0, 3),))]
+    needs = [RowReads((WindowRead("a", 0, 3),))]
     drawn = [Sample(1, 1, 0, 7, 50, anchor, 0, -1) for anchor in (10, 12, 15, 10, 19, 49)]
     heard = [torch.zeros(0, dtype=torch.int64), torch.arange(104).byte().view(torch.int64)]
     plan = taken(layout_of(needs, ROW_BYTES), drawn, "holder", heard)
@@ -263,7 +265,7 @@ def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
 
 def test_arrivals_have_room_behind_the_end() -> None:
     """A step of each column behind the end: the nearest ones, which ops check, are two different rows."""
-    needs = [RowNeeds((Read("a", 3, 4), Read("b", 3, 4, final_row=1)))]
+    needs = [RowReads((WindowRead("a", 3, 4), WindowRead("b", 3, 4, final_row=1)))]
     drawn = [Sample(0, 1, 0, 0, 9, 8, 0, -1)]
     plan = taken(layout_of(needs, ROW_BYTES), drawn, "holder", empty_messages(2))
     assert plan.num_rows <= most_rows(needs, 9, 0)

@@ -15,7 +15,7 @@ from store_support import StoreScene, priority_rule, stream_spec
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import R_MASS, tree_size
 from deepspeed_gear.replay import table_edits
-from deepspeed_gear.sampling.mass_rules import Window
+from deepspeed_gear.sampling.mass_rules import AgeWindow
 from deepspeed_gear.sampling.stream_kinds import stratify_
 from deepspeed_gear.store.table import FIRST_ROW
 
@@ -148,7 +148,7 @@ def test_weights(scenes: Any, kind: str, unit: str) -> None:
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 def test_recent(scenes: Any, unit: str) -> None:
-    scene = scenes("random", unit, [3] * 20, window=Window(12))
+    scene = scenes("random", unit, [3] * 20, window=AgeWindow(12))
     inside = 4 if unit == "step" else 12
     assert p_value(counted(scene), np.arange(20) >= 20 - inside) > 1e-3
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.store.rate_quotas import divide, kept
-from deepspeed_gear.store.retention import Rate
+from deepspeed_gear.store.retention import RateLimiter
 
 RATIOS = st.sampled_from([0.1, 0.3, 1 / 3, 1.0, 2.5, 7.0])
 
@@ -37,7 +37,7 @@ def test_whoever_wants_no_more_than_there_is_gets_it_in_turn(
 def test_room_is_all_that_may_be_added(
     ratio: float, size: int, more: int, sampled: int, min_size: int
 ) -> None:
-    rate, inserted = Rate.ratio("step", min_size + 1, ratio, 40.0), size + more
+    rate, inserted = RateLimiter.ratio("step", min_size + 1, ratio, 40.0), size + more
     room = rate.room(size, inserted, sampled)
     for count in range(1, room + 1):
         assert rate.may_insert(size, inserted, sampled, count)
@@ -45,10 +45,10 @@ def test_room_is_all_that_may_be_added(
     assert not rate.may_insert(size, inserted, sampled, room + 10**6)
 
 
-def tightest(min_size: int, ratio: float, longest: int, batch: int) -> Rate:
+def tightest(min_size: int, ratio: float, longest: int, batch: int) -> RateLimiter:
     """Return the rate with the least buffer that a config may give; a bit more, as floats are not exact."""
     least = max((batch + ratio * longest) / 2, ratio * (longest - 1))
-    return Rate.ratio("step", min_size, ratio, least + 1e-9)
+    return RateLimiter.ratio("step", min_size, ratio, least + 1e-9)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Node:
 class Nodes:
     """Several of them, whose records say what was so at different times."""
 
-    def __init__(self, count: int, rate: Rate) -> None:
+    def __init__(self, count: int, rate: RateLimiter) -> None:
         self.nodes, self.rate = [Node() for _ in range(count)], rate
         self.sampled = self.turn = 0
         self.was_open = True

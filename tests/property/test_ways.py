@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.batching.gather import Collector
+from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.batching.transfer.copy_engine import (
     BYTES,
     COLUMN,
@@ -24,8 +24,8 @@ from deepspeed_gear.batching.transfer.copy_engine import (
     pieces_of,
     split,
 )
-from deepspeed_gear.batching.transfer.cuda_streams import HostLane
-from deepspeed_gear.batching.transfer.device_gather import Carriage, PlacedCollector, Reach
+from deepspeed_gear.batching.transfer.cuda_streams import HostStream
+from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, WAYS
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
@@ -111,12 +111,12 @@ def records_of(table: Table, draw: st.DrawFn) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def placed(way: str, reached: frozenset[str], options: dict[str, Any]) -> PlacedCollector:
+def placed(way: str, reached: frozenset[str], options: dict[str, Any]) -> DeviceGatherer:
     table: Table = options["table"]
     reach = Reach({name: table.collected(name) for name in reached})
     n_step = {"reward", "terminated", "truncated"} <= reached
-    carriage = Carriage(HostLane(), table.ops, way, lambda name: name in reached, n_step, 2)
-    return PlacedCollector(carriage, reach, **options)
+    carriage = FieldTransfer(HostStream(), table.ops, way, lambda name: name in reached, n_step, 2)
+    return DeviceGatherer(carriage, reach, **options)
 
 
 @given(data=st.data(), way=st.sampled_from(WAYS), n=st.none() | st.integers(1, 4))
@@ -131,7 +131,7 @@ def test_every_way_gives_the_batches_of_the_collector(
     n_step = None if n is None else NStepConfig(n=n, gamma=0.9)
     options: dict[str, Any] = {"fields": wanted, "table": table, "statistics": {}, "n_step": n_step}
     options |= {"num_samples": len(records), "depth": 2, "engine_dtype": torch.bfloat16, "threads": 1}
-    plain, other = Collector(**options), placed(way, reached, options)
+    plain, other = Gatherer(**options), placed(way, reached, options)
     if everything and way == DIRECT:
         assert set(other.ways.values()) <= {DIRECT}
     for turn in range(3):
@@ -156,7 +156,7 @@ def test_parts_of_a_batch_from_several_collectors(table: Table, data: st.DataObj
     some[1] = some[1][:0]
     options["num_samples"] = sum(len(records) for records in some)
     reached = data.draw(st.frozensets(st.sampled_from(NAMES)) | st.just(frozenset(NAMES)))
-    plain = Collector(**options).collect(torch.cat(some))
+    plain = Gatherer(**options).collect(torch.cat(some))
     collectors = [placed(way, reached, options) for _ in some]
     parts = [(collector, records, None) for collector, records in zip(collectors, some, strict=True)]
     got = collectors[0].collect_from(parts)

@@ -11,7 +11,7 @@ import torch
 from gear_support import STEP, config_of, trajectory
 
 from deepspeed_gear import Replay, TrajectoryWriter
-from deepspeed_gear.actors.inference_loader import InferenceLoader, Request
+from deepspeed_gear.actors.inference_loader import InferenceLoader, InferenceRequest
 from deepspeed_gear.store.table import COMMITTED, ID, STATE
 
 ANSWERS, ASKS = ("action", "code"), ("observation", "task")
@@ -34,7 +34,7 @@ def policy(observation: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"action": torch.stack([code, -code], 1).float(), "code": code}
 
 
-def serve(loader: InferenceLoader, goes_on: Callable[[], bool]) -> list[Request]:
+def serve(loader: InferenceLoader, goes_on: Callable[[], bool]) -> list[InferenceRequest]:
     """Answer until a request is empty and nobody goes on."""
     served = []
     for request in loader:

@@ -22,7 +22,7 @@ class StoreScene:
         lengths: Of the trajectories that it holds at the beginning.
         num_slots, num_rows, num_peers: Its sizes.
         timeout_s: Of its lock and streams.
-        life: How long trajectories stay, see `Life`.
+        life: How long trajectories stay, see `Retention`.
         spare_rows: Rows besides `num_rows` through which extents are moved.
         shard: Which part of the table it is; None: all of it.
     """
@@ -41,15 +41,15 @@ class StoreScene:
         shard: Any = None,
     ) -> None:
         from deepspeed_gear.ops import load_backend
-        from deepspeed_gear.sampling.batch_stream import Stream
+        from deepspeed_gear.sampling.batch_stream import BatchStream
         from deepspeed_gear.sampling.stream_kinds import regions_of
-        from deepspeed_gear.store.memory_layout import Run
-        from deepspeed_gear.store.retention import Life
+        from deepspeed_gear.store.memory_layout import RunIdentity
+        from deepspeed_gear.store.retention import Retention
         from deepspeed_gear.store.table import Table
         from deepspeed_gear.store.table_spec import TableSpec, table_layout
 
         self.ops, self.specs, self.timeout_s = load_backend(backend), list(specs), timeout_s
-        self.name, self.run = f"{prefix()}-{os.urandom(4).hex()}", Run("0" * 32)
+        self.name, self.run = f"{prefix()}-{os.urandom(4).hex()}", RunIdentity("0" * 32)
         self.spec = TableSpec(
             "main",
             SCHEMA,
@@ -60,14 +60,14 @@ class StoreScene:
             True,
             num_peers,
             shard,
-            life=life or Life(),
+            life=life or Retention(),
             spare_rows=spare_rows,
         )
         extra = [region for spec in self.specs for region in regions_of(spec, self.spec)]
         meaning = {spec.name: spec.describe() for spec in self.specs}
         self.layout = table_layout(self.spec, extra, meaning)
         self.table = Table.create(self.spec, extra, meaning, self.run, self.ops, timeout_s)
-        self.streams = [Stream(spec, self.table) for spec in self.specs]
+        self.streams = [BatchStream(spec, self.table) for spec in self.specs]
         for stream in self.streams:
             stream.initialise()
         self.count = 0
@@ -77,13 +77,13 @@ class StoreScene:
 
     def attach(self, peer: int, **changes: Any) -> tuple[Any, list[Any]]:
         """Attach to the store once more; return table and streams."""
-        from deepspeed_gear.sampling.batch_stream import Stream
+        from deepspeed_gear.sampling.batch_stream import BatchStream
         from deepspeed_gear.store.table import Table
 
         given = {"expected": self.layout, "run_id": self.run.id, "ops": self.ops}
         given["timeout_s"] = self.timeout_s
         table = Table.attach(self.spec, self.name, peer=peer, **{**given, **changes})
-        return table, [Stream(spec, table) for spec in self.specs]
+        return table, [BatchStream(spec, table) for spec in self.specs]
 
     def add(self, num_steps: int) -> int:
         """Add the next trajectory; its number is its id while nothing else adds."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.transfer.cuda_streams import Lane
+from deepspeed_gear.batching.transfer.cuda_streams import TransferStream
 from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_MASS, R_NUM_STEPS, R_SLOT, RESOLUTION_WORDS
 from deepspeed_gear.store.table import Table
 
@@ -21,7 +21,7 @@ Collect = Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True)
-class Figures:
+class TransferTimings:
     """Seconds of a batch by one way, from its call to the end of its work; the best of some.
 
     Args:
@@ -59,7 +59,7 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
     return torch.from_numpy(records)
 
 
-def measure(collect: Collect, records: torch.Tensor, lane: Lane) -> Figures:
+def measure(collect: Collect, records: torch.Tensor, lane: TransferStream) -> TransferTimings:
     """Time one way.
 
     Args:
@@ -76,7 +76,7 @@ def measure(collect: Collect, records: torch.Tensor, lane: Lane) -> Figures:
 
     idle = min(seconds() for _ in range(ROUNDS))
     if lane.device.type == "cpu":
-        return Figures(idle, idle)
+        return TransferTimings(idle, idle)
     products = _Products(lane.device)
     alone = min(products.begin().seconds() for _ in range(ROUNDS))
     busy, beside = [], []
@@ -84,7 +84,7 @@ def measure(collect: Collect, records: torch.Tensor, lane: Lane) -> Figures:
         products.begin()
         busy.append(seconds())
         beside.append(products.seconds())
-    return Figures(idle, min(busy), min(beside) / alone - 1)
+    return TransferTimings(idle, min(busy), min(beside) / alone - 1)
 
 
 class _Products:
@@ -112,7 +112,7 @@ class _Products:
         return float(self._first.elapsed_time(self._last)) * 1e-3
 
 
-def fastest(figures: Mapping[str, Figures]) -> str:
+def fastest(figures: Mapping[str, TransferTimings]) -> str:
     """Return the way that is fastest beside work of the device and hardly slows it; of equal ones the first.
 
     Where all of them slow it more than `MOST_SLOWED`, the one that does so least.

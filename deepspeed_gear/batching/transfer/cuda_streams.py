@@ -48,7 +48,7 @@ class HostEvent:
         self._done.wait()
 
 
-class Lane(Protocol):
+class TransferStream(Protocol):
     """Work in the order in which it is given. Thread safe."""
 
     device: torch.device
@@ -86,7 +86,7 @@ class Lane(Protocol):
         ...
 
 
-class HostLane:
+class HostStream:
     """The calling thread: its work is done when the call returns."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class HostLane:
         return _brought(tensors, self)
 
 
-class CudaLane:
+class CudaStream:
     """A CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -187,9 +187,9 @@ def refuse_capture(name: str, rule: str, remedy: str = "") -> None:
         raise StoreError(name, rule, None, remedy)
 
 
-def lane_of(device: torch.device) -> Lane:
+def lane_of(device: torch.device) -> TransferStream:
     """Return a lane of a device."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+    return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
 class Packing:
@@ -218,7 +218,7 @@ class Packing:
         return found
 
 
-def _brought(tensors: Sequence[torch.Tensor], lane: Lane) -> list[torch.Tensor]:
+def _brought(tensors: Sequence[torch.Tensor], lane: TransferStream) -> list[torch.Tensor]:
     """Copy tensors to the lane's device by one copy, which waits for nothing.
 
     Torch's allocator of pinned memory gives a block away again only when the copies from it are done.

@@ -11,7 +11,7 @@ from deepspeed_gear.batching.transfer.cuda_streams import Event
 Release = Callable[[int], None]
 
 
-class Guards:
+class DeferredRelease:
     """Cuts in the order in which they were read. Thread safe.
 
     A cut keeps the rows that it has drawn, and its entry of the ring. So the process says that it has read it

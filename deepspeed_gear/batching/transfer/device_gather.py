@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import N_STEP_DTYPES, SOURCES, Buffers, Collector, Rows
-from deepspeed_gear.batching.gather_groups import Group
+from deepspeed_gear.batching.gather import N_STEP_DTYPES, SOURCES, Buffers, Gatherer, Rows
+from deepspeed_gear.batching.gather_groups import FieldGroup
 from deepspeed_gear.batching.transfer.copy_engine import Fetched, Window, fetch, pieces_of
-from deepspeed_gear.batching.transfer.cuda_streams import Event, Lane, Packing
+from deepspeed_gear.batching.transfer.cuda_streams import Event, Packing, TransferStream
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, is_computed, ways_of
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.ops import Ops
@@ -51,7 +51,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Carriage:
+class FieldTransfer:
     """How batches get to a device.
 
     Args:
@@ -64,7 +64,7 @@ class Carriage:
         least_copy_bytes: Smaller windows are read in place, not fetched by the copy engine.
     """
 
-    lane: Lane
+    lane: TransferStream
     ops: Ops
     way: str
     is_reached: Callable[[str], bool]
@@ -99,16 +99,16 @@ def n_step_columns(table: Rows) -> list[str | None]:
     return [None if column is None else column.name for column in found]
 
 
-class PlacedCollector(Collector):
+class DeviceGatherer(Gatherer):
     """Collects batches of fixed fields and size on a device. One thread collects, another may take batches.
 
     Args:
         carriage: How they get there; of all tables of a mixture alike.
         reach: What the device reads of this table.
-        **options: As of `Collector`; the ring is one deeper than what is prepared and kept.
+        **options: As of `Gatherer`; the ring is one deeper than what is prepared and kept.
     """
 
-    def __init__(self, carriage: Carriage, reach: Reach, **options: Any) -> None:
+    def __init__(self, carriage: FieldTransfer, reach: Reach, **options: Any) -> None:
         self._carriage, self._lane, self._reach = carriage, carriage.lane, reach
         # Few blocks keep enough reads of the host's memory under way, and leave the device to others.
         self._blocks = _DIRECT_BLOCKS if self._lane.device.type == "cuda" else options["threads"]
@@ -185,7 +185,7 @@ class PlacedCollector(Collector):
         column = self._fields[index].column
         return RETURN_TO_GO if column is None else column.name
 
-    def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> Group:
+    def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> FieldGroup:
         masks = [mask for i in which if (mask := self._ints(i)[_MASK]) >= 0]
         spec: list[int] = []
         for i in which:
@@ -195,7 +195,7 @@ class PlacedCollector(Collector):
         device = columns[which[0]].device if which else torch.device("cpu")
         shifts, gains = ([known[i].to(device) for i in which] for known in (self._shifts, self._gains))
         pads = [self._pads[i] for i in which]
-        return Group(which, masks, [columns[i] for i in which], shifts, gains, spec, pads)
+        return FieldGroup(which, masks, [columns[i] for i in which], shifts, gains, spec, pads)
 
     # ---- buffers ---------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class PlacedCollector(Collector):
     def collect(
         self, records: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Collect the samples that records describe; as `Collector.collect`, on the device.
+        """Collect the samples that records describe; as `Gatherer.collect`, on the device.
 
         Args:
             records: In memory of the host.
@@ -245,7 +245,7 @@ class PlacedCollector(Collector):
         return self.collect_from([(self, records, goal_step)])
 
     def collect_from(
-        self, parts: Sequence[tuple[Collector, torch.Tensor, torch.Tensor | None]]
+        self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         self.made = self._turn
         buffers, slot, pinned = self._next(), self._slots[self.made], self._pinned[0]
@@ -259,14 +259,14 @@ class PlacedCollector(Collector):
                 pinned.copied.synchronize()
             for (collector, records, goals), first, end in some:
                 host = pinned.buffers if whole else pinned.buffers.part(first, end)
-                assert isinstance(collector, PlacedCollector)
+                assert isinstance(collector, DeviceGatherer)
                 if end > first:
                     collector.stage(host, records, goals)
             if slot.front.numel():
                 slot.front.copy_(pinned.flat, non_blocking=True)
                 pinned.copied = self._lane.record()
             for (collector, records, _), first, end in some:
-                assert isinstance(collector, PlacedCollector)
+                assert isinstance(collector, DeviceGatherer)
                 if end > first:
                     collector.place(buffers if whole else buffers.part(first, end), records)
         return dict(buffers.tensors), dict(buffers.mask)

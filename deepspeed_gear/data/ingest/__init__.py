@@ -16,7 +16,7 @@ from deepspeed_gear.data.dataset import Dataset, DatasetWriter
 from deepspeed_gear.data.dataset_writer import check_destination
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.minari import MinariReader
-from deepspeed_gear.data.ingest.reader import Reader, Selection
+from deepspeed_gear.data.ingest.reader import EpisodeSelection, Reader
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 
@@ -38,7 +38,7 @@ def open_source(path: str | Path, format: str = "auto", columns: Sequence[str] |
     Raises:
         DataError: The source is missing, unknown or malformed.
     """
-    path, select = Path(path), Selection(columns)
+    path, select = Path(path), EpisodeSelection(columns)
     if not path.exists():
         raise DataError(str(path), "must exist", None, "check the path of the source")
     if format != "auto":

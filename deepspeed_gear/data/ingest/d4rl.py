@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.data.ingest.reader import (
     Episode,
+    EpisodeSelection,
     Reader,
     RowReader,
-    Selection,
     check_unique,
     column_name,
     convert,
@@ -46,7 +46,7 @@ class D4rlReader(Reader):
 
     format = "d4rl"
 
-    def __init__(self, path: Path, file: h5py.File, select: Selection) -> None:
+    def __init__(self, path: Path, file: h5py.File, select: EpisodeSelection) -> None:
         """Check the layout and find the episodes. Cost: one pass over the flags and observations."""
         super().__init__(path)
         self._file = file
@@ -73,7 +73,7 @@ class D4rlReader(Reader):
             return any(isinstance(file.get(key), h5py.Dataset) for key in _REQUIRED)
 
     @classmethod
-    def open(cls, path: Path, select: Selection) -> D4rlReader:
+    def open(cls, path: Path, select: EpisodeSelection) -> D4rlReader:
         file = open_hdf5(path)
         try:
             return cls(path, file, select)
@@ -114,7 +114,7 @@ class D4rlReader(Reader):
             rule = f"must have the shape of observations, {list(self._file['observations'].shape)}"
             raise DataError(self._where(_NEXT), rule, list(self._file[_NEXT].shape))
 
-    def _choose_extras(self, select: Selection) -> dict[str, str]:
+    def _choose_extras(self, select: EpisodeSelection) -> dict[str, str]:
         """Return the optional arrays that are kept: column name by key."""
         found: dict[str, str] = {}
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from deepspeed_gear.data.dataset_files import read_json
 from deepspeed_gear.data.ingest.reader import (
     Episode,
+    EpisodeSelection,
     Reader,
-    Selection,
     check_unique,
     column_name,
     convert,
@@ -139,7 +139,9 @@ class MinariReader(Reader):
 
     format = "minari"
 
-    def __init__(self, path: Path, store: EpisodeStore, metadata: dict[str, Any], select: Selection) -> None:
+    def __init__(
+        self, path: Path, store: EpisodeStore, metadata: dict[str, Any], select: EpisodeSelection
+    ) -> None:
         """Check the layout by the first episode and the metadata by all."""
         super().__init__(path)
         self._store = store
@@ -176,7 +178,7 @@ class MinariReader(Reader):
             return any(re.fullmatch(r"episode_\d+", name) for name in file)
 
     @classmethod
-    def open(cls, path: Path, select: Selection) -> MinariReader:
+    def open(cls, path: Path, select: EpisodeSelection) -> MinariReader:
         folder = path.parent if path.is_file() else path
         if path.is_dir() and ((path / "data" / _MAIN_FILE).is_file() or _is_minari(path / "data")):
             folder = path / "data"
@@ -204,7 +206,7 @@ class MinariReader(Reader):
             rule = f"must hold the {expected} episodes that {_METADATA_FILE} counts"
             raise DataError(str(self.path), rule, found, "the data set is incomplete; download it again")
 
-    def _wanted(self, name: str, select: Selection) -> bool:
+    def _wanted(self, name: str, select: EpisodeSelection) -> bool:
         self._optional.append(name)
         return select(name)
 
@@ -218,7 +220,7 @@ class MinariReader(Reader):
         """Return one value per episode; seeds beyond int64 keep their 64 bits."""
         return np.array([int(fact[key]) % (1 << 64) for fact in facts], dtype=np.uint64).view(np.int64)
 
-    def _step_columns(self, select: Selection) -> list[Column]:
+    def _step_columns(self, select: EpisodeSelection) -> list[Column]:
         number = self._store.numbers[0]
         columns = []
         names = {key: _name_of(key) for key in self._ordered_keys(number)}

@@ -67,7 +67,7 @@ class Reader(ABC):
 
     @classmethod
     @abstractmethod
-    def open(cls, path: Path, select: Selection) -> Reader:
+    def open(cls, path: Path, select: EpisodeSelection) -> Reader:
         """Open a source.
 
         Raises:
@@ -95,7 +95,7 @@ class Reader(ABC):
         self.close()
 
 
-class Selection:
+class EpisodeSelection:
     """Which optional columns the user wants (`--columns`).
 
     A group is what stands before the first dot of a column name (`infos`, `observation`). Without patterns

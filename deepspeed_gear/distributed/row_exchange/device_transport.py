@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_gear.distributed.control_plane import lane
-from deepspeed_gear.distributed.node_channel import GRACE_S, Link
+from deepspeed_gear.distributed.node_channel import GRACE_S, NodeChannel
 
 _LEAST_ROOM = 1 << 12  # words of a buffer
 
 
-class Freight:
+class DeviceTransport:
     """Carries packed rows behind the messages of a link, which say how many there are.
 
     Every exchange is one collective of the ranks that exchange: among the collectives of training it has its
@@ -28,7 +28,7 @@ class Freight:
         device: Of this rank.
     """
 
-    def __init__(self, link: Link, device: torch.device) -> None:
+    def __init__(self, link: NodeChannel, device: torch.device) -> None:
         self._link, self._device = link, device
         self._group: Any = None
         self._rooms: dict[str, torch.Tensor] = {}

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.distributed.read_needs import Needs, needs_of
-from deepspeed_gear.distributed.row_exchange.row_reads import Read, RowNeeds
+from deepspeed_gear.distributed.read_needs import ReadNeeds, needs_of
+from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, WindowRead
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 
 @dataclass(frozen=True)
-class Routes:
+class ExchangePlan:
     """Where samples go.
 
     Args:
@@ -34,7 +34,7 @@ class Routes:
     index: int
     data_world: int
     readers: np.ndarray
-    needs: tuple[RowNeeds, ...]
+    needs: tuple[RowReads, ...]
     need_of: np.ndarray
 
     @property
@@ -71,7 +71,7 @@ def routes_of(
     config: GearConfig,
     fields: Sequence[ResolvedField],
     schema: Schema,
-) -> Routes:
+) -> ExchangePlan:
     """Find out who needs what.
 
     Args:
@@ -82,12 +82,12 @@ def routes_of(
         schema: Of the table.
     """
     worlds = topology.place.data_world
-    found: dict[tuple[int, int], list[Needs]] = {}
+    found: dict[tuple[int, int], list[ReadNeeds]] = {}
     for place, node in zip(topology.places, topology.nodes, strict=True):
         if place.reads:
             key = order.index(node), place.data_rank
             found.setdefault(key, []).append(needs_of(place, config, fields))
-    known: dict[RowNeeds, int] = {}
+    known: dict[RowReads, int] = {}
     need_of = np.full((len(order), worlds), -1, np.int16)
     for (node, replica), needs in found.items():
         rows = row_needs(needs, config, schema)
@@ -98,12 +98,12 @@ def routes_of(
     for replica, nodes in enumerate(nodes_of):
         readers[replica, : len(nodes)] = nodes
     index = order.index(topology.node) if topology.node in order else -1
-    return Routes(tuple(order), index, worlds, readers, tuple(known), need_of)
+    return ExchangePlan(tuple(order), index, worlds, readers, tuple(known), need_of)
 
 
-def row_needs(needs: Sequence[Needs], config: GearConfig, schema: Schema) -> RowNeeds:
+def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) -> RowReads:
     """Return the rows that ranks of a replica on one node read."""
-    reads: dict[Read, None] = {}
+    reads: dict[WindowRead, None] = {}
     single: dict[str, None] = {}
     goals: dict[tuple[str, int], None] = {}
     for need in needs:
@@ -113,13 +113,13 @@ def row_needs(needs: Sequence[Needs], config: GearConfig, schema: Schema) -> Row
             for role in ("reward", "terminated", "truncated"):
                 column = schema.role(role)
                 if column is not None:
-                    reads[Read(column.name, 0, config.n_step.n)] = None
-    return RowNeeds(tuple(reads), tuple(single), tuple(goals))
+                    reads[WindowRead(column.name, 0, config.n_step.n)] = None
+    return RowReads(tuple(reads), tuple(single), tuple(goals))
 
 
 def _add_field(
     field: ResolvedField,
-    reads: dict[Read, None],
+    reads: dict[WindowRead, None],
     single: dict[str, None],
     goals: dict[tuple[str, int], None],
 ) -> None:
@@ -132,7 +132,7 @@ def _add_field(
     final_row = int(field.column is not None and field.column.rows == "T+1")
     follows = field.offset == "n_step"
     first, end = _window(field)
-    reads[Read(name, first, end, follows, field.pad_kind == "edge", final_row)] = None
+    reads[WindowRead(name, first, end, follows, field.pad_kind == "edge", final_row)] = None
     if field.hindsight is not None:
         goals[field.hindsight.name, int(field.hindsight.rows == "T+1")] = None
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.config import NStepConfig
-from deepspeed_gear.distributed.row_exchange.row_reads import RowNeeds, layout_of
+from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, layout_of
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.column_arrays import as_tensor
@@ -20,7 +20,7 @@ WORD_BYTES = 8
 FIRST_WORDS = 1024  # of messages, before any has been packed
 
 
-def most_rows(needs: Sequence[RowNeeds], longest: int, n: int) -> int:
+def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
     """Return the most rows from the first to the last one that a sample reads, with room for their edges.
 
     Args:
@@ -50,7 +50,7 @@ def arrivals_of(num_samples: int, depth: int, most: int) -> tuple[int, int]:
     return depth * num_samples * most, depth * num_samples
 
 
-class Carrier:
+class RowExchange:
     """Moves the rows of a stream's cuts. One thread at a time.
 
     Args:
@@ -66,7 +66,7 @@ class Carrier:
         self,
         table: Table,
         num_nodes: int,
-        needs: Sequence[RowNeeds],
+        needs: Sequence[RowReads],
         n_step: NStepConfig | None,
         rows: tuple[int, int],
         slots: tuple[int, int],

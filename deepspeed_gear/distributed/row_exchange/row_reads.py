@@ -16,7 +16,7 @@ from deepspeed_gear.ops.constants import COLUMN_WORDS, WINDOW_WORDS
 
 
 @dataclass(frozen=True)
-class Read:
+class WindowRead:
     """Rows of a column that a sample's windows read.
 
     Args:
@@ -36,7 +36,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class RowNeeds:
+class RowReads:
     """What a replica's ranks on one node read of a sample.
 
     Args:
@@ -46,7 +46,7 @@ class RowNeeds:
             `final_row`.
     """
 
-    reads: tuple[Read, ...]
+    reads: tuple[WindowRead, ...]
     per_trajectory: tuple[str, ...] = ()
     goals: tuple[tuple[str, int], ...] = ()
 
@@ -69,7 +69,7 @@ Window = tuple[int, int, int, int, int, int]  # is_goal, first, end, follows, ed
 Reads = dict[Window, list[int]]  # each with the needs that have it
 
 
-def layout_of(needs: Sequence[RowNeeds], row_bytes: Mapping[str, int]) -> RowLayout:
+def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLayout:
     """Lay out what is read.
 
     Args:
@@ -98,7 +98,7 @@ def layout_of(needs: Sequence[RowNeeds], row_bytes: Mapping[str, int]) -> RowLay
     )
 
 
-def _windows_by_column(needs: Sequence[RowNeeds]) -> dict[str, Reads]:
+def _windows_by_column(needs: Sequence[RowReads]) -> dict[str, Reads]:
     """Return the different windows of each column."""
     found: dict[str, Reads] = {}
     for index, need in enumerate(needs):
@@ -114,7 +114,7 @@ def _windows_by_column(needs: Sequence[RowNeeds]) -> dict[str, Reads]:
     return found
 
 
-def _per_trajectory(needs: Sequence[RowNeeds]) -> dict[str, list[int]]:
+def _per_trajectory(needs: Sequence[RowReads]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for index, need in enumerate(needs):
         for column in need.per_trajectory:

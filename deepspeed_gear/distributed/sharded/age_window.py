@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_gear.distributed.node_channel import Link
-from deepspeed_gear.sampling.mass_rules import NO_ID, Edge, Window, newest_of
+from deepspeed_gear.distributed.node_channel import NodeChannel
+from deepspeed_gear.sampling.mass_rules import NO_ID, AgeWindow, WindowEdge, newest_of
 
 _PARTS = 64  # into which each round divides the ids that are left
 _NOTHING, _INTEGER, _FLOAT = 0, 1, 2
 
 
 def edge_over_nodes(
-    link: Link, window: Window, ids: np.ndarray, counts: np.ndarray, values: np.ndarray | None
-) -> Edge:
+    link: NodeChannel, window: AgeWindow, ids: np.ndarray, counts: np.ndarray, values: np.ndarray | None
+) -> WindowEdge:
     """Return the window's edge. All nodes call it together.
 
     Args:
@@ -27,10 +27,10 @@ def edge_over_nodes(
     there = counts > 0
     newest = _newest(link, None if values is None else values[there])
     oldest = NO_ID if window.newest is None else _oldest(link, window.newest, ids, counts)
-    return Edge(oldest, newest)
+    return WindowEdge(oldest, newest)
 
 
-def _newest(link: Link, values: np.ndarray | None) -> int | float | None:
+def _newest(link: NodeChannel, values: np.ndarray | None) -> int | float | None:
     if values is None:
         return None
     own = np.zeros(2, np.int64)
@@ -47,7 +47,7 @@ def _newest(link: Link, values: np.ndarray | None) -> int | float | None:
     return newest_of(np.array(known)) if known else None
 
 
-def _oldest(link: Link, wanted: int, ids: np.ndarray, counts: np.ndarray) -> int:
+def _oldest(link: NodeChannel, wanted: int, ids: np.ndarray, counts: np.ndarray) -> int:
     """Return the smallest t such that fewer than `wanted` items have larger ids than t."""
     order = np.argsort(ids)
     ordered = ids[order]

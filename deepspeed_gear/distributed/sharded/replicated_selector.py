@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepspeed_gear.distributed.node_channel import Link
-from deepspeed_gear.distributed.sharded.selection_agreement import Meeting
+from deepspeed_gear.distributed.node_channel import NodeChannel
+from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
 from deepspeed_gear.ops.constants import REPORT_WORDS
-from deepspeed_gear.sampling.batch_stream import Stream
-from deepspeed_gear.sampling.local_selector import Check, Selector
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.local_selector import Check, LocalSelector
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 
 
-class ReplicaSelector(Meeting):
+class ReplicatedSelector(SelectionAgreement):
     """The items of a store that equals those of all other nodes, and stays so. One thread at a time.
 
     Args:
@@ -21,9 +21,9 @@ class ReplicaSelector(Meeting):
         link: To the other nodes.
     """
 
-    def __init__(self, stream: Stream, link: Link) -> None:
+    def __init__(self, stream: BatchStream, link: NodeChannel) -> None:
         super().__init__(stream, link)
-        self._here = Selector(stream.spec, stream.masses)
+        self._here = LocalSelector(stream.spec, stream.masses)
         self._reports = np.empty((0, REPORT_WORDS), np.int64)
         self._heard: list[np.ndarray] = []  # those of all nodes
 

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 
 from deepspeed_gear.distributed import node_messages
-from deepspeed_gear.distributed.node_channel import NO_WORDS, Link
-from deepspeed_gear.distributed.row_exchange.device_transport import Freight
-from deepspeed_gear.distributed.row_exchange.exchange_plan import Routes
-from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, Carrier
+from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel
+from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, RowExchange
 from deepspeed_gear.ops.constants import R_MASS, S_GOAL, SAMPLE_WORDS
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 
 HEAD_WORDS = 2  # of a message: its size, the smallest mass that its node has drawn
 ROWS = 2  # a further one where rows come on their own: how many words of them
-Goals = Callable[[Stream, torch.Tensor], torch.Tensor | None]
+Goals = Callable[[BatchStream, torch.Tensor], torch.Tensor | None]
 
 
 @dataclass
-class NodeCut:
+class NodeSelection:
     """The cut that is being made.
 
     Args:
@@ -52,7 +52,7 @@ class NodeCut:
     records: list[torch.Tensor] = field(default_factory=list)
 
 
-class Own(NamedTuple):
+class OwnSamples(NamedTuple):
     """What this node has drawn from its own part.
 
     Args:
@@ -66,7 +66,7 @@ class Own(NamedTuple):
     steps: torch.Tensor | None
 
 
-class Delivery:
+class ResolutionExchange:
     """Sends what other nodes lack of a cut, and fills this node's ring and arrivals. One thread at a time.
 
     Args:
@@ -80,12 +80,12 @@ class Delivery:
 
     def __init__(
         self,
-        stream: Stream,
-        link: Link,
-        routes: Routes,
-        carrier: Carrier,
+        stream: BatchStream,
+        link: NodeChannel,
+        routes: ExchangePlan,
+        carrier: RowExchange,
         goals: Goals,
-        freight: Freight | None = None,
+        freight: DeviceTransport | None = None,
     ) -> None:
         self._stream, self._link, self._carrier = stream, link, carrier
         self._freight, self._rows = freight, [NO_WORDS] * routes.num_nodes
@@ -107,7 +107,7 @@ class Delivery:
         self._which = torch.empty(0, dtype=torch.int64)
         self.least_drawn = 0  # of the latest cut: the smallest mass that any node has drawn
 
-    def fill(self, cut: NodeCut, own: np.ndarray, records: torch.Tensor) -> None:
+    def fill(self, cut: NodeSelection, own: np.ndarray, records: torch.Tensor) -> None:
         """Put what this node needs of a cut into the ring, and its rows into the arrivals.
 
         Args:
@@ -116,7 +116,7 @@ class Delivery:
             records: Their resolutions. [n, 8], int64.
         """
         try:
-            mine = Own(torch.from_numpy(own), records, self._carrier.steps_of(records))
+            mine = OwnSamples(torch.from_numpy(own), records, self._carrier.steps_of(records))
             heard = self._link.begin(self._pack(cut, mine))()
             rows = heard
             if self._freight is not None:
@@ -126,7 +126,7 @@ class Delivery:
             self._link.abandon(error)
             raise
 
-    def _pack(self, cut: NodeCut, mine: Own) -> list[np.ndarray]:
+    def _pack(self, cut: NodeSelection, mine: OwnSamples) -> list[np.ndarray]:
         """Return the message for each node: this one's smallest mass, resolutions, rows."""
         goals = self._goals(self._stream, mine.records) if self._draws_goals else None
         samples, parts = self._sent(mine, goals, self._readers, self._need_of, cut.offset)
@@ -149,7 +149,12 @@ class Delivery:
         return messages
 
     def _sent(
-        self, mine: Own, goals: torch.Tensor | None, readers: torch.Tensor, need_of: torch.Tensor, offset: int
+        self,
+        mine: OwnSamples,
+        goals: torch.Tensor | None,
+        readers: torch.Tensor,
+        need_of: torch.Tensor,
+        offset: int,
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
         """Return the samples that nodes need, and the words of resolutions for each node."""
         most = len(mine.records) * readers.shape[1]
@@ -168,7 +173,9 @@ class Delivery:
         sizes[self._index] = len(self._rows[self._index])
         return sizes
 
-    def _receive(self, cut: NodeCut, mine: Own, heard: list[np.ndarray], messages: list[np.ndarray]) -> None:
+    def _receive(
+        self, cut: NodeSelection, mine: OwnSamples, heard: list[np.ndarray], messages: list[np.ndarray]
+    ) -> None:
         """Put what the others say into the ring, and their rows where they belong."""
         self.least_drawn = min(self.least_drawn, *(int(words[0]) for words in heard))
         counts: list[int] = np.bincount(cut.owner, minlength=self._num_nodes).tolist()
@@ -181,7 +188,7 @@ class Delivery:
         self._carrier.unpack(cut.entry, ring, which, samples, self._heads, messages)
 
     def _taken(
-        self, cut: NodeCut, mine: Own, words: list[torch.Tensor]
+        self, cut: NodeSelection, mine: OwnSamples, words: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Fill the ring; return it, and the samples whose rows come: indices in the cut, and as of the op."""
         assert self._stream.origins is not None

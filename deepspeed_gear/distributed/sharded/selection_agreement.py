@@ -8,11 +8,11 @@ from typing import NoReturn
 import numpy as np
 
 from deepspeed_gear.distributed import node_messages
-from deepspeed_gear.distributed.node_channel import NO_WORDS, Link, message_of
+from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel, message_of
 from deepspeed_gear.errors import PeerError, StoreError, relayed
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY
-from deepspeed_gear.sampling.batch_stream import Stream
-from deepspeed_gear.sampling.local_selector import Selector
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.local_selector import LocalSelector
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 
 # Words of what a node says first.
@@ -24,7 +24,7 @@ _WAITS = 64  # exchanges of which waits are added up at once
 MOST_LEAVE_S = 10.0  # what a node that leaves waits for the others to hear it
 
 
-class Meeting(Selector):
+class SelectionAgreement(LocalSelector):
     """A selector whose cuts begin with a record of every node, and which hears of their failures.
 
     Args:
@@ -34,7 +34,7 @@ class Meeting(Selector):
 
     in_store = False
 
-    def __init__(self, stream: Stream, link: Link) -> None:
+    def __init__(self, stream: BatchStream, link: NodeChannel) -> None:
         super().__init__(stream.spec, stream.masses)
         self.stream, self.link, self._table = stream, link, stream.table
         self._num_nodes, self._index = link.count, link.index

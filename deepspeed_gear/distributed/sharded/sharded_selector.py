@@ -13,24 +13,24 @@ import numpy as np
 import torch
 
 from deepspeed_gear.distributed import node_messages
-from deepspeed_gear.distributed.node_channel import NO_WORDS, Link
-from deepspeed_gear.distributed.row_exchange.device_transport import Freight
-from deepspeed_gear.distributed.row_exchange.exchange_plan import Routes
-from deepspeed_gear.distributed.row_exchange.row_exchange import Carrier
+from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel
+from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.distributed.row_exchange.row_exchange import RowExchange
 from deepspeed_gear.distributed.sharded.age_window import edge_over_nodes
-from deepspeed_gear.distributed.sharded.resolution_exchange import Delivery, Goals, NodeCut
-from deepspeed_gear.distributed.sharded.selection_agreement import HIGHEST, ITEMS, LEAST, Meeting
+from deepspeed_gear.distributed.sharded.resolution_exchange import Goals, NodeSelection, ResolutionExchange
+from deepspeed_gear.distributed.sharded.selection_agreement import HIGHEST, ITEMS, LEAST, SelectionAgreement
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY, R_SLOT, REPORT_WORDS, RESOLUTION_WORDS
-from deepspeed_gear.sampling.batch_stream import Stream
-from deepspeed_gear.sampling.global_rate_gate import JOINT_WORDS, JointGate
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.global_rate_gate import JOINT_WORDS, GlobalRateGate
 from deepspeed_gear.sampling.local_selector import Check, GateClosedError
-from deepspeed_gear.sampling.rate_gate import Gate
+from deepspeed_gear.sampling.rate_gate import RateGate
 from deepspeed_gear.sampling.samplers.age import AgeMasses, items_of
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.samplers.top_k import merge_top
 
 
-class NodeSelector(Meeting):
+class ShardedSelector(SelectionAgreement):
     """The items of all nodes, asked by the one process of this node that makes its cuts.
 
     One thread at a time. It takes the table's lock itself, and never while it waits for other nodes.
@@ -49,20 +49,20 @@ class NodeSelector(Meeting):
 
     def __init__(
         self,
-        stream: Stream,
-        link: Link,
-        routes: Routes,
-        carrier: Carrier,
+        stream: BatchStream,
+        link: NodeChannel,
+        routes: ExchangePlan,
+        carrier: RowExchange,
         goals: Goals,
         verify_every: int,
-        freight: Freight | None = None,
+        freight: DeviceTransport | None = None,
     ) -> None:
         super().__init__(stream, link)
         self._routes, self._verify_every = routes, verify_every
-        self._delivery = Delivery(stream, link, routes, carrier, goals, freight)
+        self._delivery = ResolutionExchange(stream, link, routes, carrier, goals, freight)
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest cut
         self._is_first = True
-        self._cut: NodeCut | None = None
+        self._cut: NodeSelection | None = None
         self._heard: list[np.ndarray] = []  # reports from each node, packed
         self._drawn = np.empty((0, RESOLUTION_WORDS), np.int64)  # resolutions of the latest cut that lie here
 
@@ -104,7 +104,7 @@ class NodeSelector(Meeting):
         later = isinstance(self.masses, PriorityMasses) or self._has_window
         return not later and self.spec.kind not in ("epoch", "pass")
 
-    def _pass_gate(self, joint: JointGate, key: int, count: int) -> None:
+    def _pass_gate(self, joint: GlobalRateGate, key: int, count: int) -> None:
         """Go on if all nodes together may draw.
 
         Raises:
@@ -119,7 +119,7 @@ class NodeSelector(Meeting):
             error = joint.given_up(said, key, count)
         raise GateClosedError if error is None else error
 
-    def _new_cut(self, key: int, entry: int, count: int) -> NodeCut:
+    def _new_cut(self, key: int, entry: int, count: int) -> NodeSelection:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
         turn = count, offset % self._routes.data_world
         if turn not in self._wanted:
@@ -127,7 +127,7 @@ class NodeSelector(Meeting):
         wanted = self._wanted[turn]
         verifies = self.spec.kind != "pass" and bool(self._verify_every) and key % self._verify_every == 0
         asked = np.arange(count) if verifies else wanted
-        return NodeCut(key, entry, count, offset, wanted, verifies, asked, np.zeros_like(asked))
+        return NodeSelection(key, entry, count, offset, wanted, verifies, asked, np.zeros_like(asked))
 
     @property
     def _has_window(self) -> bool:
@@ -229,7 +229,7 @@ class NodeSelector(Meeting):
         done: int,
         coordinates: torch.Tensor,
         first: int,
-        gate: Gate,
+        gate: RateGate,
         counted: np.ndarray,
     ) -> int:
         joint, count = self.stream.joint, len(coordinates)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepspeed_gear.sampling.mass_rules import Edge
-from deepspeed_gear.sampling.sum_tree import Masses
+from deepspeed_gear.sampling.mass_rules import WindowEdge
+from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.table import COMMITTED, ID, STATE
 
 
-class AgeMasses(Masses):
+class AgeMasses(ItemMasses):
     """Masses in the order of age. Cost of a cut that needs the order: a sort of the trajectories."""
 
     def initialise(self) -> None:
@@ -30,7 +30,7 @@ class AgeMasses(Masses):
             self._requeue_window(None)
         super().apply_slots()
 
-    def apply_window(self, edge: Edge) -> None:
+    def apply_window(self, edge: WindowEdge) -> None:
         """Queue what enters or leaves a window over all nodes; `apply` puts it into the tree."""
         self._requeue_window(edge)
 
@@ -48,7 +48,7 @@ class AgeMasses(Masses):
         masses = self.of(committed)
         return committed, masses if self.spec.rule.unit == "step" else (masses > 0).astype(np.int64)
 
-    def _requeue_window(self, edge: Edge | None) -> None:
+    def _requeue_window(self, edge: WindowEdge | None) -> None:
         """Queue what enters or leaves the window because of what is queued."""
         window = self.spec.rule.window
         if window is None:

@@ -26,11 +26,11 @@ from deepspeed_gear.ops.constants import (
     minima_size,
 )
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
-from deepspeed_gear.sampling.priority_log import Reports
+from deepspeed_gear.sampling.priority_log import PriorityLog
 from deepspeed_gear.sampling.samplers.step_priorities import StepPriorities, rows_of
 from deepspeed_gear.sampling.samplers.top_k import oldest_of_equal
 from deepspeed_gear.sampling.selection import NOTHING, StreamSpec
-from deepspeed_gear.sampling.sum_tree import SEEN, Masses
+from deepspeed_gear.sampling.sum_tree import SEEN, ItemMasses
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.row_allocator import CHANGED
 from deepspeed_gear.store.slot_sets import distinct, is_among
@@ -50,7 +50,7 @@ MOST_MASS = np.iinfo(np.int64).max
 WINDOW = 256  # latest global batches of which clamped reports are counted apart
 
 
-class PriorityMasses(Masses):
+class PriorityMasses(ItemMasses):
     """A mass for each trajectory or step: priority ** alpha in units of 2^-24.
 
     Process safety: as in Masses.
@@ -70,7 +70,7 @@ class PriorityMasses(Masses):
         self._bases: np.ndarray = views[at + "bases"]
         self._generations: np.ndarray = views[at + "generations"]  # of what has its first priority
         self._steps: np.ndarray | None = views.get(at + "steps")  # of each slot, that have a priority
-        self.reports = Reports(spec, table)
+        self.reports = PriorityLog(spec, table)
         self.shard_of: ShardOf | None = None  # where several nodes hold the table
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
         minima = views[at + "minima"] if keeps_minima else np.empty(0, np.int64)
@@ -96,7 +96,7 @@ class PriorityMasses(Masses):
             Region(spec.at + "window", "int64", (WINDOW, 2)),
             Region(spec.at + "bases", "int64", (num_slots,)),
             Region(spec.at + "generations", "int64", (num_slots,)),
-            *Reports.regions(spec, num_peers),
+            *PriorityLog.regions(spec, num_peers),
         ]
         if spec.rule.unit == "step":
             regions.append(Region(spec.at + "row_slots", "int32", (num_rows,)))

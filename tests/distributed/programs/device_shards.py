@@ -20,7 +20,7 @@ from gear_support import SCHEMA, trajectory
 
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.batching.batch_info import BatchInfo
-from deepspeed_gear.distributed.topology import Place
+from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import HIGHEST_PRIORITY, RING_COUNTS
 
@@ -129,7 +129,7 @@ def check_case(case: dict[str, Any]) -> None:
     replicas, accumulation = world // tensor, section["gradient_accumulation_steps"]
     prioritized = section["sampler"]["kind"] == "prioritized"
     at = world - 1 - rank if tensor > 1 else rank  # places need not follow ranks
-    place = Place(at // tensor, replicas, at % tensor, tensor)
+    place = RankCoordinates(at // tensor, replicas, at % tensor, tensor)
     sizes = {key: section.pop(key) for key in ("batch_size", "gradient_accumulation_steps")}
     micro = sizes["batch_size"] // (accumulation * replicas)
     info = BatchInfo(micro, accumulation, replicas, tensor)

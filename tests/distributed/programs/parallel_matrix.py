@@ -23,7 +23,8 @@ from engine_parts import BATCH, task
 from torch import nn
 
 import deepspeed_gear
-from deepspeed_gear import Batch, Topology
+from deepspeed_gear import Batch
+from deepspeed_gear.distributed.topology import Topology
 
 WINDOW, SIZE = 4, 3
 SAVED = 10  # the step behind which a checkpoint is written

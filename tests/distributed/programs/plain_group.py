@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_gear import Batch, Replay
-from deepspeed_gear.distributed.control_plane import Exchange, rendezvous
+from deepspeed_gear.distributed.control_plane import ControlPlane, rendezvous
 from deepspeed_gear.engine import engine_checkpoint
 from deepspeed_gear.errors import CheckpointError, DataError, PeerError
 
@@ -28,7 +28,7 @@ rank, world = dist.get_rank(), dist.get_world_size()
 def agreeing() -> None:
     """Many exchanges one after the other, at different times on each rank."""
     for round_ in range(8):
-        exchange = Exchange()
+        exchange = ControlPlane()
         time.sleep(0.02 * ((rank + round_) % 3))
         assert exchange.gather((round_, rank)) == [(round_, r) for r in range(world)]
         assert exchange.broadcast(f"from {rank}", source=world - 1) == f"from {world - 1}"
@@ -46,7 +46,7 @@ def failing() -> None:
             raise ZeroDivisionError("a bug")
         return rank
 
-    exchange = Exchange()
+    exchange = ControlPlane()
     for _ in range(2):
         try:
             exchange.agree("looking at F", action)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.distributed.read_needs import needs_of
-from deepspeed_gear.distributed.topology import Place
+from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
 
 LENGTHS = (1, 2, 5, 9, 14)
@@ -140,7 +140,7 @@ def test_parts_of_sequence_ranks() -> None:
 def test_a_stage_may_read_steps_that_learn() -> None:
     pipeline = {"inputs": ["observation"], "labels": ["learns.code"]}
     with replay_of(pipeline=pipeline) as replay:
-        needs = needs_of(Place(pipe_rank=1, pipe_world=2), replay.config, replay.fields)
+        needs = needs_of(RankCoordinates(pipe_rank=1, pipe_world=2), replay.config, replay.fields)
         assert [(field.name, field.mask_only) for field in needs.fields] == [("code", True)]
     with pytest.raises(ConfigError, match=r"gear.pipeline.labels\[0\] must name a field, its mask"):
         replay_of(pipeline={"inputs": ["observation"], "labels": ["learns.absent"]})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from deepspeed_gear.batching.transfer.cuda_streams import HostEvent, HostLane
-from deepspeed_gear.batching.transfer.deferred_release import Guards
+from deepspeed_gear.batching.transfer.cuda_streams import HostEvent, HostStream
+from deepspeed_gear.batching.transfer.deferred_release import DeferredRelease
 
 
 def test_a_cut_is_released_by_its_event() -> None:
-    guards, released = Guards(), list[int]()
+    guards, released = DeferredRelease(), list[int]()
     events = [HostEvent() for _ in range(3)]
     for key, event in enumerate(events):
         guards.hold(event, released.append, key)
@@ -29,15 +29,15 @@ def test_a_cut_is_released_by_its_event() -> None:
 
 def test_settle_does_not_wait() -> None:
     """For what never happens, so that it would not return."""
-    guards = Guards()
+    guards = DeferredRelease()
     guards.hold(HostEvent(), lambda key: None, 0)
     guards.settle()
     assert len(guards) == 1
 
 
 def test_drain_waits_for_every_event() -> None:
-    guards, released, event = Guards(), list[int](), HostEvent()
-    guards.hold(HostLane().record(), released.append, 4)
+    guards, released, event = DeferredRelease(), list[int](), HostEvent()
+    guards.hold(HostStream().record(), released.append, 4)
     guards.hold(event, released.append, 5)
     thread = threading.Thread(target=guards.drain)
     thread.start()

@@ -13,7 +13,7 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
 
 from deepspeed_gear import Column, DatasetWriter, Replay, Schema
-from deepspeed_gear.batching.gather import Collector
+from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
@@ -67,8 +67,8 @@ def test_parts_of_windows(make: Any, backend: str, num_parts: int) -> None:
     replay = make(PARTS, lengths=[1, 4, 9], backend=backend, n_step=n_step)
     table, config = replay.tables["main"], NStepConfig(**n_step)
 
-    def collector(fields: list[ResolvedField]) -> Collector:
-        return Collector(fields, table, {}, config, len(records), 1, torch.float32, 1)
+    def collector(fields: list[ResolvedField]) -> Gatherer:
+        return Gatherer(fields, table, {}, config, len(records), 1, torch.float32, 1)
 
     starts = [int(first) for first in table.slots[:3, SLOT_FIRST_ROW]]
     samples = [(slot, anchor) for slot, steps in enumerate((1, 4, 9)) for anchor in range(steps)]
@@ -106,7 +106,7 @@ def test_different_parts_share_no_mask(make: Any) -> None:
     action, code, reward = replay.fields
     halves = [replace(code, part_length=2), replace(reward, part_first=2, part_length=2)]
     fields = [action, *halves, replace(action, name="same", part_first=2, part_length=2)]
-    collector = Collector(fields, replay.tables["main"], {}, None, 2, 1, torch.float32, 1)
+    collector = Gatherer(fields, replay.tables["main"], {}, None, 2, 1, torch.float32, 1)
     mask = collector.ring[0].mask
     assert [tuple(mask[field.name].shape) for field in fields] == [(2, 4), (2, 2), (2, 2), (2, 2)]
     assert mask["reward"] is mask["same"]
@@ -116,7 +116,7 @@ def test_different_parts_share_no_mask(make: Any) -> None:
 def test_part_outside_the_window_is_refused(make: Any) -> None:
     replay = make({"code": {"length": 4}})
     fields = [replace(replay.fields[0], part_first=3, part_length=2)]
-    collector = Collector(fields, replay.tables["main"], {}, None, 1, 1, torch.float32, 1)
+    collector = Gatherer(fields, replay.tables["main"], {}, None, 1, 1, torch.float32, 1)
     with pytest.raises(RuntimeError, match="first and count must be a part of the window"):
         collector.collect(torch.tensor([[0, 0, 0, 0, 4, 0, 0, 0]]))
 

@@ -13,7 +13,7 @@ from scipy import stats
 
 from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
 from deepspeed_gear.distributed.read_needs import needs_of
-from deepspeed_gear.distributed.topology import Place
+from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops import reference
 from deepspeed_gear.ops.constants import FOR_GOAL, FOR_RELABELLING, ONE_Q62
@@ -271,7 +271,9 @@ def test_stages_of_a_pipeline_choose_goals_by_name() -> None:
         names = [
             [
                 f.name
-                for f in needs_of(Place(pipe_rank=rank, pipe_world=2), replay.config, replay.fields).fields
+                for f in needs_of(
+                    RankCoordinates(pipe_rank=rank, pipe_world=2), replay.config, replay.fields
+                ).fields
             ]
             for rank in (0, 1)
         ]

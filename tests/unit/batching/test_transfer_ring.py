@@ -11,8 +11,8 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory
 
 from deepspeed_gear import Replay
-from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Event, HostEvent, HostLane, Packing
-from deepspeed_gear.batching.transfer.device_gather import PINNED, Carriage, PlacedCollector, Reach
+from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Event, HostEvent, HostStream, Packing
+from deepspeed_gear.batching.transfer.device_gather import PINNED, DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.batching.transfer.methods import DIRECT, STAGED
 from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
 from deepspeed_gear.replay import device_transfer
@@ -20,7 +20,7 @@ from deepspeed_gear.replay import device_transfer
 KEEP, DEPTH = 2, 5
 
 
-class Recorded(HostLane):
+class Recorded(HostStream):
     """A lane that remembers what it was told to wait for; its user gives work to a stream of a name."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Recorded(HostLane):
         self.waits: list[int | str] = []  # number of an event of the user, or a user
 
     def consumer(self) -> tuple[Any, Event]:
-        self.events.append(HostLane().record())
+        self.events.append(HostStream().record())
         return self.user, self.events[-1]
 
     def wait(self, event: Event) -> None:
@@ -47,12 +47,12 @@ def replay() -> Iterator[Replay]:
         yield made
 
 
-def collector_of(replay: Replay, lane: HostLane, way: str = DIRECT) -> PlacedCollector:
+def collector_of(replay: Replay, lane: HostStream, way: str = DIRECT) -> DeviceGatherer:
     table = replay.tables["main"]
-    carriage = Carriage(lane, table.ops, way, lambda name: True, True, KEEP)
+    carriage = FieldTransfer(lane, table.ops, way, lambda name: True, True, KEEP)
     options: dict[str, Any] = {"fields": replay.fields, "table": table, "statistics": {}, "n_step": None}
     options |= {"num_samples": 2, "depth": DEPTH, "engine_dtype": torch.float32, "threads": 1}
-    return PlacedCollector(carriage, Reach({"code": table.collected("code")}), **options)
+    return DeviceGatherer(carriage, Reach({"code": table.collected("code")}), **options)
 
 
 def records_of(replay: Replay) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_another_stream_is_waited_for_as_a_whole(replay: Replay) -> None:
     assert lane.waits == ["first"]
 
 
-class Late(HostLane):
+class Late(HostStream):
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[HostEvent] = []

@@ -15,7 +15,7 @@ from gear_support import SCHEMA, write_dataset
 from deepspeed_gear.cli import inspect, split
 from deepspeed_gear.data import dataset_part_writer
 from deepspeed_gear.data.dataset import Dataset, statistics_of
-from deepspeed_gear.data.dataset_part import Part
+from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.errors import ConfigError, DataError
 
@@ -57,7 +57,7 @@ def test_parts_together_are_the_whole(
 def test_a_part_knows_its_place(whole: Dataset, tmp_path: Path) -> None:
     parts = write_parts(whole, tmp_path / "out", BOUNDS)
     assert [part.part for part in parts] == [
-        Part(i, 3, int(BOUNDS[i]), int(BOUNDS[i + 1]), 6, whole.num_rows, 22, 7, whole.fingerprint)
+        DatasetPart(i, 3, int(BOUNDS[i]), int(BOUNDS[i + 1]), 6, whole.num_rows, 22, 7, whole.fingerprint)
         for i in range(3)
     ]
     assert [part.first_id for part in parts] == [0, 1, 4]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.distributed.sharded.age_window import edge_over_nodes
-from deepspeed_gear.sampling.mass_rules import Edge, Window
+from deepspeed_gear.sampling.mass_rules import AgeWindow, WindowEdge
 
 
 class Gathering:
@@ -54,11 +54,11 @@ class Part(NamedTuple):
     values: np.ndarray
 
 
-def edges(window: Window, parts: list[Part]) -> tuple[list[Edge], int]:
+def edges(window: AgeWindow, parts: list[Part]) -> tuple[list[WindowEdge], int]:
     """Return the edge that each node finds, and how many exchanges that took."""
     gathering = Gathering(len(parts))
 
-    def ask(index: int) -> Edge:
+    def ask(index: int) -> WindowEdge:
         ids, counts, values = parts[index]
         column = None if window.column is None else values
         return edge_over_nodes(gathering.of(index), window, ids, counts, column)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def worlds(draw: st.DrawFn) -> list[Part]:
 def test_the_edge_is_that_of_all_together(
     parts: list[Part], newest: int | None, column: str | None, distance: float
 ) -> None:
-    window = Window(newest, column, distance)
+    window = AgeWindow(newest, column, distance)
     found, _ = edges(window, parts)
     assert all(repr(edge) == repr(found[0]) for edge in found), "NaN equals itself here"
     ids, counts, values = (np.concatenate(of) for of in zip(*parts, strict=True))
@@ -121,7 +121,7 @@ def test_few_exchanges_for_many_trajectories(newest: int) -> None:
     random = np.random.default_rng(0)
     ids = random.permutation(10**7)[:30_000]
     parts = [Part(own, np.ones(len(own), np.int64), own) for own in np.array_split(ids, 3)]
-    found, num_exchanges = edges(Window(newest=newest), parts)
+    found, num_exchanges = edges(AgeWindow(newest=newest), parts)
     wanted = np.sort(ids)[::-1][newest - 1] if newest <= len(ids) else -1
     assert {edge.oldest for edge in found} == {int(wanted)}
     assert num_exchanges <= 6

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_gear.distributed.control_plane import Exchange
-from deepspeed_gear.distributed.topology import Place, Topology, node_identity
+from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology, node_identity
 from deepspeed_gear.errors import ConfigError, GearError, PeerError, StoreError, relayed
 
 
 def test_one_process_agrees_with_itself() -> None:
-    exchange = Exchange()
+    exchange = ControlPlane()
     assert (exchange.rank, exchange.world_size) == (0, 1)
     assert exchange.gather("x") == ["x"]
     assert exchange.broadcast(7) == 7
@@ -26,13 +26,13 @@ def test_its_own_error_stays_as_it_is(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        Exchange().agree("failing", fail)
+        ControlPlane().agree("failing", fail)
     assert caught.value is error
 
 
 def test_place_of_one_process() -> None:
-    topology = Topology.discover(Exchange(), Place())
-    assert topology == Topology(0, (Place(),), (0,))
+    topology = Topology.discover(ControlPlane(), RankCoordinates())
+    assert topology == Topology(0, (RankCoordinates(),), (0,))
     assert topology.leads_node
     assert (topology.peer, topology.num_peers, topology.num_nodes) == (0, 1, 1)
     assert node_identity() == node_identity()
@@ -42,7 +42,7 @@ def test_place_of_one_process() -> None:
 def test_a_place_that_is_no_grid_is_refused(data_rank: int, data_world: int) -> None:
     text = f"must give the 1 ranks one place each in a grid, got 'rank 0: data {data_rank} of {data_world}'"
     with pytest.raises(ConfigError, match=text):
-        Topology.discover(Exchange(), Place(data_rank, data_world))
+        Topology.discover(ControlPlane(), RankCoordinates(data_rank, data_world))
 
 
 def test_a_relayed_error_begins_with_its_cause() -> None:

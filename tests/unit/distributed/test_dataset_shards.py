@@ -12,9 +12,9 @@ from gear_support import SCHEMA, config_of, write_dataset
 
 from deepspeed_gear.config import parse
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_part import Part
+from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.data.dataset_part_writer import write_parts
-from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.dataset_shards import non_empty, shard_of_node
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.replay import config_resolution
@@ -26,9 +26,9 @@ WHOLE, OTHER = "a" * 64, "b" * 64
 LENGTHS = [3, 1, 7, 2, 5, 4]
 
 
-def part(index: int, bounds: np.ndarray = BOUNDS, whole: str = WHOLE) -> Part:
+def part(index: int, bounds: np.ndarray = BOUNDS, whole: str = WHOLE) -> DatasetPart:
     first, end = int(bounds[index]), int(bounds[index + 1])
-    return Part(index, len(bounds) - 1, first, end, int(bounds[-1]), 40, 31, 7, whole)
+    return DatasetPart(index, len(bounds) - 1, first, end, int(bounds[-1]), 40, 31, 7, whole)
 
 
 # ---- shards of nodes -----------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def test_replicas_are_one_shard() -> None:
     assert shard_of_node([None] * 3, BOUNDS, replicate=True) == [Shard(0, 1, 0, 9)] * 3
 
 
-REFUSALS: dict[str, tuple[list[Part | None], str]] = {
+REFUSALS: dict[str, tuple[list[DatasetPart | None], str]] = {
     "a mixture": ([None, part(1), part(2)], "must be the whole on every node, or a part on every node"),
     "two wholes": ([part(0), part(1, whole=OTHER), part(2)], "must be of one whole on all nodes"),
     "too few nodes": ([part(0), part(1)], "must have as many parts as nodes that consume, 2"),
@@ -189,7 +189,7 @@ def test_the_longest_trajectory_must_fit_into_a_shard() -> None:
 # ---- comparing what ranks have -------------------------------------------------------------------
 
 
-class Others(Exchange):
+class Others(ControlPlane):
     """An exchange in which another rank answers."""
 
     def __init__(self, other: Dataset) -> None:

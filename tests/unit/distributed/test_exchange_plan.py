@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from deepspeed_gear.config import GearConfig, ResolvedField, check_against, parse
 from deepspeed_gear.distributed.read_needs import grid, needs_of
-from deepspeed_gear.distributed.row_exchange.exchange_plan import Routes, routes_of, row_needs
-from deepspeed_gear.distributed.row_exchange.row_reads import Read, RowNeeds
-from deepspeed_gear.distributed.topology import Place, Topology
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of, row_needs
+from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, WindowRead
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.ops import functional
 from deepspeed_gear.ops.constants import R_SLOT, S_PEER, S_SLOT
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
@@ -31,9 +31,9 @@ FIELDS: dict[str, Any] = {
     "task": {},
 }
 ENDS = {"inputs": ["observation", "mask.action", "task"], "labels": ["action", "ends", "return_n"]}
-N_STEP_READS = (Read("reward", 0, 2), Read("terminated", 0, 2), Read("truncated", 0, 2))
-OBSERVATION, ACTION = Read("observation", -5, 1, final_row=1), Read("action", -5, 1)
-ENDS_READ = Read("code", 2, 6, edge=True)
+N_STEP_READS = (WindowRead("reward", 0, 2), WindowRead("terminated", 0, 2), WindowRead("truncated", 0, 2))
+OBSERVATION, ACTION = WindowRead("observation", -5, 1, final_row=1), WindowRead("action", -5, 1)
+ENDS_READ = WindowRead("code", 2, 6, edge=True)
 
 
 def resolved(**options: Any) -> tuple[GearConfig, list[ResolvedField]]:
@@ -55,7 +55,7 @@ GRIDS: list[dict[str, int]] = [
 ]
 
 
-def routes(topology: Topology, order: list[int]) -> Routes:
+def routes(topology: Topology, order: list[int]) -> ExchangePlan:
     return routes_of(topology, order, CONFIG, RESOLVED, SCHEMA)
 
 
@@ -134,29 +134,29 @@ def test_each_node_needs_what_its_ranks_read(drawn: tuple[list[Topology], list[i
             assert found.needs[which] == needs
 
 
-def rows(*places: Place, **options: Any) -> RowNeeds:
+def rows(*places: RankCoordinates, **options: Any) -> RowReads:
     config, fields = resolved(**options)
     return row_needs([needs_of(place, config, fields) for place in places], config, SCHEMA)
 
 
 def test_rows_of_a_whole_replica() -> None:
-    found = rows(Place())
+    found = rows(RankCoordinates())
     assert set(found.reads) == {
         OBSERVATION,
         ACTION,
         ENDS_READ,
-        Read("observation", 0, 1, follows=True, final_row=1),
-        Read(RETURN_TO_GO, -1, 1),
+        WindowRead("observation", 0, 1, follows=True, final_row=1),
+        WindowRead(RETURN_TO_GO, -1, 1),
         *N_STEP_READS,
     }
     assert found.per_trajectory == ("task",)
     assert found.goals == ()
-    assert rows(Place(), Place()) == found
+    assert rows(RankCoordinates(), RankCoordinates()) == found
 
 
 def test_rows_of_the_ends_of_a_pipeline() -> None:
-    first, last = Place(pipe_rank=0, pipe_world=3), Place(pipe_rank=2, pipe_world=3)
-    assert rows(first) == RowNeeds((OBSERVATION,), ("task",)), "of an action only the mask is read"
+    first, last = RankCoordinates(pipe_rank=0, pipe_world=3), RankCoordinates(pipe_rank=2, pipe_world=3)
+    assert rows(first) == RowReads((OBSERVATION,), ("task",)), "of an action only the mask is read"
     assert set(rows(last).reads) == {ACTION, ENDS_READ, *N_STEP_READS}
     assert rows(last).per_trajectory == ()
     both = rows(first, last)
@@ -167,9 +167,9 @@ def test_rows_of_the_ends_of_a_pipeline() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rows_of_a_part_of_the_time_axis(rank: int) -> None:
     """A part reads its own steps, but all of them where what lies in it depends on the whole window."""
-    found = rows(Place(sequence_rank=rank, sequence_world=2)).reads
-    assert Read("observation", -5 + 3 * rank, -2 + 3 * rank, final_row=1) in found
-    assert Read(RETURN_TO_GO, -1 + rank, rank) in found
+    found = rows(RankCoordinates(sequence_rank=rank, sequence_world=2)).reads
+    assert WindowRead("observation", -5 + 3 * rank, -2 + 3 * rank, final_row=1) in found
+    assert WindowRead(RETURN_TO_GO, -1 + rank, rank) in found
     assert ACTION in found, "aligned to the right"
     assert ENDS_READ in found, "padded by the nearest row"
     assert OBSERVATION not in found
@@ -182,6 +182,6 @@ def test_goals_are_read_where_fields_are_relabelled() -> None:
     checked = check_against(config, {"main": SCHEMA}, True)
     goal = SCHEMA["observation"]
     relabelled = [f if f.name != "reward" else replace(f, hindsight=goal) for f in checked]
-    found = row_needs([needs_of(Place(), config, relabelled)], config, SCHEMA)
+    found = row_needs([needs_of(RankCoordinates(), config, relabelled)], config, SCHEMA)
     assert found.goals == (("observation", 1),)
-    assert set(found.reads) == {Read("observation", -1, 1, final_row=1), Read("reward", 0, 1)}
+    assert set(found.reads) == {WindowRead("observation", -1, 1, final_row=1), WindowRead("reward", 0, 1)}

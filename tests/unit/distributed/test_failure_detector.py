@@ -13,7 +13,7 @@ import pytest
 from gear_support import wait_until
 from torch.distributed import TCPStore
 
-from deepspeed_gear.distributed.failure_detector import Watch
+from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.errors import LostNodeError, PeerError
 
 TIMEOUT_S = 2.0
@@ -26,18 +26,18 @@ def server() -> list[TCPStore]:
 
 
 @pytest.fixture
-def watches(server: list[TCPStore]) -> Iterator[list[Watch]]:
+def watches(server: list[TCPStore]) -> Iterator[list[FailureDetector]]:
     """Two nodes of one rank each."""
     at = server[0].port
     stores = [TCPStore("127.0.0.1", at, is_master=False, timeout=timedelta(seconds=5)) for _ in range(2)]
     made = []
     for node, store in enumerate(stores):
-        views = {region.name: np.zeros(region.shape, region.dtype) for region in Watch.regions(1)}
+        views = {region.name: np.zeros(region.shape, region.dtype) for region in FailureDetector.regions(1)}
         memory: Any = SimpleNamespace(peer=0, is_alive=lambda peer: True)
         topology: Any = SimpleNamespace(
             node=node, rank=node, num_nodes=2, peers=[node], describe=lambda node: f"node {node}"
         )
-        made.append(Watch(memory, views, topology, store, "test", TIMEOUT_S))
+        made.append(FailureDetector(memory, views, topology, store, "test", TIMEOUT_S))
     for watch in made:
         watch.prepare()
     for watch in made:
@@ -47,7 +47,7 @@ def watches(server: list[TCPStore]) -> Iterator[list[Watch]]:
         watch.end()
 
 
-def views_of(watch: Watch) -> dict[str, np.ndarray]:
+def views_of(watch: FailureDetector) -> dict[str, np.ndarray]:
     return {"watch/words": watch._words, "watch/texts": watch._texts}
 
 
@@ -55,20 +55,20 @@ def lost(node: int) -> LostNodeError:
     return LostNodeError(f"node {node}", "must answer", "Connection closed by peer")
 
 
-def test_a_node_that_has_ended_is_not_lost(watches: list[Watch]) -> None:
+def test_a_node_that_has_ended_is_not_lost(watches: list[FailureDetector]) -> None:
     watches[1].end()
     assert not watches[0].note(lost(1)), "it has told so by now, or does in a moment"
     watches[0].check()
 
 
-def test_a_node_that_does_not_answer_is_lost_on_all(watches: list[Watch]) -> None:
+def test_a_node_that_does_not_answer_is_lost_on_all(watches: list[FailureDetector]) -> None:
     assert watches[0].note(lost(1))
     for watch in watches:
         with pytest.raises(LostNodeError, match="node 1"):
             wait_until(lambda at=watch: at.check(), "the failure", 20.0)  # type: ignore[misc]
 
 
-def test_all_hear_of_the_error_of_a_rank(watches: list[Watch]) -> None:
+def test_all_hear_of_the_error_of_a_rank(watches: list[FailureDetector]) -> None:
     watches[1].explain(ValueError("of this test\nand more"))
     watches[1].end()
     named = r"rank 1 \(node 1\), which has failed with ValueError: of this test, must live"
@@ -76,21 +76,25 @@ def test_all_hear_of_the_error_of_a_rank(watches: list[Watch]) -> None:
         wait_until(lambda: watches[0].check(), "the failure", 20.0)  # type: ignore[func-returns-value]
 
 
-def test_a_node_may_go_on_when_the_store_has_ended(watches: list[Watch], server: list[TCPStore]) -> None:
+def test_a_node_may_go_on_when_the_store_has_ended(
+    watches: list[FailureDetector], server: list[TCPStore]
+) -> None:
     watches[0].end()
     del server[:]
     time.sleep(1.5 * TIMEOUT_S)
     watches[1].check()
 
 
-def test_a_node_that_has_lost_the_store_knows_it(watches: list[Watch], server: list[TCPStore]) -> None:
+def test_a_node_that_has_lost_the_store_knows_it(
+    watches: list[FailureDetector], server: list[TCPStore]
+) -> None:
     del server[:]
     with pytest.raises(LostNodeError, match="node 0, whose rendezvous store node 1 cannot reach"):
         wait_until(lambda: watches[1].check(), "the failure")  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize(("turns", "is_early"), [(9, True), (10, False), (11, False)])
-def test_who_ends_early_is_missed(turns: int, is_early: bool, watches: list[Watch]) -> None:
+def test_who_ends_early_is_missed(turns: int, is_early: bool, watches: list[FailureDetector]) -> None:
     watches[0].take(10)
     watches[1].take(turns)
     watches[1].end()
@@ -101,7 +105,7 @@ def test_who_ends_early_is_missed(turns: int, is_early: bool, watches: list[Watc
         watches[0].check_ended()
 
 
-def test_who_fails_is_named_though_it_ends_early(watches: list[Watch]) -> None:
+def test_who_fails_is_named_though_it_ends_early(watches: list[FailureDetector]) -> None:
     watches[0].take(10)
     watches[1].take(9)
     watches[1].explain(ValueError("of this test"))
@@ -110,15 +114,17 @@ def test_who_fails_is_named_though_it_ends_early(watches: list[Watch]) -> None:
         wait_until(lambda: watches[0].check(), "the failure")  # type: ignore[func-returns-value]
 
 
-def test_a_rank_of_the_same_node_knows_at_once(watches: list[Watch]) -> None:
+def test_a_rank_of_the_same_node_knows_at_once(watches: list[FailureDetector]) -> None:
     """So before it can see that the rank has ended."""
-    here = Watch(watches[1]._memory, views_of(watches[1]), watches[1]._topology, None, "test", TIMEOUT_S)
+    here = FailureDetector(
+        watches[1]._memory, views_of(watches[1]), watches[1]._topology, None, "test", TIMEOUT_S
+    )
     watches[1].explain(ValueError("of this test"))
     with pytest.raises(LostNodeError, match=r"rank 1 .* has failed with ValueError: of this test"):
         here.check()
 
 
-def test_what_ended_a_node_is_heard_after_its_end(watches: list[Watch]) -> None:
+def test_what_ended_a_node_is_heard_after_its_end(watches: list[FailureDetector]) -> None:
     watches[1].check_ended()
     watches[1].explain(ValueError("of this test"))
     watches[1].end()
@@ -127,7 +133,7 @@ def test_what_ended_a_node_is_heard_after_its_end(watches: list[Watch]) -> None:
 
 
 @pytest.mark.parametrize("error", [PeerError("rank 0", "must live"), KeyboardInterrupt()])
-def test_errors_that_all_have_are_nobodys(watches: list[Watch], error: BaseException) -> None:
+def test_errors_that_all_have_are_nobodys(watches: list[FailureDetector], error: BaseException) -> None:
     watches[1].explain(error)
     watches[1].end()
     assert not watches[0].note(lost(1))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.distributed import node_channel as link_module
-from deepspeed_gear.distributed.node_channel import FIRST_ROOM, Link
+from deepspeed_gear.distributed.node_channel import FIRST_ROOM, NodeChannel
 from deepspeed_gear.errors import LostNodeError
 
 SIZES = st.integers(0, 40) | st.sampled_from([FIRST_ROOM - 2, FIRST_ROOM - 1, FIRST_ROOM, 5000])
@@ -56,7 +56,7 @@ class Group:
         return SimpleNamespace(wait=wait)
 
 
-def links(count: int) -> tuple[list[Link], dict[str, Wire]]:
+def links(count: int) -> tuple[list[NodeChannel], dict[str, Wire]]:
     """Links between nodes of one rank each, whose order is not that of the ranks."""
     wires: dict[str, Wire] = defaultdict(Wire)
     order, found = list(range(count))[::-1], []
@@ -64,7 +64,7 @@ def links(count: int) -> tuple[list[Link], dict[str, Wire]]:
         topology: Any = SimpleNamespace(
             node=node, ranks_of=lambda node: [node], describe=lambda node: f"node {node}"
         )
-        found.append(Link(topology, order, "test", 1.0))
+        found.append(NodeChannel(topology, order, "test", 1.0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(link_module, "lane", lambda ranks, purpose, _, at=node: Group(wires[purpose], at))
             found[-1].open()
@@ -122,12 +122,12 @@ def test_a_link_that_parts_tells_nobody_of_a_loss() -> None:
 def test_links_over_one_group_do_not_hear_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     wires: dict[str, Wire] = defaultdict(Wire)
     groups = {(way, at): Group(wires[way], at) for way in ("test, up", "test, down") for at in range(2)}
-    made: dict[tuple[int, int], Link] = {}
+    made: dict[tuple[int, int], NodeChannel] = {}
     for number in range(2):
         for node in range(2):
             topology: Any = SimpleNamespace(node=node, ranks_of=lambda node: [node], describe=str)
             monkeypatch.setattr(link_module, "lane", lambda ranks, way, _, at=node: groups[way, at])
-            made[number, node] = Link(topology, [0, 1], "test", 1.0)
+            made[number, node] = NodeChannel(topology, [0, 1], "test", 1.0)
             made[number, node].open()
     waits = {key: made[key].begin([np.array([0, key[0]])] * 2) for key in ((1, 0), (0, 0), (0, 1), (1, 1))}
     assert all(part.tolist() == [key[0]] for key, wait in waits.items() for part in wait())

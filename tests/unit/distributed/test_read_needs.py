@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.distributed.read_needs import grid, needs_of, readers_of, shards_of
-from deepspeed_gear.distributed.topology import AXES, Place, Topology, check_grid
+from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology, check_grid
 from deepspeed_gear.errors import ConfigError
 
 FIELDS = {
@@ -25,7 +25,7 @@ FIELDS = {
 ENDS = {"inputs": ["observation", "mask.action"], "labels": ["action", "weight", "mask.observation"]}
 
 
-def needs(place: Place, **options: Any) -> dict[str, Any]:
+def needs(place: RankCoordinates, **options: Any) -> dict[str, Any]:
     section = {"tables": {"main": {"capacity_steps": 9}}, "fields": FIELDS, "n_step": {"n": 2, "gamma": 0.9}}
     config = parse({**section, "pipeline": ENDS, **options})
     found = needs_of(place, config, check_against(config, {"main": SCHEMA}, True))
@@ -33,13 +33,15 @@ def needs(place: Place, **options: Any) -> dict[str, Any]:
 
 
 def test_one_stage_reads_everything() -> None:
-    assert list(needs(Place())) == [*FIELDS, "n_step"]
-    assert needs(Place(), pipeline=None)["n_step"]
-    assert needs(Place(data_rank=1, data_world=2, tensor_rank=1, tensor_world=2)) == needs(Place())
+    assert list(needs(RankCoordinates())) == [*FIELDS, "n_step"]
+    assert needs(RankCoordinates(), pipeline=None)["n_step"]
+    assert needs(RankCoordinates(data_rank=1, data_world=2, tensor_rank=1, tensor_world=2)) == needs(
+        RankCoordinates()
+    )
 
 
 def test_stages_read_their_ends() -> None:
-    first, inner, last = (needs(Place(pipe_rank=stage, pipe_world=3)) for stage in range(3))
+    first, inner, last = (needs(RankCoordinates(pipe_rank=stage, pipe_world=3)) for stage in range(3))
     assert list(first) == ["observation", "action", "n_step"]
     assert (first["observation"].mask_only, first["action"].mask_only) == (False, True)
     assert inner == {"n_step": False}
@@ -55,15 +57,15 @@ def test_stages_read_their_ends() -> None:
 )
 def test_n_step_returns_only_where_they_are_read(labels: list[str], wanted: list[str]) -> None:
     ends = {"inputs": ["observation"], "labels": labels}
-    last = needs(Place(pipe_rank=1, pipe_world=2), pipeline=ends)
+    last = needs(RankCoordinates(pipe_rank=1, pipe_world=2), pipeline=ends)
     assert list(last) == [*wanted, "n_step"]
     assert last["n_step"] == (labels != ["id"])
-    assert not needs(Place(pipe_rank=0, pipe_world=2), pipeline=ends)["n_step"]
+    assert not needs(RankCoordinates(pipe_rank=0, pipe_world=2), pipeline=ends)["n_step"]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
 def test_sequence_ranks_share_windows_out(world: int) -> None:
-    parts = [needs(Place(sequence_rank=rank, sequence_world=world)) for rank in range(world)]
+    parts = [needs(RankCoordinates(sequence_rank=rank, sequence_world=world)) for rank in range(world)]
     for name in ("observation", "action"):
         steps = [range(p[name].part_first, p[name].part_first + p[name].collected_length) for p in parts]
         assert list(itertools.chain.from_iterable(steps)) == list(range(6))
@@ -74,9 +76,9 @@ def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"observation\.length must be a multiple of the sequence ranks \(4"
     ):
-        needs(Place(sequence_world=4))
+        needs(RankCoordinates(sequence_world=4))
     with pytest.raises(ConfigError, match=r"gear\.pipeline must be given"):
-        needs(Place(pipe_world=2), pipeline=None)
+        needs(RankCoordinates(pipe_world=2), pipeline=None)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
 @pytest.mark.parametrize("end", ["inputs", "labels"])
 def test_names_that_no_batch_has_are_refused(end: str, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"gear\.pipeline\.{end}\[?1?\]?"):
-        needs(Place(), pipeline={**ENDS, end: ["action", name]})
+        needs(RankCoordinates(), pipeline={**ENDS, end: ["action", name]})
 
 
 sizes = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
@@ -108,7 +110,9 @@ def test_a_grid_has_every_place_once(worlds: dict[str, int]) -> None:
 def test_places_that_are_no_grid_are_refused(worlds: dict[str, int], data: st.DataObject) -> None:
     places = grid(worlds)
     index = data.draw(st.integers(0, len(places) - 1))
-    other = data.draw(st.sampled_from([Place(), Place(data_rank=3, data_world=3), places[index - 1]]))
+    other = data.draw(
+        st.sampled_from([RankCoordinates(), RankCoordinates(data_rank=3, data_world=3), places[index - 1]])
+    )
     if other == places[index]:
         return
     broken = [*places[:index], other, *places[index + 1 :]]

@@ -11,10 +11,10 @@ from gear_support import SCHEMA, write_dataset
 from deepspeed_gear.config import GearConfig, parse
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_part_writer import write_parts
-from deepspeed_gear.distributed.control_plane import Exchange
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.dataset_shards import non_empty
 from deepspeed_gear.distributed.read_needs import grid, shards_of
-from deepspeed_gear.distributed.shard_placement import NOTHING, Placement, _place, place_tables
+from deepspeed_gear.distributed.shard_placement import NOTHING, ShardPlacement, _place, place_tables
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.store.table_spec import Shard
@@ -60,7 +60,7 @@ DATA, REPLICATED, ONLINE = {"data": "/d"}, {"data": {"path": "/d", "replicate": 
 
 def place_all(
     tables: dict[str, dict[str, Any]], held: dict[str, list[Dataset]], views: list[Topology]
-) -> list[Placement]:
+) -> list[ShardPlacement]:
     """Return what each of some ranks finds out; `held` is what each node has of each data set."""
     count = views[0].num_nodes
     known = {node: {name: sets[node].part for name, sets in held.items()} for node in range(count)}
@@ -75,7 +75,7 @@ NODES = [topology(rank) for rank in (0, 2, 4)]
 
 def test_wholes_are_shared_out_in_node_order(whole: Dataset) -> None:
     found = place_all({"main": DATA}, {"main": [whole] * 3}, NODES)
-    assert found == [Placement((0, 1, 2), {"main": shard}, frozenset({"main"})) for shard in shards(3)]
+    assert found == [ShardPlacement((0, 1, 2), {"main": shard}, frozenset({"main"})) for shard in shards(3)]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
@@ -86,7 +86,7 @@ def test_parts_stay_where_they_are(parts: list[Dataset], order: tuple[int, ...])
     holders = tuple(order.index(index) for index in range(3))
     for placement, index in zip(found, order, strict=True):
         own = {"main": shards(3)[index], "online": Shard(index, 3, 0, 0)}
-        assert placement == Placement(holders, own, frozenset({"main", "online"}))
+        assert placement == ShardPlacement(holders, own, frozenset({"main", "online"}))
 
 
 def test_all_data_sets_lie_in_one_order(parts: list[Dataset]) -> None:
@@ -101,16 +101,16 @@ def test_all_data_sets_lie_in_one_order(parts: list[Dataset]) -> None:
 
 def test_replicas_are_not_spread(whole: Dataset, parts: list[Dataset]) -> None:
     alone = place_all({"main": REPLICATED}, {"main": [whole] * 3}, NODES)
-    assert alone == [Placement((0, 1, 2), {}, frozenset())] * 3
+    assert alone == [ShardPlacement((0, 1, 2), {}, frozenset())] * 3
     held = {"main": [whole] * 3, "other": [parts[1], parts[2], parts[0]]}
     both = place_all({"main": REPLICATED, "other": DATA}, held, NODES)
     for placement, index in zip(both, (1, 2, 0), strict=True):
-        assert placement == Placement((2, 0, 1), {"other": shards(3)[index]}, frozenset({"other"}))
+        assert placement == ShardPlacement((2, 0, 1), {"other": shards(3)[index]}, frozenset({"other"}))
 
 
 def test_one_node_holds_everything(whole: Dataset) -> None:
     found = place_all({"main": DATA, "online": ONLINE}, {"main": [whole]}, [topology(num_nodes=1)])
-    assert found == [Placement((0,), {}, frozenset())]
+    assert found == [ShardPlacement((0,), {}, frozenset())]
 
 
 @pytest.mark.parametrize("table", [DATA, REPLICATED])
@@ -148,5 +148,5 @@ def test_parts_that_do_not_fit_name_their_nodes(
 
 
 def test_place_tables_asks_all_nodes(whole: Dataset) -> None:
-    found = place_tables(Exchange(), topology(worlds={}, num_nodes=1), config(main=DATA), {"main": whole})
-    assert found == Placement((0,), {}, frozenset())
+    found = place_tables(ControlPlane(), topology(worlds={}, num_nodes=1), config(main=DATA), {"main": whole})
+    assert found == ShardPlacement((0,), {}, frozenset())

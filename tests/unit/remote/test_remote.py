@@ -45,7 +45,7 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.authentication import parse_url, read_token
-from deepspeed_gear.remote.connection import Line
+from deepspeed_gear.remote.connection import Connection
 from deepspeed_gear.remote.gateway import Certificate, Gateway
 from deepspeed_gear.remote.sessions import ANSWER_S, Sessions
 
@@ -372,7 +372,7 @@ def test_a_call_beyond_the_most_at_once_is_made_again(monkeypatch: pytest.Monkey
 
 def test_a_call_of_another_version_is_refused() -> None:
     with served(section()) as (_, gateway):
-        line = Line(gateway.url, TOKEN, None, False)
+        line = Connection(gateway.url, TOKEN, None, False)
         with pytest.raises(StoreError, match=r"gateway .* must have this call; install the same"):
             line.call("do", {}, 5.0)
 

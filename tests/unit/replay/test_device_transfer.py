@@ -17,8 +17,8 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
 
 from deepspeed_gear import Batch, Column, Replay, Schema
-from deepspeed_gear.batching.transfer.calibration import Figures, fastest
-from deepspeed_gear.batching.transfer.cuda_streams import Event, HostEvent, HostLane
+from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest
+from deepspeed_gear.batching.transfer.cuda_streams import Event, HostEvent, HostStream
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, WAYS, ways_of
 from deepspeed_gear.config import ResolvedField, parse
 from deepspeed_gear.errors import ConfigError, StoreFullError
@@ -39,7 +39,7 @@ GOALS = Schema([*SCHEMA, Column("desired", "float32", (3,)), Column("achieved", 
 STEPS = {"kind": "uniform", "unit": "step"}
 
 
-class LateLane(HostLane):
+class LateLane(HostStream):
     """A lane whose work is done when `finish` says so."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class LateLane(HostLane):
         return self._waiting[-1]
 
     def consumer(self) -> tuple[Any, Event]:
-        return None, HostLane().record()
+        return None, HostStream().record()
 
     def hand_over(self, event: Event, tensors: Any) -> None:
         """Give a batch away whose work is still under way, as a stream would."""
@@ -385,11 +385,17 @@ def test_a_field_may_change_in_place_while_another_is_kept_for_backward(way: str
 
 def test_the_fastest_way_that_leaves_the_device_to_others_is_taken() -> None:
     assert (
-        fastest({"direct": Figures(1, 1, 0.2), "copies": Figures(3, 3, 0.01), "staged": Figures(2, 4)})
+        fastest(
+            {
+                "direct": TransferTimings(1, 1, 0.2),
+                "copies": TransferTimings(3, 3, 0.01),
+                "staged": TransferTimings(2, 4),
+            }
+        )
         == "copies"
     )
-    assert fastest({"direct": Figures(1, 1, 0.04), "staged": Figures(2, 4)}) == "direct"
-    assert fastest({"direct": Figures(1, 1, 0.3), "copies": Figures(3, 3, 0.2)}) == "copies"
+    assert fastest({"direct": TransferTimings(1, 1, 0.04), "staged": TransferTimings(2, 4)}) == "direct"
+    assert fastest({"direct": TransferTimings(1, 1, 0.3), "copies": TransferTimings(3, 3, 0.2)}) == "copies"
 
 
 def test_small_windows_are_not_for_the_copy_engine() -> None:

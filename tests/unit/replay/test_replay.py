@@ -18,7 +18,7 @@ from replay_support import FIELDS, LENGTHS, offline, online, same, split, take
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
-from deepspeed_gear.replay.builder import Parts
+from deepspeed_gear.replay.builder import ReplayParts
 
 # ---- configs -------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ def test_metrics(data: Path) -> None:
 def test_closing_tells_what_ends_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not an error that is handled around it."""
     section, told = config_of(data, batch_size=16), list[BaseException]()
-    monkeypatch.setattr(Parts, "explain", lambda self, error: told.append(error))
+    monkeypatch.setattr(ReplayParts, "explain", lambda self, error: told.append(error))
     inner = ValueError("inner")
     try:
         raise KeyError("outer")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.ops.reference.select import anchor_at, num_anchors
-from deepspeed_gear.sampling.anchors import AnchorRule, Reach
+from deepspeed_gear.sampling.anchors import AnchorRule, WindowSpan
 
 LENGTHS = np.array([1, 2, 7, 32, 33, 100])
 
@@ -35,11 +35,11 @@ def test_every(num_steps: int, k: int) -> None:
     assert places(AnchorRule.every(k), num_steps) == list(range(0, num_steps, k))
 
 
-windows = st.builds(Reach, st.integers(-12, 12), st.integers(1, 12), st.integers(0, 1))
+windows = st.builds(WindowSpan, st.integers(-12, 12), st.integers(1, 12), st.integers(0, 1))
 
 
 @given(st.lists(windows, min_size=1, max_size=4), st.integers(1, 40))
-def test_fits_is_exact(reaches: list[Reach], num_steps: int) -> None:
+def test_fits_is_exact(reaches: list[WindowSpan], num_steps: int) -> None:
     """Admit an anchor if and only if no window has a step outside its trajectory."""
     exact = [
         anchor
@@ -56,5 +56,5 @@ def test_fits_nothing_is_all() -> None:
 
 
 def test_counts_are_vectorised() -> None:
-    assert AnchorRule.fits([Reach(-3, 4, 0)]).num_anchors(LENGTHS).tolist() == [0, 0, 4, 29, 30, 97]
+    assert AnchorRule.fits([WindowSpan(-3, 4, 0)]).num_anchors(LENGTHS).tolist() == [0, 0, 4, 29, 30, 97]
     assert AnchorRule.every(32).num_anchors(LENGTHS).tolist() == [1, 1, 1, 1, 2, 4]

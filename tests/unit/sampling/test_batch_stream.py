@@ -20,8 +20,8 @@ from store_support import StoreScene, check_whole, stream_spec
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.anchors import AnchorRule
-from deepspeed_gear.sampling.batch_stream import Stream
-from deepspeed_gear.sampling.selection import PASS_SHIFT, Cut
+from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.selection import PASS_SHIFT, Selection
 
 LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 ITEMS = {(number, step) for number, steps in enumerate(LENGTHS) for step in range(steps)}
@@ -40,7 +40,7 @@ def scenes() -> Iterator[Any]:
         scene.close()
 
 
-def draws(stream: Stream, first: int, count: int) -> np.ndarray:
+def draws(stream: BatchStream, first: int, count: int) -> np.ndarray:
     """Take cuts; return id, anchor and sample number of each sample. [n, 3]."""
     found = []
     for key in range(first, first + count):
@@ -50,7 +50,7 @@ def draws(stream: Stream, first: int, count: int) -> np.ndarray:
     return np.concatenate(found)
 
 
-def items(cut: Cut) -> list[tuple[int, int]]:
+def items(cut: Selection) -> list[tuple[int, int]]:
     return [(int(r[0]), int(r[5])) for r in cut.resolutions.numpy()]
 
 
@@ -146,7 +146,7 @@ def test_nothing_to_draw_is_an_error_that_passes(scenes: Any) -> None:
 # ---- epochs --------------------------------------------------------------------------------------
 
 
-def epochs_of(stream: Stream, first: int, count: int) -> dict[int, list[tuple[int, int]]]:
+def epochs_of(stream: BatchStream, first: int, count: int) -> dict[int, list[tuple[int, int]]]:
     """Take cuts; return the items of each epoch in the order of visiting."""
     found: dict[int, list[tuple[int, int]]] = {}
     for key in range(first, first + count):

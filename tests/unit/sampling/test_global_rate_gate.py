@@ -11,10 +11,10 @@ from gear_support import trajectory
 from store_support import StoreScene, stream_spec
 
 from deepspeed_gear.errors import NotReadyError
-from deepspeed_gear.sampling.global_rate_gate import JointGate
+from deepspeed_gear.sampling.global_rate_gate import GlobalRateGate
 from deepspeed_gear.sampling.selection import COLLECTS, SAMPLES
-from deepspeed_gear.store.pins import Readers
-from deepspeed_gear.store.retention import Life, Rate
+from deepspeed_gear.store.pins import SelectionPins
+from deepspeed_gear.store.retention import RateLimiter, Retention
 from deepspeed_gear.store.row_allocator import PENDING, WANTED
 from deepspeed_gear.store.table import OWNER
 from deepspeed_gear.store.table_spec import Shard
@@ -33,7 +33,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         for index in range(count):
             spec = stream_spec(batch=BATCH, num_shards=count)
             shard = Shard(index, count)
-            made.append(StoreScene(request.param, [spec], life=Life("fifo", **life), shard=shard))
+            made.append(StoreScene(request.param, [spec], life=Retention("fifo", **life), shard=shard))
         meet(made)
         return made
 
@@ -42,7 +42,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         scene.close()
 
 
-def joint(scene: StoreScene) -> JointGate:
+def joint(scene: StoreScene) -> GlobalRateGate:
     found = scene.streams[0].joint
     assert found is not None
     return found
@@ -65,7 +65,7 @@ def meet(scenes: list[StoreScene]) -> bool:
 
 def fill(scene: StoreScene, num_steps: int = 1) -> int:
     """Add until it is refused; return how often it was not."""
-    by = Inserter(scene.table, Readers(scene.table), 0.0)
+    by = Inserter(scene.table, SelectionPins(scene.table), 0.0)
     for number in range(1000):
         try:
             by.add(trajectory(number, num_steps))
@@ -77,7 +77,7 @@ def fill(scene: StoreScene, num_steps: int = 1) -> int:
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_queue_of_all_nodes(count: int, make: Make) -> None:
     """So many wait at most, whoever adds them."""
-    scenes = make(count, rate=Rate.queue("trajectory", 10))
+    scenes = make(count, rate=RateLimiter.queue("trajectory", 10))
     assert sum(fill(scene) for scene in scenes) == 10
     assert sum(fill(scene) for scene in scenes) == 0
     assert [meet(scenes) for _ in range(3)] == [True, True, False]
@@ -89,7 +89,7 @@ def test_a_queue_of_all_nodes(count: int, make: Make) -> None:
 
 
 def test_one_node_gets_all_if_only_one_adds(make: Make) -> None:
-    scenes = make(3, rate=Rate.queue("trajectory", 9))
+    scenes = make(3, rate=RateLimiter.queue("trajectory", 9))
     assert fill(scenes[1]) == 3
     found = 3
     while not meet(scenes):
@@ -105,7 +105,7 @@ def test_one_node_gets_all_if_only_one_adds(make: Make) -> None:
 
 def test_a_trajectory_longer_than_a_part_gets_through_in_its_turn(make: Make) -> None:
     """Together there is room for one of 12 steps, which no third is."""
-    scenes = make(3, rate=Rate("step", 1, 1.0, -100.0, 14.0))
+    scenes = make(3, rate=RateLimiter("step", 1, 1.0, -100.0, 14.0))
     assert [fill(scene, 12) for scene in scenes] == [0, 0, 0]
     assert all(scene.table.control[WANTED] == 12 for scene in scenes)
     added = []
@@ -119,7 +119,7 @@ def test_a_trajectory_longer_than_a_part_gets_through_in_its_turn(make: Make) ->
 
 
 def test_what_is_being_written_counts(make: Make) -> None:
-    scenes = make(2, rate=Rate.queue("trajectory", 4))
+    scenes = make(2, rate=RateLimiter.queue("trajectory", 4))
     slot = scenes[0].table.reserve(3)
     added = 0
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_what_is_being_written_counts(make: Make) -> None:
 
 
 def test_what_the_dead_have_reserved_holds_nobody_back(make: Make) -> None:
-    scenes = make(2, rate=Rate.queue("trajectory", 4))
+    scenes = make(2, rate=RateLimiter.queue("trajectory", 4))
     table = scenes[0].table
     slot = table.reserve(3)
     table.slots[slot, OWNER] = 3  # a process that is not attached

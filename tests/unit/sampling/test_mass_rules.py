@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.sampling.anchors import AnchorRule, Reach
+from deepspeed_gear.sampling.anchors import AnchorRule, WindowSpan
 from deepspeed_gear.sampling.mass_rules import Condition, MassRule, key_of
 
 IDS = np.arange(6)
 KEY_OF_MAIN_TRAIN = 48426439
 STEPS = np.array([1, 2, 7, 33, 4, 4])
-FITS = AnchorRule.fits([Reach(-3, 4, 0)])  # 0, 0, 4, 30, 1, 1 anchors
+FITS = AnchorRule.fits([WindowSpan(-3, 4, 0)])  # 0, 0, 4, 30, 1, 1 anchors
 
 
 def no_column(name: str) -> np.ndarray:

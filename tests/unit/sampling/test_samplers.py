@@ -22,7 +22,7 @@ from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.mass_rules import (
     MOST_BITS,
-    Window,
+    AgeWindow,
     check_weights,
     masses_of_weights,
     weight_bits,
@@ -155,7 +155,7 @@ def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) 
     """Trajectories are admitted from the newest on until they hold so many items, and by their column."""
     ids = np.random.default_rng(seed).permutation(100)[: len(items)]
     counts, values = np.array([n for n, _ in items]), np.array([v for _, v in items], dtype)
-    window = Window(newest, None if distance is None else "age", distance or 0)
+    window = AgeWindow(newest, None if distance is None else "age", distance or 0)
 
     def column(name: str) -> np.ndarray:
         return {"age": values}[name]
@@ -172,7 +172,7 @@ def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) 
 
 def test_a_value_that_is_none_is_never_new() -> None:
     values = np.array([3.0, np.nan, 2.5, 1.0], np.float32)
-    window, content = Window(None, "age", 1.0), (np.arange(4), np.ones(4), lambda _: values)
+    window, content = AgeWindow(None, "age", 1.0), (np.arange(4), np.ones(4), lambda _: values)
     found = window.admits(window.edge(*content), *content)
     assert found.tolist() == [True, False, True, False]
 
@@ -217,7 +217,7 @@ def test_fewer_items_than_a_batch_are_an_error_that_passes(scenes: Any, kind: st
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 def test_recent_items_while_trajectories_come_and_go(scenes: Any, unit: str) -> None:
     newest = 9 if unit == "step" else 3
-    scene = scenes(stream_spec("random", unit, 600, window=Window(newest)), num_slots=9)
+    scene = scenes(stream_spec("random", unit, 600, window=AgeWindow(newest)), num_slots=9)
     stored, stream, chance = dict(enumerate(LENGTHS)), scene.streams[0], np.random.default_rng(0)
     for key in range(25):
         gone = [int(n) for n in chance.choice(sorted(stored), 2, replace=False)] if len(stored) > 4 else []
@@ -237,7 +237,7 @@ def test_recent_items_while_trajectories_come_and_go(scenes: Any, unit: str) -> 
 
 def test_an_add_without_room_moves_the_window(scenes: Any) -> None:
     """It takes up what waits, so as to free rows; the next cut must still know of the removal."""
-    scene = scenes(stream_spec(batch=50, window=Window(1)), lengths=[4, 4], num_rows=10, num_slots=4)
+    scene = scenes(stream_spec(batch=50, window=AgeWindow(1)), lengths=[4, 4], num_rows=10, num_slots=4)
     assert {number for number, _ in taken(scene.streams[0], 0)} == {1}
     table_edits.remove(scene.table, [1])
     with pytest.raises(StoreFullError):

@@ -15,14 +15,14 @@ from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.replay import table_edits
-from deepspeed_gear.sampling.batch_stream import Stream
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import AHEAD, KEY, NOTHING
 
 LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 
 
 @pytest.fixture(params=["cpu", "reference"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[StoreScene, Stream, Stream]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[StoreScene, BatchStream, BatchStream]]:
     """A store with two processes' view of one stream."""
     scene = StoreScene(request.param, [stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=2)
     table, (other,) = scene.attach(1)
@@ -31,7 +31,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[StoreScene, Stream, S
     scene.close()
 
 
-def rows(stream: Stream, key: int) -> np.ndarray:
+def rows(stream: BatchStream, key: int) -> np.ndarray:
     """Take a cut and have done with it."""
     found = stream.take(key).resolutions.numpy().copy()
     stream.consume(key)

@@ -14,8 +14,8 @@ from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import NotReadyError, StoreFullError
 from deepspeed_gear.replay import table_edits
-from deepspeed_gear.store.pins import Readers
-from deepspeed_gear.store.retention import Life, Rate
+from deepspeed_gear.store.pins import SelectionPins
+from deepspeed_gear.store.retention import RateLimiter, Retention
 from deepspeed_gear.store.row_allocator import OPEN, RECOVERIES
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, RETIRED, STATE
 from deepspeed_gear.writer.inserter import Inserter
@@ -30,7 +30,9 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[StoreScene] = []
 
     def of(removal: Any = "fifo", specs: Any = (), **options: Any) -> StoreScene:
-        life = Life(removal, **{k: options.pop(k) for k in list(options) if k in Life.__dataclass_fields__})
+        life = Retention(
+            removal, **{k: options.pop(k) for k in list(options) if k in Retention.__dataclass_fields__}
+        )
         scene = StoreScene(request.param, specs, **{"num_slots": 5, "num_rows": 20, **options}, life=life)
         made.append(scene)
         return scene
@@ -41,7 +43,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 def inserter(scene: StoreScene, timeout_s: float = 0.05, **options: Any) -> Inserter:
-    return Inserter(scene.table, Readers(scene.table), timeout_s, **options)
+    return Inserter(scene.table, SelectionPins(scene.table), timeout_s, **options)
 
 
 def add(scene: StoreScene, num_steps: int, by: Inserter | None = None, **columns: Any) -> int:
@@ -261,7 +263,7 @@ def test_an_epoch_keeps_what_it_walks_through(make: Make) -> None:
 
 
 def test_who_samples_does_not_wait_for_itself(make: Make) -> None:
-    scene = make("fifo", rate=Rate.queue("trajectory", 2))
+    scene = make("fifo", rate=RateLimiter.queue("trajectory", 2))
     by = inserter(scene, 60.0, samples=True)
     for _ in range(2):
         add(scene, 2, by)
@@ -270,7 +272,9 @@ def test_who_samples_does_not_wait_for_itself(make: Make) -> None:
 
 
 def test_writers_wait_as_the_rate_says(make: Make) -> None:
-    scene = make("fifo", [stream_spec(batch=2)], num_slots=9, num_rows=60, rate=Rate.queue("trajectory", 2))
+    scene = make(
+        "fifo", [stream_spec(batch=2)], num_slots=9, num_rows=60, rate=RateLimiter.queue("trajectory", 2)
+    )
     by = inserter(scene)
     for _ in range(2):
         add(scene, 2, by)
@@ -290,7 +294,7 @@ def test_writers_wait_as_the_rate_says(make: Make) -> None:
 @pytest.mark.parametrize("removal", ["none", "fifo", "lifo"])
 def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_rows: int) -> None:
     sizes = {"num_slots": 9, "num_rows": 60, "spare_rows": spare_rows}
-    scenes = [StoreScene("cpu", [stream_spec()], **sizes, life=Life(removal)) for _ in range(2)]
+    scenes = [StoreScene("cpu", [stream_spec()], **sizes, life=Retention(removal)) for _ in range(2)]
     ways = [inserter(scene) for scene in scenes]
     for way, scene in zip(ways, scenes, strict=True):
         way._native = scene.ops.native

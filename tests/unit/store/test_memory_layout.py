@@ -19,14 +19,14 @@ from deepspeed_gear.store.memory_layout import (
     MUTEX_OFFSET,
     Layout,
     Region,
-    Run,
+    RunIdentity,
     align,
     read_header,
     write_header,
 )
 
 SIZES = [0, 1, 7, 33, 127, 128, 129]
-RUN = Run("0123456789abcdef" * 2, "r" * 64, "f" * 64)
+RUN = RunIdentity("0123456789abcdef" * 2, "r" * 64, "f" * 64)
 LAYOUT = Layout.of([Region("a", "int64", (7,)), Region("b", "uint16", (3, 5))], {"table": "main"})
 
 

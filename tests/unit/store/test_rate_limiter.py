@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from deepspeed_gear.store.retention import Life, Rate
+from deepspeed_gear.store.retention import RateLimiter, Retention
 from deepspeed_gear.store.row_allocator import BY_CALLER, KEEP, NEWEST, OLDEST
 
 
 def test_the_bounds_themselves_are_admitted() -> None:
     """The difference is inserted * 2 - sampled, in [-4, 6]."""
-    rate = Rate("trajectory", 1, 2.0, -4.0, 6.0)
+    rate = RateLimiter("trajectory", 1, 2.0, -4.0, 6.0)
     assert rate.may_insert(9, 4, 4)  # 5 * 2 - 4 = 6
     assert not rate.may_insert(9, 4, 3)
     assert rate.may_sample(9, 3, 9, 1)  # 3 * 2 - 10 = -4
@@ -20,7 +20,7 @@ def test_the_bounds_themselves_are_admitted() -> None:
 
 
 def test_many_at_once_count_as_a_whole() -> None:
-    rate = Rate("step", 1, 1.0, 0.0, 10.0)
+    rate = RateLimiter("step", 1, 1.0, 0.0, 10.0)
     assert rate.may_insert(5, 5, 0, 5)
     assert not rate.may_insert(5, 5, 0, 6)
     assert rate.may_sample(5, 5, 0, 5)
@@ -28,25 +28,25 @@ def test_many_at_once_count_as_a_whole() -> None:
 
 
 def test_a_fraction_of_a_sample_counts() -> None:
-    rate = Rate("trajectory", 1, 0.25, 0.0, 1.0)
+    rate = RateLimiter("trajectory", 1, 0.25, 0.0, 1.0)
     assert [rate.may_insert(9, inserted, 0) for inserted in (2, 3, 4)] == [True, True, False]
     assert [rate.may_sample(9, inserted, 0, 1) for inserted in (3, 4)] == [False, True]
 
 
 def test_up_to_the_least_size_adding_is_always_right() -> None:
-    rate = Rate("trajectory", 3, 1.0, -math.inf, -100.0)
+    rate = RateLimiter("trajectory", 3, 1.0, -math.inf, -100.0)
     assert [rate.may_insert(size, size, 0) for size in (0, 1, 2, 3)] == [True, True, True, False]
     assert rate.may_insert(0, 1000, 0, 3)  # items that have gone do not count
     assert not rate.may_insert(0, 1000, 0, 4)
 
 
 def test_below_the_least_size_nothing_is_sampled() -> None:
-    rate = Rate("trajectory", 3, 1.0, -math.inf, math.inf)
+    rate = RateLimiter("trajectory", 3, 1.0, -math.inf, math.inf)
     assert [rate.may_sample(size, 9, 0, 1) for size in (2, 3, 2)] == [False, True, False]
 
 
 def test_a_ratio_strays_around_what_it_is_at_the_least_size() -> None:
-    rate = Rate.ratio("step", 10, 4.0, 8.0)
+    rate = RateLimiter.ratio("step", 10, 4.0, 8.0)
     assert (rate.least, rate.most) == (32.0, 48.0)
     assert rate.may_sample(10, 10, 0, 8)  # 40 - 8 = 32
     assert not rate.may_sample(10, 10, 0, 9)
@@ -55,14 +55,14 @@ def test_a_ratio_strays_around_what_it_is_at_the_least_size() -> None:
 
 
 def test_least_size_waits_for_nothing_else() -> None:
-    rate = Rate.least_size("trajectory", 2)
+    rate = RateLimiter.least_size("trajectory", 2)
     assert rate.may_sample(2, 2, 10**15, 10**6)
     assert rate.may_insert(2, 10**15, 0, 10**6)
     assert not rate.may_sample(1, 2, 0, 1)
 
 
 def test_a_queue_holds_what_was_not_drawn() -> None:
-    rate, inserted, sampled, order = Rate.queue("trajectory", 3), 0, 0, []
+    rate, inserted, sampled, order = RateLimiter.queue("trajectory", 3), 0, 0, []
     for wanted in "iiiisssssiis":
         if wanted == "i" and rate.may_insert(1, inserted, sampled):
             inserted += 1
@@ -76,12 +76,12 @@ def test_a_queue_holds_what_was_not_drawn() -> None:
 
 def test_codes_of_what_goes() -> None:
     kinds = ("none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best")
-    codes = [Life(kind).removal_code for kind in kinds]
+    codes = [Retention(kind).removal_code for kind in kinds]
     assert codes == [KEEP, OLDEST, NEWEST, BY_CALLER, BY_CALLER, BY_CALLER]
 
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 def test_rates_as_words(unit: str) -> None:
-    rate = Rate(unit, 3, 0.5, -1.0, 7.0)  # type: ignore[arg-type]
-    assert Life().rate_words == ()
-    assert Life(rate=rate).rate_words == (unit == "step", 3, 0.5, 7.0)
+    rate = RateLimiter(unit, 3, 0.5, -1.0, 7.0)  # type: ignore[arg-type]
+    assert Retention().rate_words == ()
+    assert Retention(rate=rate).rate_words == (unit == "step", 3, 0.5, 7.0)

@@ -20,7 +20,7 @@ from deepspeed_gear.errors import DataError, StoreError, StoreFullError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.schema import DTYPES, Column, Schema
-from deepspeed_gear.store.memory_layout import HEADER, Layout, Run
+from deepspeed_gear.store.memory_layout import HEADER, Layout, RunIdentity
 from deepspeed_gear.store.table import (
     COMMITTED,
     FREE,
@@ -275,7 +275,7 @@ def test_a_data_set_is_all_committed(tmp_path: Any, in_memory: bool) -> None:
     lengths = [3, 1, 7]
     dataset = Dataset.open(write_dataset(tmp_path / "d", lengths))
     spec = TableSpec("main", SCHEMA, 3, dataset.num_rows, dataset, in_memory, True, 1)
-    table = Table.create(spec, [], {}, Run("n"), load_backend("cpu"), 5.0)
+    table = Table.create(spec, [], {}, RunIdentity("n"), load_backend("cpu"), 5.0)
     assert (table.num_trajectories, table.num_steps) == (3, 11)
     assert table.slots_of(np.array([2, 0, 3, -1])).tolist() == [2, 0, -1, -1]
     for number, steps in enumerate(lengths):

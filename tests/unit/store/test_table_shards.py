@@ -16,7 +16,7 @@ from gear_support import SCHEMA, prefix, shared_files, trajectory, write_dataset
 from deepspeed_gear.data.dataset import Dataset, DatasetWriter
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.memory_layout import Run
+from deepspeed_gear.store.memory_layout import RunIdentity
 from deepspeed_gear.store.table import FIRST_ROW, ID, NEXT_ID, NUM_STEPS, Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec, table_layout
 
@@ -31,7 +31,7 @@ def dataset(tmp_path: Path) -> Dataset:
 
 @contextmanager
 def table_of(spec: TableSpec) -> Iterator[Table]:
-    table = Table.create(spec, [], {}, Run("0" * 32), load_backend("cpu"), 10.0)
+    table = Table.create(spec, [], {}, RunIdentity("0" * 32), load_backend("cpu"), 10.0)
     try:
         yield table
     finally:

@@ -9,7 +9,7 @@ from gear_support import SCHEMA, prefix, shared_files
 from simulator_support import Envs, loader_of, section, short
 
 from deepspeed_gear import Replay, TrajectoryWriter
-from deepspeed_gear.actors.inference_client import Simulators
+from deepspeed_gear.actors.inference_client import InferenceClient
 from deepspeed_gear.actors.inference_loader import InferenceLoader
 
 
@@ -21,7 +21,7 @@ def replay() -> Iterator[Replay]:
 
 
 @pytest.fixture
-def scene(replay: Replay) -> Iterator[tuple[InferenceLoader, Simulators]]:
+def scene(replay: Replay) -> Iterator[tuple[InferenceLoader, InferenceClient]]:
     """A loader of batches of 2 and four simulators in this process."""
     with (
         loader_of(replay, 2) as loader,

@@ -24,14 +24,14 @@ from simulator_support import (
 from store_support import killed_at
 
 from deepspeed_gear import Replay, TrajectoryWriter
-from deepspeed_gear.actors.inference_client import Simulators
+from deepspeed_gear.actors.inference_client import InferenceClient
 from deepspeed_gear.actors.inference_loader import InferenceLoader
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 
-def test_no_answer_in_time(scene: tuple[InferenceLoader, Simulators]) -> None:
+def test_no_answer_in_time(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     loader, simulators = scene
     with pytest.raises(NotReadyError, match=r"must answer within 0\.05 s"):
         simulators.act(0.05)
@@ -41,7 +41,7 @@ def test_no_answer_in_time(scene: tuple[InferenceLoader, Simulators]) -> None:
     assert simulators.act(1.0)["code"].tolist() == [0, 20 * STEP, 40 * STEP, 60 * STEP]
 
 
-def test_the_loader_is_closed(scene: tuple[InferenceLoader, Simulators]) -> None:
+def test_the_loader_is_closed(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     loader, simulators = scene
     loader.close()
     with pytest.raises(PeerError, match="was closed"):

@@ -24,9 +24,9 @@ from simulator_support import (
 )
 
 from deepspeed_gear import Replay, TrajectoryWriter
-from deepspeed_gear.actors.inference_client import Simulators
+from deepspeed_gear.actors.inference_client import InferenceClient
 from deepspeed_gear.actors.inference_loader import InferenceLoader
-from deepspeed_gear.actors.inference_mailbox import FREE, RequestSlots
+from deepspeed_gear.actors.inference_mailbox import FREE, InferenceMailbox
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 
 # ---- what lands in the store -----------------------------------------------------------------------
@@ -69,14 +69,14 @@ def test_longer_than_max_length_is_cut() -> None:
 # ---- who is served when ----------------------------------------------------------------------------
 
 
-def test_the_oldest_come_first(scene: tuple[InferenceLoader, Simulators]) -> None:
+def test_the_oldest_come_first(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     loader, simulators = scene
     for envs in ([2], [0], [1, 3]):
         simulators.post(envs)
     assert [next(loader).simulators.tolist() for _ in range(2)] == [[2, 0], [1, 3]]
 
 
-def test_nobody_starves(scene: tuple[InferenceLoader, Simulators]) -> None:
+def test_nobody_starves(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     loader, simulators = scene
     simulators.post(np.array([0, 1, 2]))
     seen = []
@@ -92,7 +92,7 @@ def test_nobody_starves(scene: tuple[InferenceLoader, Simulators]) -> None:
     assert [seen.count(env) for env in (0, 1, 2)] == [4, 4, 4]
 
 
-def test_requests_may_be_answered_in_any_order(scene: tuple[InferenceLoader, Simulators]) -> None:
+def test_requests_may_be_answered_in_any_order(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     loader, simulators = scene
     simulators.post()
     first, second = next(loader), next(loader)
@@ -104,7 +104,7 @@ def test_requests_may_be_answered_in_any_order(scene: tuple[InferenceLoader, Sim
         first.reply(**policy(first["observation"]))
 
 
-def test_nobody_asks(scene: tuple[InferenceLoader, Simulators]) -> None:
+def test_nobody_asks(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     begun = time.monotonic()
     request = next(scene[0])
     assert not request
@@ -138,7 +138,7 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
     with loader_of(replay, num_simulators=4) as loader:
         slots = loader._slots
         name = table.memory.path.name
-        other = RequestSlots.create(slots.places, name, 1, table.run, table.ops, False)  # of another rank
+        other = InferenceMailbox.create(slots.places, name, 1, table.run, table.ops, False)  # of another rank
         try:
             with (
                 replay.writer().simulators(3, "next_step"),
@@ -191,7 +191,7 @@ def test_a_wrong_loader_is_refused(replay: Replay) -> None:
         no_writers.inference_loader(4)
 
 
-def test_wrong_answers_are_refused(scene: tuple[InferenceLoader, Simulators]) -> None:
+def test_wrong_answers_are_refused(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     loader, simulators = scene
     simulators.post()
     request = next(loader)
@@ -209,7 +209,7 @@ def test_wrong_answers_are_refused(scene: tuple[InferenceLoader, Simulators]) ->
     )
 
 
-def test_wrong_steps_are_refused(scene: tuple[InferenceLoader, Simulators]) -> None:
+def test_wrong_steps_are_refused(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     loader, simulators = scene
     columns = Envs(range(4), "next_step", short).step(np.arange(4))
     with pytest.raises(StoreError, match="step must come behind the answers"):

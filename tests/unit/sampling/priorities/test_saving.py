@@ -13,7 +13,7 @@ from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.constants import REPORT_NUMBER
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.priority_log import NEVER
-from deepspeed_gear.store.pins import Readers
+from deepspeed_gear.store.pins import SelectionPins
 
 
 def busy(scenes: Any, unit: str) -> tuple[StoreScene, Any]:
@@ -65,7 +65,7 @@ def test_exported_reports_for_what_is_gone_change_nothing(scenes: Any) -> None:
     report(stream, [(1, 0), (4, 0), (3, 0)], [50, 60, 70])
     table_edits.remove(scene.table, [1, 4])
     with scene.table.lock:
-        assert Readers(scene.table).pinned(np.array([1, 4])).tolist() == [False, False]
+        assert SelectionPins(scene.table).pinned(np.array([1, 4])).tolist() == [False, False]
         scene.table.free(np.array([1, 4]))
         slots = np.array([0, 2, 3])
         saved = stream.masses.export(slots)
