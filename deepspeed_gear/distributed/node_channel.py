@@ -262,7 +262,7 @@ class NodeChannel:
 
 
 def message_of(words: np.ndarray, more: np.ndarray = NO_WORDS) -> np.ndarray:
-    """Return words, and more after them, as `NodeChannel.begin` takes them. [n], [m] -> [1 + n + m], int64."""
+    """Return words and more words as `NodeChannel.begin` takes them. [n], [m] -> [1 + n + m], int64."""
     message = np.empty(1 + len(words) + len(more), np.int64)
     message[1 : 1 + len(words)], message[1 + len(words) :] = words, more
     return message
