@@ -10,7 +10,7 @@
 #   --grace S           seconds for the other hosts to end by themselves once one has failed (default: 90)
 #
 # A file .deepspeed_env (home or this folder; DS_ENV_FILE renames it) is used if there is one; otherwise the variables
-# below that are set here are sent. docs/many_nodes.md says why each one matters.
+# below that are set here are sent. docs/how-to/many-nodes.md says why each one matters.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

@@ -6,7 +6,7 @@
 # A torch that sees a CUDA device is used where it is: in the active environment, in .venv, or in that of the python3
 # or python on the PATH, over whose packages .venv-gpu is made. Otherwise one is installed into .venv.
 # On a machine without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=<a folder of wheels> bash launch/test_gpu.sh
-# (docs/gpu.md says how to fill the folder)
+# (docs/how-to/gpu.md says how to fill the folder)
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"

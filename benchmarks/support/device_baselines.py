@@ -98,7 +98,7 @@ def _check_torchrl() -> None:
     try:
         importlib.import_module("torchrl._torchrl")
     except ImportError as error:
-        rule = "does not load, so it is built for another torch (docs/gpu.md: versions that fit)"
+        rule = "does not load, so it is built for another torch (docs/how-to/gpu.md: versions that fit)"
         raise ImportError(f"torchrl {version('torchrl')} with torch {torch.__version__} {rule}") from error
 
 

@@ -406,7 +406,7 @@ class Replay(Tables):
     def statistics(self) -> dict[str, Any]:
         """Return sizes of the store, how the training stream draws, and times since the last call.
 
-        docs/statistics.md explains each entry. Cost: one pass over priorities and counters.
+        docs/how-to/statistics.md explains each entry. Cost: one pass over priorities and counters.
         """
         self._check_open()
         return {

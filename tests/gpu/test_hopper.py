@@ -12,7 +12,7 @@ from hopper_support import digests, hopper_data
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 STEPS = 4000  # of the configs
-LEAST_RETURN = 3400  # docs/hopper.md has the returns of the CPU
+LEAST_RETURN = 3400  # docs/tutorials/decision-transformer.md has the returns of the CPU
 CONFIGS = {"host": "hopper.json", "device": "hopper_device.json"}
 
 

@@ -31,7 +31,7 @@ def test_the_documented_wheels_are_all_that_is_installed(checkout: Path) -> None
     project = tomllib.loads((checkout / "pyproject.toml").read_text())
     needed = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["gpu"]
     needed += project["build-system"]["requires"] + importlib.metadata.requires("deepspeed")
-    text = (checkout / "docs" / "gpu.md").read_text()
+    text = (checkout / "docs" / "how-to" / "gpu.md").read_text()
     command = re.search(r"^pip wheel .*?\n```$", text, re.MULTILINE | re.DOTALL)
     assert command is not None
     assert names_of(needed) - {"torch"} <= set(command[0].split())

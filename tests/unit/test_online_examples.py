@@ -35,7 +35,7 @@ def test_gear_takes_few_lines_in_td3() -> None:
 
 
 def test_the_page_shows_the_config_and_an_actor_of_15_lines() -> None:
-    page = (ROOT / "docs" / "online.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "online.md").read_text()
     shown = json.loads("{" + re.findall(r"```json\n(\"main\".*?)```", page, re.DOTALL)[0] + "}")["main"]
     table = json.loads((ROOT / "configs" / "online.json").read_text())["gear"]["tables"]["main"]
     assert shown == {name: value for name, value in table.items() if name != "schema"}

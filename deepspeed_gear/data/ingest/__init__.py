@@ -48,7 +48,7 @@ def open_source(path: str | Path, format: str = "auto", columns: Sequence[str] |
     for reader in READERS.values():
         if reader.recognises(path):
             return reader.open(path, select)
-    remedy = f"known are {', '.join(READERS)}; see docs/data.md for what each looks like"
+    remedy = f"known are {', '.join(READERS)}; see docs/how-to/data-sets.md for what each looks like"
     raise DataError(str(path), "must have a known layout", _content(path), remedy)
 
 

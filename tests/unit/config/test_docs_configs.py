@@ -1,4 +1,4 @@
-"""The configs in docs/hindsight.md and docs/recurrent.md run, and give what these pages say."""
+"""The configs of docs/how-to/hindsight.md and recurrent-models.md run, and give what these pages say."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def replay_of(section: dict[str, Any]) -> Replay:
 
 
 def test_hindsight(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = checkout / "docs" / "hindsight.md"
+    page = checkout / "docs" / "how-to" / "hindsight.md"
     code = re.search(r"```python\n(def reward.*?)```", page.read_text(), re.DOTALL)
     assert code is not None
     (tmp_path / "my_task.py").write_text(f"import torch\n{code[1]}")
@@ -68,7 +68,7 @@ def test_hindsight(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_recurrent(checkout: Path) -> None:
-    with replay_of(config_in(checkout / "docs" / "recurrent.md")) as replay:
+    with replay_of(config_in(checkout / "docs" / "how-to" / "recurrent-models.md")) as replay:
         batch = replay.sample()
         learns = batch.learns("reward")
         assert learns.shape == (64, 60)
@@ -86,7 +86,7 @@ def test_recurrent(checkout: Path) -> None:
 
 def test_gpu(checkout: Path) -> None:
     """The config and the first program of the page, on the host; what is left of it needs a card."""
-    page = (checkout / "docs" / "gpu.md").read_text()
+    page = (checkout / "docs" / "how-to" / "gpu.md").read_text()
     (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     use, graph, compiled = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     known: dict[str, Any] = {"config": json.loads(block), "device": "cpu"}
@@ -100,4 +100,4 @@ def test_gpu(checkout: Path) -> None:
     replay.check()
     replay.close()
     for program in (graph.replace("fixed tensors", "..."), compiled):
-        compile(program, str(checkout / "docs" / "gpu.md"), "exec")
+        compile(program, str(checkout / "docs" / "how-to" / "gpu.md"), "exec")

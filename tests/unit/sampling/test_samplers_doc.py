@@ -1,4 +1,4 @@
-"""The examples of docs/samplers.md run as they stand."""
+"""The examples of docs/how-to/samplers.md run as they stand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.config.describe_options import alternatives, as_model, options
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "samplers.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "samplers.md").read_text(encoding="utf-8")
 EXAMPLES: list[dict[str, Any]] = [json.loads(t) for t in re.findall(r"```json\n(.+?)```", PAGE, re.DOTALL)]
 SCHEMA = Schema(
     [

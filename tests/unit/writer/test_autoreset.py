@@ -1,4 +1,4 @@
-"""Autoreset modes: the loops of docs/online.md store every transition; a mode is never assumed."""
+"""Autoreset modes: the loops of docs/how-to/online.md store every transition; a mode is never assumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gymnasium.wrappers import Autoreset, TimeLimit
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "online.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "online.md").read_text(encoding="utf-8")
 COLUMNS = {
     "observation": {"dtype": "float32", "shape": [4], "role": "observation", "rows": "T+1"},
     "action": {"dtype": "int64", "role": "action"},

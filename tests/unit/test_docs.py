@@ -1,0 +1,57 @@
+"""Links between pages lead somewhere, and the README stays short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import deepspeed_gear
+
+MOST_README_LINES = 160
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M):
+        text = re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", ""))
+        found.add(text.replace(" ", "-"))
+    return found | set(re.findall(r'<a (?:id|name)="([^"]+)"', page.read_text(encoding="utf-8")))
+
+
+def test_links_lead_somewhere(checkout: Path) -> None:
+    pages = subprocess.check_output(["git", "ls-files", "*.md"], cwd=checkout, text=True).split()
+    assert len(pages) > 20
+    broken = []
+    for page in pages:
+        folder = (checkout / page).parent
+        for target in re.findall(r"\]\(([^)\s]+)\)", (checkout / page).read_text(encoding="utf-8")):
+            if target.startswith("http"):
+                continue
+            path, _, anchor = target.partition("#")
+            file = (folder / path).resolve() if path else checkout / page
+            if not file.exists():
+                broken.append(f"{page}: {target}")
+            elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+                broken.append(f"{page}: {target} (no such heading)")
+    assert broken == []
+
+
+def test_the_site_and_the_api_reference_build(checkout: Path, tmp_path: Path) -> None:
+    """Each name of docs/reference/api.md is found, and each public name is on the page."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    page = (tmp_path / "site" / "reference" / "api" / "index.html").read_text(encoding="utf-8")
+    missing = [
+        name
+        for name in deepspeed_gear.__all__
+        if not re.search(rf'id="deepspeed_gear\.([\w.]+\.)?{name}"', page)
+    ]
+    assert missing == []
+
+
+def test_the_readme_is_short(checkout: Path) -> None:
+    assert len((checkout / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_README_LINES
