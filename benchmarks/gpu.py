@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --json F                all figures; exit code 2 where torch sees no CUDA device
     python benchmarks/gpu.py --device cpu --smoke    the same code with tiny sizes; its numbers mean nothing
 
-the GPU page says what the figures are. A figure that fails is a row with its error, and the exit code is 1; a
+The GPU page says what the figures are. A figure that fails is a row with its error, and the exit code is 1; a
 bound that is not met is only told.
 """
 

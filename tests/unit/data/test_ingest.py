@@ -294,7 +294,7 @@ def test_wrong_splits_are_refused(tmp_path: Path, d4rl: Maker, options: list[str
 
 KILLED = """
 import os, signal, sys
-from deepspeed_gear.store import dataset_writer
+from deepspeed_gear.data import dataset_writer
 from deepspeed_gear.data.ingest import ingest
 add = dataset_writer.DatasetWriter.add
 def add_then_die(self, *arguments):
