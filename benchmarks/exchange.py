@@ -3,7 +3,7 @@
     python benchmarks/exchange.py --json F [--quick] [--parts bandwidth ...]
 
 Needs root: the nodes are namespaces of this machine with virtual links (tests/cluster/cluster.sh), which this
-command brings up and takes down. Whatever is compared runs on the same links in turns. docs/performance.md
+command brings up and takes down. Whatever is compared runs on the same links in turns. docs/performance-appendix.md
 says what the columns mean.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/gather.py --json F                  one thread: the op, and complete samples
     python benchmarks/gather.py --ranks 2 --busy --json F     also: ranks at once, and busy cores
 
-docs/performance.md says what the columns mean.
+docs/performance-appendix.md says what the columns mean.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the results into docs/performance.md, so that its tables are what the JSON files say.
+"""Write the results into docs/performance-appendix.md, so that its tables are what the JSON files say.
 
 python benchmarks/tables.py [--check]
 """
@@ -15,7 +15,7 @@ from typing import Any
 from support import ROOT
 
 RESULTS = Path(__file__).resolve().parent / "results"
-TARGET = ROOT / "docs" / "performance.md"
+TARGET = ROOT / "docs" / "performance-appendix.md"
 Rows = list[dict[str, Any]]
 
 
