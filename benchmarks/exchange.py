@@ -3,8 +3,8 @@
     python benchmarks/exchange.py --json F [--quick] [--parts bandwidth ...]
 
 Needs root: the nodes are namespaces of this machine with virtual links (tests/cluster/cluster.sh), which this
-command brings up and takes down. Whatever is compared runs on the same links in turns. docs/performance-appendix.md
-says what the columns mean.
+command brings up and takes down. Whatever is compared runs on the same links in turns. The performance pages
+say what the columns mean.
 """
 
 from __future__ import annotations

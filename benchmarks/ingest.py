@@ -2,7 +2,7 @@
 
     python benchmarks/ingest.py --json F [--quick] [--reverb-python P]
 
-One core per process: writers are actors that attach to the store of this process. docs/performance-appendix.md says
+One core per process: writers are actors that attach to the store of this process. The performance pages say
 what the columns mean.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/select.py --json F                      one thread: batches, memory, growth, top-k
     python benchmarks/select.py --ranks 2 --json F --figure F     also: ranks at once on one store
 
-A batch is sampled, gathered and weighted, and its priorities are updated. docs/performance-appendix.md says what the
+A batch is sampled, gathered and weighted, and its priorities are updated. The performance pages say what the
 columns mean.
 """
 
