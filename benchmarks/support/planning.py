@@ -23,8 +23,17 @@ from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS
 from deepspeed_gear.distributed.sharded.selection_agreement import HELLO_WORDS, TOTAL
 from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.distributed.topology import Topology
-from deepspeed_gear.ops import functional, load_backend
-from deepspeed_gear.ops.constants import FAN_OUT, R_ANCHOR, R_ID, R_NUM_STEPS, R_SLOT, SLOT_WORDS
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.constants import (
+    FAN_OUT,
+    R_ANCHOR,
+    R_ID,
+    R_NUM_STEPS,
+    R_SLOT,
+    SAMPLE_WORDS,
+    SLOT_WORDS,
+    tree_size,
+)
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, MassRule
 from deepspeed_gear.sampling.selection import StreamSpec
@@ -47,6 +56,13 @@ FIELDS = {name: {"offset": 1 - WINDOW, "length": WINDOW} for name in ("observati
 ROW_BYTES = {"observation": 44, "action": 12, "reward": 4}
 
 
+def _tree(masses: torch.Tensor) -> torch.Tensor:
+    sums = torch.zeros(tree_size(len(masses)), dtype=torch.int64)
+    sums[: len(masses)] = masses
+    load_backend().tree_build_(sums, len(masses))
+    return sums
+
+
 class Items(ItemMasses):
     """A node's steps, equally likely, with a tree and slots in plain memory."""
 
@@ -56,7 +72,7 @@ class Items(ItemMasses):
         slots[:, 0], slots[:, 1], slots[:, 4] = 2, 1, STEPS
         slots[:, 2] = index * TRAJECTORIES + torch.arange(TRAJECTORIES)
         slots[:, 3] = torch.arange(TRAJECTORIES) * STEPS
-        self._slots, self.sums = slots, functional.tree(torch.full((TRAJECTORIES,), STEPS))
+        self._slots, self.sums = slots, _tree(torch.full((TRAJECTORIES,), STEPS))
         self._top = self.sums[-FAN_OUT:].numpy().data
         self.words = memoryview(np.zeros(CHANGE_WORDS, np.int64))
         self._control = memoryview(np.zeros(CONTROL_WORDS, np.int64))  # nothing ever changes
@@ -140,7 +156,9 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, key: int, count: int, num_nodes: int) -> Batch:
-        drawn = functional.draw(SEED, KEY, key * count, num_nodes * TRAJECTORIES * STEPS, count).numpy()
+        drawn = np.empty(count, np.int64)
+        total = num_nodes * TRAJECTORIES * STEPS
+        load_backend().draw_(torch.from_numpy(drawn), SEED, KEY, key * count, total)
         trajectory = drawn // STEPS
         return cls(drawn, trajectory // TRAJECTORIES, trajectory % TRAJECTORIES, drawn % STEPS)
 
@@ -189,7 +207,13 @@ class Node:
         records[:, R_NUM_STEPS] = STEPS
         everyone = torch.ones(1, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int16)  # as for node 1
         given = torch.from_numpy(records), torch.arange(len(records))
-        packed = functional.send_draws(*given, *everyone, 0, 0)[1].numpy()
+        samples = torch.empty(len(records), SAMPLE_WORDS, dtype=torch.int64)
+        resolutions, ends_ = (
+            torch.empty(len(records), 4, dtype=torch.int64),
+            torch.empty(2, dtype=torch.int64),
+        )
+        load_backend().send_draws_(samples, resolutions, ends_, *given, None, None, *everyone, 0, 0, 0)
+        packed = resolutions.numpy()
         ends = np.cumsum(np.bincount(owner, minlength=routes.num_nodes))[:-1]
         parts = [part.reshape(-1) for part in np.split(packed, ends)]
         self.link.heard = [np.concatenate([np.ones(HEAD_WORDS - 1, np.int64), part]) for part in parts]

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_gear import Replay
-from deepspeed_gear.ops.functional import mass
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
 from support.select_limit import SelectLimit
 from support.subject import RING, Times, timed
 from support.workloads import Workload, workload
@@ -19,6 +20,13 @@ ALPHA, BETA = 0.6, 0.4
 SAMPLERS = ("prioritized", "uniform")
 _NUM_FRESH = 64  # batches of new priorities that are used in turn
 _CHUNK = 1 << 14  # priorities that are set at once before everything is timed
+
+
+def mass(priorities: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Return the masses of priorities. [n], float32 -> [n], int64."""
+    masses = torch.empty(len(priorities), dtype=torch.int64)
+    load_backend().mass_(masses, priorities, round(alpha * ONE_Q62), MOST_MASS_BITS)
+    return masses
 
 
 def has_cpprb() -> bool:

@@ -1,7 +1,7 @@
-"""The ops: their meaning (`reference`), their native versions, and one interface to both (`functional`)."""
+"""The ops: their meaning in PyTorch (`reference`), and the backends that run them (`backends`)."""
 
 from __future__ import annotations
 
-from .functional import Ops, load_backend
+from deepspeed_gear.ops.backends import Ops, load_backend
 
 __all__ = ["Ops", "load_backend"]

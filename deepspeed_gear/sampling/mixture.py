@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import ONE_Q62
-from deepspeed_gear.ops.functional import Ops
 
 TOLERANCE = 1e-6  # of the sum of the shares
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import StoreError
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS, R_SLOT
-from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.local_selector import LocalSelector
 from deepspeed_gear.sampling.rate_gate import EmptyError, RateGate

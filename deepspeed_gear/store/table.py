@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import StoreError, StoreFullError
-from deepspeed_gear.ops.functional import Ops
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.column_arrays import ColumnArrays, as_tensor
 from deepspeed_gear.store.dataset_loading import derive_returns, fill

@@ -18,6 +18,7 @@ from gather_support import (
     random_bits,
     resolutions_of,
 )
+from op_wrappers import scaling
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops import reference as meaning
@@ -31,7 +32,6 @@ from deepspeed_gear.ops.constants import (
     SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
 )
-from deepspeed_gear.ops.functional import scaling
 from deepspeed_gear.schema import DTYPES
 
 

@@ -10,12 +10,12 @@ import os
 import pytest
 import torch
 from gather_support import Field, SameBits, check, gather, random_bits
+from op_wrappers import scaling
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops import reference as meaning
 from deepspeed_gear.ops.constants import ALIGN_RIGHT
-from deepspeed_gear.ops.functional import scaling
 from deepspeed_gear.schema import DTYPES
 
 ALLOWED = [

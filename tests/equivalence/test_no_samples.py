@@ -17,6 +17,7 @@ from gather_support import (
     random_bits,
     resolutions_of,
 )
+from op_wrappers import powers_of, scaling
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
@@ -33,7 +34,6 @@ from deepspeed_gear.ops.constants import (
     SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
 )
-from deepspeed_gear.ops.functional import powers_of, scaling
 
 EMPTY = [NO_SAMPLE, NO_SAMPLE, 0, 0, 0, 0, 0]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import op_wrappers
 import pytest
 import torch
 from gather_support import NONE, NUM_ROWS, Field, SameBits, arguments_of, gather, random_bits
+from op_wrappers import powers_of
 from torch import Tensor
 
-from deepspeed_gear.ops import Ops, functional
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import (
     ALIGN_IN_PLACE,
     ALIGN_LEFT,
@@ -21,7 +23,6 @@ from deepspeed_gear.ops.constants import (
     SOURCE_TIMESTEP,
     SOURCE_TRAJECTORY,
 )
-from deepspeed_gear.ops.functional import powers_of
 
 REFUSED = pytest.raises((ValueError, RuntimeError), match=r"resolution 0 .*must lie in the columns")
 STEPS = 6  # of the trajectory; it has one row more
@@ -182,9 +183,9 @@ def test_n_step_of_one_row_too_few_is_refused(request: pytest.FixtureRequest, na
 
 
 def test_public_wrappers_take_them_too() -> None:
-    values, mask = functional.gather(COLUMN[2:4].clone(), record(3, -2), offset=-1, length=2)
+    values, mask = op_wrappers.gather(COLUMN[2:4].clone(), record(3, -2), offset=-1, length=2)
     assert torch.equal(values[0], COLUMN[2:4])
     assert mask.all()
     flags = torch.zeros(2, dtype=torch.bool)
-    returns, _, steps = functional.n_step(torch.tensor([1.0, 2.0]), flags, None, record(3, -3), 2, 0.5)
+    returns, _, steps = op_wrappers.n_step(torch.tensor([1.0, 2.0]), flags, None, record(3, -3), 2, 0.5)
     assert (returns.tolist(), steps.tolist()) == ([2.0], [2])

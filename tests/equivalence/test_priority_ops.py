@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import op_wrappers
 import pytest
 import torch
 from priority_op_cases import (
@@ -20,7 +21,7 @@ from priority_op_cases import (
 )
 from torch import Tensor
 
-from deepspeed_gear.ops import Ops, functional
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import (
     COMMITTED,
     FAN_OUT,
@@ -161,7 +162,7 @@ def test_minima(reference: Ops, native: Ops, num_items: int) -> None:
         assert torch.equal(got, expected)
         assert got.tolist() == minima_by_hand(sums[:num_items])
         some = sums[:num_items][sums[:num_items] > 0]
-        least = functional.least_mass(sums, got, num_items)
+        least = op_wrappers.least_mass(sums, got, num_items)
         assert least == (int(some.min()) if len(some) else 0)
         minima = got
 
@@ -174,12 +175,12 @@ def test_minima_rise_and_vanish(native: Ops) -> None:
     minima = torch.zeros(minima_size(num_items), dtype=torch.int64)
     native.minima_build_(minima, sums, num_items)
     for first, end in pairwise((0, 1, 31, 33, 64, 1000, 1024, 1025)):
-        assert functional.least_mass(sums, minima, num_items) == first + 5
+        assert op_wrappers.least_mass(sums, minima, num_items) == first + 5
         items = torch.arange(first, end)
         native.tree_update_(sums, num_items, items, items * 0)
         native.minima_update_(minima, sums, num_items, items.repeat(2))
         assert minima.tolist() == minima_by_hand(sums[:num_items])
-    assert functional.least_mass(sums, minima, num_items) == 0
+    assert op_wrappers.least_mass(sums, minima, num_items) == 0
 
 
 def test_minima_refuse(careful: Ops, kernels_on_host: Ops) -> None:
@@ -203,10 +204,10 @@ def test_resolve_rows(reference: Ops, native: Ops, num_slots: int) -> None:
     torch.manual_seed(num_slots)
     slots, row_slots = store_of(torch.randint(1, 20, (num_slots,)).tolist())
     sums = tree_of(masses_of(len(row_slots)).clamp(max=1 << 30) * (row_slots >= 0), native)
-    total = functional.tree_total(sums, len(row_slots))
+    total = op_wrappers.tree_total(sums, len(row_slots))
     if total == 0:
         sums = tree_of((row_slots >= 0).long(), native)
-        total = functional.tree_total(sums, len(row_slots))
+        total = op_wrappers.tree_total(sums, len(row_slots))
     for count in (*SIZES, 200):
         coordinates = torch.randint(0, total, (count,))
         expected, got = (torch.full((count, RESOLUTION_WORDS), -1) for _ in range(2))

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from op_wrappers import powers_of
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.functional import powers_of
 from deepspeed_gear.schema import DTYPES
 
 SameBits = Callable[[Tensor, Tensor], bool]

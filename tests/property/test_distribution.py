@@ -6,12 +6,13 @@ import math
 import os
 
 import numpy as np
+import op_wrappers
 import pytest
 import torch
 from scipy.stats import chi2, norm
 from torch import Tensor
 
-from deepspeed_gear.ops import Ops, functional, load_backend
+from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import R_ANCHOR, R_SLOT, UNIT_STEP, UNIT_TRAJECTORY
 
 ALL_ANCHORS = (0, 0, 1, 1 << 40, 0)
@@ -35,7 +36,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("total", [7, 1000, 3 << 40, (1 << 62) - 1])
 def test_coordinates_are_uniform(native: Ops, total: int) -> None:
     count, bins = 200_000, min(total, 1000)
-    coordinates = functional.draw(1, 2, 0, total, count, ops=native)
+    coordinates = op_wrappers.draw(1, 2, 0, total, count, ops=native)
     edges = np.array([total * i // bins for i in range(1, bins)])
     counts = np.bincount(np.searchsorted(edges, coordinates.numpy(), side="right"), minlength=bins)
     assert chi_square(torch.from_numpy(counts).double(), torch.full((bins,), count / bins)) > 1e-3
@@ -45,7 +46,7 @@ def test_coordinates_are_uniform(native: Ops, total: int) -> None:
 def test_neighbouring_samples_streams_and_seeds_are_independent(native: Ops) -> None:
     count, bins = 100_000, 16
     draws = [
-        functional.draw(seed, stream, first, bins, count, ops=native)
+        op_wrappers.draw(seed, stream, first, bins, count, ops=native)
         for seed, stream, first in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1 << 32, 0, 0))
     ]
     for other in draws[1:]:
@@ -61,10 +62,10 @@ def test_trajectories_and_steps(native: Ops, unit: int) -> None:
     masses = lengths if unit == UNIT_STEP else torch.randint(1, 10, (500,))
     slots = torch.zeros(500, 8, dtype=torch.int64)
     slots[:, 4] = lengths
-    sums = functional.tree(masses, ops=native)
+    sums = op_wrappers.tree(masses, ops=native)
     count, total = 1_000_000, int(masses.sum())
-    coordinates = functional.draw(3, 0, 0, total, count, ops=native)
-    hits = functional.resolve(sums, slots, coordinates, ALL_ANCHORS, unit=unit, seed=3, ops=native)
+    coordinates = op_wrappers.draw(3, 0, 0, total, count, ops=native)
+    hits = op_wrappers.resolve(sums, slots, coordinates, ALL_ANCHORS, unit=unit, seed=3, ops=native)
     first = lengths.cumsum(0) - lengths
     steps = torch.bincount(first[hits[:, R_SLOT]] + hits[:, R_ANCHOR], minlength=int(lengths.sum())).double()
     share = masses / total / lengths
@@ -77,7 +78,7 @@ def test_trajectories_and_steps(native: Ops, unit: int) -> None:
 def tree(native: Ops) -> tuple[Tensor, Tensor]:
     """A tree of equal items, and slots of zeros, which are never written and so take no memory."""
     slots = torch.zeros(MANY, 8, dtype=torch.int64)
-    return functional.tree(torch.ones(MANY, dtype=torch.int64), ops=native), slots
+    return op_wrappers.tree(torch.ones(MANY, dtype=torch.int64), ops=native), slots
 
 
 class TestManyEqualItems:
@@ -89,7 +90,7 @@ class TestManyEqualItems:
         return out[:, R_SLOT]
 
     def test_every_item_has_its_coordinate(self, native: Ops, tree: tuple[Tensor, Tensor]) -> None:
-        assert functional.tree_total(tree[0], MANY) == MANY
+        assert op_wrappers.tree_total(tree[0], MANY) == MANY
         for first in range(0, MANY, CHUNK):
             coordinates = torch.arange(first, first + CHUNK)
             assert torch.equal(self.resolve(native, tree, coordinates), coordinates)
@@ -99,7 +100,7 @@ class TestManyEqualItems:
         one = torch.ones(CHUNK, dtype=torch.int32)
         num_draws = int(MANY * DRAWS)
         for first in range(0, num_draws, CHUNK):
-            coordinates = functional.draw(9, 0, first, MANY, CHUNK, ops=native)
+            coordinates = op_wrappers.draw(9, 0, first, MANY, CHUNK, ops=native)
             counts.index_add_(0, self.resolve(native, tree, coordinates), one)
         assert int(counts.sum()) == num_draws
         # Chi-square with 2^25 - 1 degrees is normal.
@@ -117,7 +118,7 @@ class TestManyEqualItems:
         lengths[-1] = MANY % 1000
         slots = torch.zeros(len(lengths), 8, dtype=torch.int64)
         slots[:, 4] = lengths
-        sums = functional.tree(lengths, ops=native)
+        sums = op_wrappers.tree(lengths, ops=native)
         out = torch.empty(CHUNK, 8, dtype=torch.int64)
         for first in range(0, MANY, CHUNK):
             coordinates = torch.arange(first, first + CHUNK)

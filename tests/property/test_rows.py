@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import op_wrappers
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from deepspeed_gear.distributed.row_exchange.row_exchange import most_rows
 from deepspeed_gear.distributed.row_exchange.row_reads import RowLayout, RowReads, WindowRead, layout_of
-from deepspeed_gear.ops import Ops, functional, load_backend
+from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT, RESOLUTION_WORDS, SLOT_FIRST_ROW, SLOT_WORDS
 
 FINAL_ROW = {"a": 0, "b": 1, "c": 0}
@@ -130,7 +131,7 @@ def taken_by(
     ring = torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64)
     room = FIRST[0], 190, FIRST[1], 50, *FIRST_OF_ALL
     given = heard, torch.arange(count), words_of(samples, peer), *layout[1:], HEADS[: len(heard)]
-    sizes, needed = functional.unpack_rows(arrivals, ring, *given, room, ops=ops)
+    sizes, needed = op_wrappers.unpack_rows(arrivals, ring, *given, room, ops=ops)
     lies = (ring[:, (R_FIRST_ROW, R_SLOT)] - torch.tensor(FIRST_OF_ALL)).tolist()
     return Taken(arrivals, lies, *needed.tolist(), sizes.tolist())
 
@@ -167,7 +168,7 @@ def packed(scene: Scene, layout: RowLayout) -> list[list[torch.Tensor]]:
     for node in range(scene.num_nodes):
         mine = [s for s in scene.samples if s.holder == node]
         given = stores[node], words_of(mine, "reader"), *layout[1:], HEADS[: scene.num_nodes], slots
-        (expected, sizes), (message, same) = (functional.pack_rows(*given, ops=ops) for ops in BACKENDS)
+        (expected, sizes), (message, same) = (op_wrappers.pack_rows(*given, ops=ops) for ops in BACKENDS)
         assert torch.equal(message, expected)
         assert torch.equal(same, sizes)
         words = [HEAD // 8 - (-size // 8) for size in sizes.tolist()]
@@ -247,7 +248,9 @@ def test_samples_outside_are_refused(word: int, value: int) -> None:
     sample[word] = value
     slots, stored = torch.zeros(4, SLOT_WORDS, dtype=torch.int64), torch.zeros(99, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="sample 0 must be a step of a trajectory"):
-        functional.pack_rows([stored], torch.tensor([sample]), *layout[1:], HEADS[:2], slots, ops=BACKENDS[1])
+        op_wrappers.pack_rows(
+            [stored], torch.tensor([sample]), *layout[1:], HEADS[:2], slots, ops=BACKENDS[1]
+        )
 
 
 def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:

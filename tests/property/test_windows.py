@@ -5,12 +5,13 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+import op_wrappers
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_gear.ops import Ops, functional, load_backend
+from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import (
     ALIGN_IN_PLACE,
     ALIGN_LEFT,
@@ -89,7 +90,7 @@ def test_window(
     ops: Ops, table: Table, offset: int, length: int, align: int, pad: float | str, source: int
 ) -> None:
     column = torch.arange(1, 2 * table.num_rows + 1).view(-1, 2)  # every element tells where it is from
-    values, mask = functional.gather(
+    values, mask = op_wrappers.gather(
         column, table.resolutions, source=source, offset=offset, length=length, align=align, pad=pad, ops=ops
     )
     for j, (i, anchor) in enumerate(table.anchors):
@@ -156,7 +157,7 @@ def collect(
     scale, n_steps = (none, none), torch.arange(len(resolutions)) % 4 + 1
     if kind.scaled:
         both = torch.stack((torch.linspace(-3, 3, kind.elements), torch.linspace(0.3, 2, kind.elements)))
-        scale = functional.scaling(both[0], both[1], kind.stored, kind.dtype)
+        scale = op_wrappers.scaling(both[0], both[1], kind.stored, kind.dtype)
     out = torch.full((len(resolutions), count, kind.elements), 1).to(kind.dtype)
     mask = torch.ones(len(resolutions), count, dtype=torch.bool)
     counters = torch.zeros(3, dtype=torch.int64)
@@ -204,8 +205,8 @@ def expected_mask(table: Table, source: int, window: Window) -> list[list[bool]]
 @given(table=tables(), offset=st.integers(-3, 3))
 def test_single_step_and_trajectory_row(ops: Ops, table: Table, offset: int) -> None:
     column, each = torch.arange(table.num_rows), torch.arange(len(table.lengths)) * 10
-    values, real = functional.gather(column, table.resolutions, offset=offset, pad=-1, ops=ops)
-    rows, there = functional.gather(each, table.resolutions, source=SOURCE_TRAJECTORY, ops=ops)
+    values, real = op_wrappers.gather(column, table.resolutions, offset=offset, pad=-1, ops=ops)
+    rows, there = op_wrappers.gather(each, table.resolutions, source=SOURCE_TRAJECTORY, ops=ops)
     assert rows.tolist() == [10 * i for i, _ in table.anchors]
     assert there.all()
     for j, (i, anchor) in enumerate(table.anchors):
@@ -227,7 +228,7 @@ def test_n_step(ops: Ops, data: st.DataObject, table: Table, n: int, gamma: floa
     reward = data.draw(st.lists(rewards, **size))
     terminated = data.draw(st.lists(st.booleans(), **size))
     truncated = data.draw(st.none() | st.lists(st.booleans(), **size))
-    returns, discount, steps = functional.n_step(
+    returns, discount, steps = op_wrappers.n_step(
         torch.tensor(reward),
         torch.tensor(terminated),
         None if truncated is None else torch.tensor(truncated),
@@ -254,7 +255,7 @@ def test_n_step(ops: Ops, data: st.DataObject, table: Table, n: int, gamma: floa
 @given(data=st.data(), table=tables())
 def test_return_to_go(ops: Ops, data: st.DataObject, table: Table) -> None:
     reward = data.draw(st.lists(rewards, min_size=table.num_rows, max_size=table.num_rows))
-    got = functional.suffix_sum(torch.tensor(reward), table.extents, ops=ops)
+    got = op_wrappers.suffix_sum(torch.tensor(reward), table.extents, ops=ops)
     for first, length in table.extents.tolist():
         total = 0.0
         for row in reversed(range(first, first + length)):

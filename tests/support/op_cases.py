@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from op_wrappers import powers_of
 from torch import Tensor
 
 from deepspeed_gear.ops import fake_ops, load_backend
@@ -24,7 +25,6 @@ from deepspeed_gear.ops.constants import (
     minima_size,
     tree_size,
 )
-from deepspeed_gear.ops.functional import powers_of
 
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
 ON_DEVICE = [

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import DRAWABLE
-from deepspeed_gear.ops.functional import Ops
 from deepspeed_gear.store.slot_sets import is_among
 from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NUM_ROWS, RETIRED, STATE, Table
 

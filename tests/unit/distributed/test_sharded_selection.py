@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import op_wrappers
 import pytest
 import torch
 
-from deepspeed_gear.ops import functional
 from deepspeed_gear.sampling.samplers.top_k import merge_top
 
 SIZES = {1: [1000], 3: [1, 700, 299], 8: [33, 0, 32, 1, 400, 31, 500, 3]}
@@ -22,19 +22,19 @@ def test_draws_over_shards_are_those_of_one_table(num_shards: int, spread: int) 
     sizes = SIZES[num_shards]
     masses = 2 ** torch.randint(0, spread, (1000,), generator=torch.Generator().manual_seed(0))
     masses[::7] = 0
-    whole, shards = functional.tree(masses), [functional.tree(part) for part in parts_of(masses, sizes)]
-    totals = [functional.tree_total(s, n) for s, n in zip(shards, sizes, strict=True)]
-    coordinates = functional.draw(3, 1, 0, functional.tree_total(whole, 1000), 20_000)
+    whole, shards = op_wrappers.tree(masses), [op_wrappers.tree(part) for part in parts_of(masses, sizes)]
+    totals = [op_wrappers.tree_total(s, n) for s, n in zip(shards, sizes, strict=True)]
+    coordinates = op_wrappers.draw(3, 1, 0, op_wrappers.tree_total(whole, 1000), 20_000)
     slots = torch.zeros(1000, 8, dtype=torch.int64)
     slots[:, 2], slots[:, 4] = torch.arange(1000), 1
     rule = (0, 0, 1, 1, 0)
-    wanted = functional.resolve(whole, slots, coordinates, rule)[:, 0]
+    wanted = op_wrappers.resolve(whole, slots, coordinates, rule)[:, 0]
     found = torch.full_like(wanted, -1)
     for index, (sums, of_shard) in enumerate(zip(shards, parts_of(slots, sizes), strict=True)):
-        shard, mine, part = functional.assign_draws(coordinates, torch.tensor(totals), index)
+        shard, mine, part = op_wrappers.assign_draws(coordinates, torch.tensor(totals), index)
         assert torch.nonzero(shard == index)[:, 0].equal(mine)
         if len(part):
-            found[mine] = functional.resolve(sums, of_shard.contiguous(), part, rule)[:, 0]
+            found[mine] = op_wrappers.resolve(sums, of_shard.contiguous(), part, rule)[:, 0]
     assert found.equal(wanted)
 
 
@@ -47,7 +47,7 @@ def test_top_k_over_shards_is_that_of_one_table(num_shards: int, count: int) -> 
     masses[::7] = 0
     starts = np.cumsum([0, *sizes])
     items = [
-        functional.top_k(p, m, min(count, len(p)))
+        op_wrappers.top_k(p, m, min(count, len(p)))
         for p, m in zip(parts_of(priorities, sizes), parts_of(masses, sizes), strict=True)
     ]
     values = [
@@ -55,5 +55,5 @@ def test_top_k_over_shards_is_that_of_one_table(num_shards: int, count: int) -> 
         for p, i in zip(parts_of(priorities, sizes), items, strict=True)
     ]
     shard, item = merge_top(values, [i.numpy() for i in items], count)
-    wanted = functional.top_k(priorities, masses, count)
+    wanted = op_wrappers.top_k(priorities, masses, count)
     assert (starts[shard] + item).tolist() == wanted[wanted >= 0].tolist()

@@ -1,0 +1,367 @@
+"""Ops that allocate their results, for tests and benchmarks: no checks beyond those of the ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed_gear.ops import Ops, load_backend, reference
+from deepspeed_gear.ops.constants import (
+    ALIGN_IN_PLACE,
+    FIELD_INTS,
+    MOST_MASS_BITS,
+    ONE_Q62,
+    PAD_EDGE,
+    PAD_VALUE,
+    REPORT_WORDS,
+    RESOLUTION_WORDS,
+    SAMPLE_WORDS,
+    SOURCE_STEPS,
+    UNIT_TRAJECTORY,
+    minima_levels,
+    minima_size,
+    tree_levels,
+    tree_size,
+)
+
+_SCALING_ELEMENTS = 128
+_PACKED_WORDS, _PACKED_REPORT_WORDS = 4, 3
+
+
+def draw(seed: int, stream: int, first: int, total: int, count: int, *, ops: Ops | None = None) -> Tensor:
+    """Draw the coordinates of the samples first .. first + count - 1 of a stream."""
+    coordinates = torch.empty(count, dtype=torch.int64)
+    (ops or load_backend()).draw_(coordinates, seed, stream, first, total)
+    return coordinates
+
+
+def permute(
+    seed: int, stream: int, epoch: int, first: int, size: int, count: int, *, ops: Ops | None = None
+) -> Tensor:
+    """Return where an epoch's permutation of [0, size) puts the indices first .. first + count - 1."""
+    items = torch.empty(count, dtype=torch.int64)
+    (ops or load_backend()).permute_(items, seed, stream, epoch, first, size)
+    return items
+
+
+def tree(masses: Tensor, *, ops: Ops | None = None) -> Tensor:
+    """Build the tree of integer sums over masses."""
+    sums = torch.zeros(tree_size(len(masses)), dtype=torch.int64)
+    sums[: len(masses)] = masses
+    (ops or load_backend()).tree_build_(sums, len(masses))
+    return sums
+
+
+def tree_total(sums: Tensor, num_items: int) -> int:
+    """Return the sum of all masses: of the tree's last level."""
+    return int(sums[tree_levels(num_items)[-1][0] :].sum())
+
+
+def resolve(
+    sums: Tensor,
+    slots: Tensor,
+    coordinates: Tensor,
+    rule: Sequence[int],
+    *,
+    unit: int = UNIT_TRAJECTORY,
+    seed: int = 0,
+    stream: int = 0,
+    first: int = 0,
+    ops: Ops | None = None,
+) -> Tensor:
+    """Find the trajectory and the anchor that each coordinate hits."""
+    resolutions = torch.empty(len(coordinates), RESOLUTION_WORDS, dtype=torch.int64)
+    run = (ops or load_backend()).resolve_
+    run(resolutions, sums, slots, coordinates, list(rule), unit, seed, stream, first)
+    return resolutions
+
+
+def suffix_sum(reward: Tensor, extents: Tensor, *, ops: Ops | None = None) -> Tensor:
+    """Sum every trajectory's rewards from each step to its end: the undiscounted return-to-go."""
+    out = torch.zeros(len(reward), dtype=torch.float32)
+    (ops or load_backend()).suffix_sum_(out, reward, extents)
+    return out
+
+
+def powers_of(gamma: float, n: int) -> Tensor:
+    """Return gamma^0 .. gamma^n by repeated multiplication: equal everywhere. [n + 1], float64."""
+    powers = [1.0]
+    for _ in range(n):
+        powers.append(powers[-1] * gamma)
+    return torch.tensor(powers, dtype=torch.float64)
+
+
+def n_step(
+    reward: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    resolutions: Tensor,
+    n: int,
+    gamma: float,
+    *,
+    ops: Ops | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute n-step returns from the anchors on."""
+    returns, discount = torch.empty(2, len(resolutions), dtype=torch.float32).unbind()
+    steps = torch.empty(len(resolutions), dtype=torch.int64)
+    run = (ops or load_backend()).n_step_
+    run(returns, discount, steps, reward, terminated, truncated, powers_of(gamma, n), resolutions, n)
+    return (returns, discount, steps)
+
+
+def gather(
+    column: Tensor,
+    resolutions: Tensor,
+    *,
+    source: int = SOURCE_STEPS,
+    offset: int = 0,
+    length: int | None = None,
+    align: int = ALIGN_IN_PLACE,
+    pad: float | str = 0.0,
+    dtype: torch.dtype | None = None,
+    first: int = 0,
+    count: int | None = None,
+    order: Tensor | None = None,
+    ops: Ops | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Collect one window of one column for every resolution."""
+    target = dtype or column.dtype
+    steps = 1 if length is None else length
+    rows_wanted = steps - first if count is None else count
+    elements = math.prod(column.shape[1:])
+    kind = PAD_EDGE if pad == "edge" else PAD_VALUE
+    spec = [source, offset, steps, align, 0, kind, elements, 0, first, rows_wanted]
+    assert len(spec) == FIELD_INTS
+    out = torch.empty(len(resolutions), rows_wanted, *column.shape[1:], dtype=target)
+    mask = torch.empty(len(resolutions), rows_wanted, dtype=torch.bool)
+    none = torch.empty(0)
+    counters, value = (torch.zeros(3, dtype=torch.int64), 0.0 if isinstance(pad, str) else float(pad))
+    run = (ops or load_backend()).gather_
+    run([out], [mask], counters, [column], [none], [none], resolutions, None, spec, [value], 1, order)
+    return (out[:, 0], mask[:, 0]) if length is None else (out, mask)
+
+
+def scaling(shift: Tensor, gain: Tensor, source: torch.dtype, target: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Prepare the (x - shift) * gain of one field for `gather_`."""
+    dtype = reference.arithmetic_dtype(source, target)
+    repeats = 1 if shift.numel() == 1 else -(-_SCALING_ELEMENTS // shift.numel())
+    return (shift.reshape(-1).to(dtype).repeat(repeats), gain.reshape(-1).to(dtype).repeat(repeats))
+
+
+def assign_draws(
+    coordinates: Tensor, totals: Tensor, index: int, *, ops: Ops | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the shard that each coordinate hits."""
+    owner, own, points = torch.empty(3, len(coordinates), dtype=torch.int64).unbind()
+    found = torch.zeros(1, dtype=torch.int64)
+    (ops or load_backend()).assign_draws_(owner, own, points, found, coordinates, totals, index)
+    return (owner, own[: int(found)], points[: int(found)])
+
+
+def send_draws(
+    records: Tensor,
+    own: Tensor,
+    readers: Tensor,
+    need_of: Tensor,
+    offset: int,
+    index: int,
+    *,
+    steps: Tensor | None = None,
+    goals: Tensor | None = None,
+    takes_own: bool = False,
+    ops: Ops | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find what other nodes need of this node's draws."""
+    most = len(records) * readers.shape[1]
+    samples = torch.empty(most, SAMPLE_WORDS, dtype=torch.int64)
+    packed = torch.empty(most, _PACKED_WORDS + (steps is not None), dtype=torch.int64)
+    ends = torch.empty(len(need_of), dtype=torch.int64)
+    given = (records, own, steps, goals, readers, need_of, offset, index, int(takes_own))
+    (ops or load_backend()).send_draws_(samples, packed, ends, *given)
+    return (samples[: int(ends[-1])], packed[: int(ends[-1])], ends)
+
+
+def take_draws(
+    heard: Sequence[Tensor],
+    owner: Tensor,
+    asked: Tensor,
+    records: Tensor,
+    own: Tensor,
+    need_of: Tensor,
+    count: int,
+    first: int,
+    offset: int,
+    index: int,
+    *,
+    steps: Tensor | None = None,
+    takes_own: bool = False,
+    ops: Ops | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Put the resolutions of a cut together."""
+    ring, origins = (
+        torch.empty(count, RESOLUTION_WORDS, dtype=torch.int64),
+        torch.zeros(count, dtype=torch.int64),
+    )
+    most = len(records) + len(asked)
+    samples, which = (
+        torch.empty(most, SAMPLE_WORDS, dtype=torch.int64),
+        torch.empty(most, dtype=torch.int64),
+    )
+    found = torch.zeros(1, dtype=torch.int64)
+    given = (heard, records, own, steps, owner, asked, need_of, first, offset, index, int(takes_own))
+    (ops or load_backend()).take_draws_(ring, origins, samples, which, found, *given)
+    return (ring, origins, samples[: int(found)], which[: int(found)])
+
+
+def pack_reports(
+    reports: Tensor, latest: int, num_shards: int, *, ops: Ops | None = None
+) -> tuple[Tensor, Tensor]:
+    """Pack reports by the shard in the upper half of their slots."""
+    packed = torch.empty(len(reports), _PACKED_REPORT_WORDS, dtype=torch.int64)
+    ends = torch.empty(num_shards, dtype=torch.int64)
+    (ops or load_backend()).pack_reports_(packed, ends, reports, latest)
+    return (packed, ends)
+
+
+def unpack_reports(packed: Tensor, latest: int, *, ops: Ops | None = None) -> Tensor:
+    """Unpack reports: a slot that is not known is -1, with the id in place of the generation."""
+    reports = torch.empty(len(packed), REPORT_WORDS, dtype=torch.int64)
+    (ops or load_backend()).unpack_reports_(reports, packed, latest)
+    return reports
+
+
+def pack_rows(
+    stored: Sequence[Tensor],
+    samples: Tensor,
+    windows: Tensor,
+    members: Tensor,
+    columns: Tensor,
+    heads: Tensor,
+    slots: Tensor,
+    *,
+    ops: Ops | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Pack the rows of samples into messages, each row once; `reference/rows.py` says more."""
+    run, sizes = ((ops or load_backend()).pack_rows_, torch.zeros_like(heads))
+    given = (stored, samples, windows, members, columns, heads, slots)
+    run(torch.empty(0, dtype=torch.int64), sizes, *given)
+    message = torch.zeros(int((-(-(heads + sizes) // 8)).sum()), dtype=torch.int64)
+    run(message, sizes, *given)
+    return (message, sizes)
+
+
+def unpack_rows(
+    arrivals: Sequence[Tensor],
+    ring: Tensor,
+    messages: Sequence[Tensor],
+    which: Tensor,
+    samples: Tensor,
+    windows: Tensor,
+    members: Tensor,
+    columns: Tensor,
+    heads: Tensor,
+    room: Sequence[int],
+    *,
+    ops: Ops | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Copy rows out of messages to where batches are collected from; `reference/rows.py` says more."""
+    sizes, needed = (torch.zeros_like(heads), torch.zeros(2, dtype=torch.int64))
+    given = (messages, which, samples, windows, members, columns, heads, room)
+    (ops or load_backend()).unpack_rows_(arrivals, ring, sizes, needed, *given)
+    return (sizes, needed)
+
+
+def q62(name: str, exponent: float) -> int:
+    """Return an exponent in [0, 1] as the ops take it: times 2^62, rounded."""
+    return round(exponent * ONE_Q62)
+
+
+def mass(
+    priorities: Tensor, alpha: float, *, most_bits: int = MOST_MASS_BITS, ops: Ops | None = None
+) -> Tensor:
+    """Compute the masses of priorities: priority^alpha in units of 2^-24."""
+    masses = torch.empty(len(priorities), dtype=torch.int64)
+    (ops or load_backend()).mass_(masses, priorities, q62("alpha", alpha), most_bits)
+    return masses
+
+
+def importance(
+    resolutions: Tensor, numerator: int, count: int, beta: float, *, ops: Ops | None = None
+) -> Tensor:
+    """Compute the importance weights of samples: (numerator / (count * mass))^beta."""
+    weights = torch.empty(len(resolutions), dtype=torch.float32)
+    run = (ops or load_backend()).importance_
+    run(weights, resolutions, numerator, count, q62("beta", beta))
+    return weights
+
+
+def minima(sums: Tensor, num_items: int, *, ops: Ops | None = None) -> Tensor:
+    """Build the tree of least non-zero masses above the leaves of a tree of sums."""
+    out = torch.empty(minima_size(num_items), dtype=torch.int64)
+    (ops or load_backend()).minima_build_(out, sums, num_items)
+    return out
+
+
+def minima_update(
+    minima: Tensor, sums: Tensor, num_items: int, items: Tensor, *, ops: Ops | None = None
+) -> None:
+    """Mend the tree of minima in place after leaves of the sums have changed."""
+    (ops or load_backend()).minima_update_(minima, sums, num_items, items)
+
+
+def least_mass(sums: Tensor, minima: Tensor, num_items: int) -> int:
+    """Return the least non-zero mass of a tree, 0 if all are 0. Cost: one group of 32."""
+    levels = minima_levels(num_items)
+    top = minima[levels[-1][0] :] if levels else sums
+    some = top[top > 0]
+    return int(some.min()) if len(some) else 0
+
+
+def resolve_rows(
+    sums: Tensor,
+    slots: Tensor,
+    row_slots: Tensor,
+    coordinates: Tensor,
+    *,
+    first: int = 0,
+    ops: Ops | None = None,
+) -> Tensor:
+    """Find the row that each coordinate hits in a tree over the store's rows, and whose step it is."""
+    resolutions = torch.empty(len(coordinates), RESOLUTION_WORDS, dtype=torch.int64)
+    (ops or load_backend()).resolve_rows_(resolutions, sums, slots, row_slots, coordinates, first)
+    return resolutions
+
+
+def top_k(priorities: Tensor, sums: Tensor, k: int, *, ops: Ops | None = None) -> Tensor:
+    """Find the k items with a mass that have the highest priorities."""
+    items = torch.empty(k, dtype=torch.int64)
+    (ops or load_backend()).top_k_(items, priorities, sums)
+    return items
+
+
+def report(
+    log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int, *, ops: Ops | None = None
+) -> None:
+    """Write the new priorities of samples into a ring of reports, in place."""
+    (ops or load_backend()).report_(log, resolutions, priorities, tail, batch)
+
+
+def prioritize(
+    sums: Tensor,
+    minima: Tensor,
+    priorities: Tensor,
+    counts: Tensor,
+    slots: Tensor,
+    updates: Tensor,
+    alpha: float,
+    *,
+    unit: int = UNIT_TRAJECTORY,
+    most_bits: int = MOST_MASS_BITS,
+    ops: Ops | None = None,
+) -> None:
+    """Set priorities in place, in order, and mend the trees above them."""
+    run = (ops or load_backend()).prioritize_
+    run(sums, minima, priorities, counts, slots, updates, q62("alpha", alpha), unit, most_bits)
