@@ -21,7 +21,7 @@ from support.ingesting import STORE_STEPS, W1, W2, Process, reverb_steps, sectio
 from support.report import Disturbance, document, print_table, write_json
 
 from deepspeed_gear import Replay
-from deepspeed_gear.store.table import NEXT_ID
+from deepspeed_gear.store.records import Control
 
 BIG, SMALL = 20_000, 1_000  # steps: 1.2 MB and 61 kB
 BOUNDS = {BIG: 0.6, SMALL: 0.25}
@@ -115,8 +115,8 @@ def reader(quick: bool) -> Rows:
 
 def _wait_for_writing(replay: Replay) -> None:
     control, until = replay.tables["main"].control, time.monotonic() + 20
-    newest = int(control[NEXT_ID])
-    while int(control[NEXT_ID]) == newest and time.monotonic() < until:
+    newest = int(control[Control.NEXT_ID])
+    while int(control[Control.NEXT_ID]) == newest and time.monotonic() < until:
         time.sleep(0.01)
 
 

@@ -27,7 +27,7 @@ from support.report import Disturbance, document, print_table, write_json
 
 from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS, ResolutionExchange
-from deepspeed_gear.distributed.sharded.selection_agreement import HELLO_WORDS
+from deepspeed_gear.distributed.sharded.selection_agreement import StatusMessage
 from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 
@@ -72,7 +72,7 @@ def counted(batch: Batch, num_nodes: int, ranks: int) -> np.ndarray:
     size = 8 * node_messages.resolution_words(False) + rows * sum(ROW_BYTES.values())
     pair = batch.owner * num_nodes + reader
     found = np.bincount(pair, size, num_nodes**2).reshape(num_nodes, num_nodes).astype(np.int64)
-    found += 8 * (1 + HELLO_WORDS + HEAD_WORDS)  # what a node says first, and of its draws
+    found += 8 * (1 + StatusMessage.NUM_WORDS + HEAD_WORDS)  # what a node says first, and of its draws
     np.fill_diagonal(found, 0)
     return found
 

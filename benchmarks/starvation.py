@@ -22,7 +22,8 @@ from support.report import Disturbance, document, print_table, write_json
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.ops.constants import UNIT_STEP, tree_size
+from deepspeed_gear.ops.constants import tree_size
+from deepspeed_gear.ops.records import MassUnit
 from deepspeed_gear.sampling.anchors import AnchorRule
 
 ITEMS_LOG2, QUICK_LOG2, CHUNK = 25, 12, 1 << 17
@@ -160,7 +161,7 @@ def of_trajectories(items: int, draws_per_item: int, chunk: int) -> Row:
     def batches() -> Iterator[np.ndarray]:
         for first in range(0, items * draws_per_item, chunk):
             ops.draw_(coordinates, 7, 1, first, items)
-            ops.resolve_(resolutions, sums, slots, coordinates, rule, UNIT_STEP, 7, 1, first)
+            ops.resolve_(resolutions, sums, slots, coordinates, rule, MassUnit.STEP, 7, 1, first)
             yield resolutions[:, _SLOT].numpy()
 
     return judge("trajectories of one step", count_all(items, batches()), time.monotonic() - begin)

@@ -8,30 +8,8 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.ops.constants import (
-    COMMITTED,
-    MOST_MASS_BITS,
-    NUM_UPDATE_COUNTS,
-    ONE_Q62,
-    R_ANCHOR,
-    R_GENERATION,
-    R_SLOT,
-    RESOLUTION_WORDS,
-    SLOT_FIRST_ROW,
-    SLOT_ID,
-    SLOT_NUM_ROWS,
-    SLOT_NUM_STEPS,
-    SLOT_STATE,
-    SLOT_WORDS,
-    U_ANCHOR,
-    U_GENERATION,
-    U_PRIORITY,
-    U_SLOT,
-    UNIT_STEP,
-    UPDATE_WORDS,
-    tree_levels,
-    tree_size,
-)
+from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62, tree_levels, tree_size
+from deepspeed_gear.ops.records import MassUnit, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
 from support.subject import timed
 
 ALPHA = round(0.6 * ONE_Q62)
@@ -53,20 +31,20 @@ class Items:
     def __post_init__(self) -> None:
         self.ops = load_backend("cpu")
         n, num_slots = self.num_items, self.num_items // _STEPS
-        self.slots = torch.zeros(num_slots, SLOT_WORDS, dtype=torch.int64)
-        self.slots[:, SLOT_STATE], self.slots[:, SLOT_ID] = COMMITTED, torch.arange(num_slots)
-        self.slots[:, SLOT_FIRST_ROW] = torch.arange(num_slots) * _STEPS
-        self.slots[:, SLOT_NUM_STEPS] = self.slots[:, SLOT_NUM_ROWS] = _STEPS
+        self.slots = torch.zeros(num_slots, Slot.NUM_WORDS, dtype=torch.int64)
+        self.slots[:, Slot.STATE], self.slots[:, Slot.ID] = SlotState.COMMITTED, torch.arange(num_slots)
+        self.slots[:, Slot.FIRST_ROW] = torch.arange(num_slots) * _STEPS
+        self.slots[:, Slot.NUM_STEPS] = self.slots[:, Slot.NUM_ROWS] = _STEPS
         self.row_slots = torch.arange(num_slots, dtype=torch.int32).repeat_interleave(_STEPS)
         self.priorities = 1 - torch.rand(n, generator=torch.Generator().manual_seed(_SEED))
         self.sums = torch.zeros(tree_size(n), dtype=torch.int64)
         self.ops.mass_(self.sums[:n], self.priorities, ALPHA, MOST_MASS_BITS)
         self.ops.tree_build_(self.sums, n)
-        self.counts = torch.zeros(NUM_UPDATE_COUNTS, dtype=torch.int64)
+        self.counts = torch.zeros(UpdateCount.NUM_WORDS, dtype=torch.int64)
         self._top = self.sums[tree_levels(n)[-1][0] :]
         self._coordinates = torch.empty(BATCH, dtype=torch.int64)
-        self._rows = torch.empty(BATCH, RESOLUTION_WORDS, dtype=torch.int64)
-        self._updates = torch.empty(BATCH, UPDATE_WORDS, dtype=torch.int64)
+        self._rows = torch.empty(BATCH, Resolution.NUM_WORDS, dtype=torch.int64)
+        self._updates = torch.empty(BATCH, PriorityUpdate.NUM_WORDS, dtype=torch.int64)
 
     def draw(self, turn: int) -> None:
         """Draw a batch: coordinates, and what they hit."""
@@ -80,10 +58,10 @@ class Items:
         The items of an update were drawn a batch before, as in training with a lag.
         """
         self.draw(turn)
-        self._updates[:, U_SLOT] = self._rows[:, R_SLOT]
-        self._updates[:, U_GENERATION] = self._rows[:, R_GENERATION]
-        self._updates[:, U_ANCHOR] = self._rows[:, R_ANCHOR]
-        self._updates[:, U_PRIORITY] = (1 - torch.rand(BATCH)).view(torch.int32)
+        self._updates[:, PriorityUpdate.SLOT] = self._rows[:, Resolution.SLOT]
+        self._updates[:, PriorityUpdate.GENERATION] = self._rows[:, Resolution.GENERATION]
+        self._updates[:, PriorityUpdate.ANCHOR] = self._rows[:, Resolution.ANCHOR]
+        self._updates[:, PriorityUpdate.PRIORITY] = (1 - torch.rand(BATCH)).view(torch.int32)
         self.draw(turn + 1)
 
     def update(self, turn: int) -> None:
@@ -98,7 +76,7 @@ class Items:
             self.slots,
             self._updates,
             ALPHA,
-            UNIT_STEP,
+            MassUnit.STEP,
             MOST_MASS_BITS,
         )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.ops.constants import PAD_VALUE, R_FIRST_ROW, R_MASS, R_NUM_STEPS, SOURCE_STEPS
+from deepspeed_gear.ops.records import Pad, Resolution, Source
 from support.device_clock import Clock, Row, Run, median_us, rows_against
 
 KERNEL_READ = "sequential read of the mapped table by a kernel"
@@ -128,7 +128,7 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
     numbers[SORTED] = numbers[ZERO_COPY]
     out = {name: torch.zeros(n, 1, elements, dtype=torch.int64, device=device) for name, n in counts.items()}
     counters, none = torch.zeros(3, dtype=torch.int64, device=device), NONE.to(device)
-    spec = [SOURCE_STEPS, 0, 1, 0, 0, PAD_VALUE, elements, -1, 0, 1]
+    spec = [Source.STEPS, 0, 1, 0, 0, Pad.VALUE, elements, -1, 0, 1]
 
     def kernel(name: str) -> Run:
         records = _records(numbers[name]).to(device)
@@ -148,7 +148,11 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
 def _records(rows: Tensor) -> Tensor:
     """Return resolutions of trajectories of one step, one for each row. [B, 8]."""
     records = torch.zeros(len(rows), 8, dtype=torch.int64)
-    records[:, R_FIRST_ROW], records[:, R_NUM_STEPS], records[:, R_MASS] = rows, 1, 1
+    records[:, Resolution.FIRST_ROW], records[:, Resolution.NUM_STEPS], records[:, Resolution.MASS] = (
+        rows,
+        1,
+        1,
+    )
     return records
 
 

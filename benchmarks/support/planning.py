@@ -20,26 +20,18 @@ from deepspeed_gear.distributed.read_needs import grid
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
 from deepspeed_gear.distributed.row_exchange.row_reads import layout_of
 from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS
-from deepspeed_gear.distributed.sharded.selection_agreement import HELLO_WORDS, TOTAL
+from deepspeed_gear.distributed.sharded.selection_agreement import StatusMessage
 from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.ops.constants import (
-    FAN_OUT,
-    R_ANCHOR,
-    R_ID,
-    R_NUM_STEPS,
-    R_SLOT,
-    SAMPLE_WORDS,
-    SLOT_WORDS,
-    tree_size,
-)
+from deepspeed_gear.ops.constants import FAN_OUT, tree_size
+from deepspeed_gear.ops.records import Resolution, RowSample, Slot
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, MassRule
 from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.sampling.sum_tree import CHANGE_WORDS, ItemMasses
+from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.table_spec import CONTROL_WORDS
+from deepspeed_gear.store.records import Control
 
 SEED, KEY = 1, 7
 STEPS, TRAJECTORIES = 1000, 1000  # of a trajectory; of a node
@@ -74,8 +66,8 @@ class Items(ItemMasses):
         slots[:, 3] = torch.arange(TRAJECTORIES) * STEPS
         self._slots, self.sums = slots, _tree(torch.full((TRAJECTORIES,), STEPS))
         self._top = self.sums[-FAN_OUT:].numpy().data
-        self.words = memoryview(np.zeros(CHANGE_WORDS, np.int64))
-        self._control = memoryview(np.zeros(CONTROL_WORDS, np.int64))  # nothing ever changes
+        self.words = memoryview(np.zeros(TreeChanges.NUM_WORDS, np.int64))
+        self._control = memoryview(np.zeros(Control.NUM_WORDS, np.int64))  # nothing ever changes
         self._plain_unit = self._log = None
         self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.key)
 
@@ -96,8 +88,8 @@ class Wire:
         if not self._begins_cut:
             return lambda: self.heard
         said = messages[0][1:].copy()
-        assert said.shape == (HELLO_WORDS,)
-        said[TOTAL] = TRAJECTORIES * STEPS
+        assert said.shape == (StatusMessage.NUM_WORDS,)
+        said[StatusMessage.TOTAL] = TRAJECTORIES * STEPS
         return lambda: [said] * self.count
 
     def abandon(self, error: Exception) -> None:
@@ -115,7 +107,7 @@ class Planner:
         self._pack, self._unpack = (
             timers.wrap("plan_rows, twice", op) for op in (ops.pack_rows_, ops.unpack_rows_)
         )
-        self._slots = torch.zeros(TRAJECTORIES, SLOT_WORDS, dtype=torch.int64)
+        self._slots = torch.zeros(TRAJECTORIES, Slot.NUM_WORDS, dtype=torch.int64)
         self._nowhere = [torch.empty(0, dtype=torch.uint8)] * len(layout.names)
         self._sizes, self._needed = torch.zeros(routes.num_nodes, dtype=torch.int64), torch.zeros(2).long()
         self.sent, self.received = np.zeros((2, routes.num_nodes), np.int64)
@@ -202,12 +194,12 @@ class Node:
         owner = batch.owner[wanted]
         others = wanted[np.argsort(owner, kind="stable")]
         records = np.zeros((len(others), 8), np.int64)
-        records[:, R_ID] = batch.coordinates[others] // STEPS
-        records[:, R_SLOT], records[:, R_ANCHOR] = batch.slot[others], batch.anchor[others]
-        records[:, R_NUM_STEPS] = STEPS
+        records[:, Resolution.ID] = batch.coordinates[others] // STEPS
+        records[:, Resolution.SLOT], records[:, Resolution.ANCHOR] = batch.slot[others], batch.anchor[others]
+        records[:, Resolution.NUM_STEPS] = STEPS
         everyone = torch.ones(1, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int16)  # as for node 1
         given = torch.from_numpy(records), torch.arange(len(records))
-        samples = torch.empty(len(records), SAMPLE_WORDS, dtype=torch.int64)
+        samples = torch.empty(len(records), RowSample.NUM_WORDS, dtype=torch.int64)
         resolutions, ends_ = (
             torch.empty(len(records), 4, dtype=torch.int64),
             torch.empty(2, dtype=torch.int64),

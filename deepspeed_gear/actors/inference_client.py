@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.actors.inference_mailbox import FREE, IDLE, RESTING, InferenceMailbox, request_files
+from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, PlaceState, request_files
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.timeouts import check_timeout
@@ -93,7 +93,7 @@ class InferenceClient(VectorWriter):
         """
         self._check_open()
         asking = self._all if envs is None else np.asarray(envs, np.int64)
-        asking = asking[self._slots.states[self._places[asking]] == IDLE]
+        asking = asking[self._slots.states[self._places[asking]] == PlaceState.IDLE]
         if self._any_waits:
             waits = self._waits[asking]
             self._rest(asking[waits])
@@ -109,7 +109,7 @@ class InferenceClient(VectorWriter):
         rows = self._next[envs] - 1
         zeros = [np.broadcast_to(zero, (len(envs), *zero.shape)) for zero in self._no_answers.values()]
         self._answer_rows.put([np.ascontiguousarray(zero) for zero in zeros], rows)
-        self._slots.states[self._places[envs]] = RESTING
+        self._slots.states[self._places[envs]] = PlaceState.RESTING
 
     def ready(self, least: int = 1, timeout_s: float = 60.0) -> np.ndarray:
         """Wait until so many environments have their answers, or need none; return their numbers. [n], int64.
@@ -136,11 +136,11 @@ class InferenceClient(VectorWriter):
         mask = None if mask is None else np.asarray(mask, bool)
         which = self._places[slice(None) if mask is None else mask]
         states = self._slots.states[which]
-        if not ((states == IDLE) | self._slots.are_ready(which)).all():
+        if not ((states == PlaceState.IDLE) | self._slots.are_ready(which)).all():
             raise StoreError("reset", "must not come while an answer is waited for", None, "call act again")
         super().reset(mask, **columns)
         self._timesteps[slice(None) if mask is None else mask] = 0
-        self._slots.states[which] = IDLE
+        self._slots.states[which] = PlaceState.IDLE
 
     def step(
         self,
@@ -165,7 +165,7 @@ class InferenceClient(VectorWriter):
             raise DataError(f"column {unwanted[0]}", "must not be given", None, "the policy gives it")
         added = super().step(final, envs, **columns)
         self._timesteps[slice(None) if envs is None else envs] += 1
-        self._slots.states[places] = IDLE
+        self._slots.states[places] = PlaceState.IDLE
         if publish:
             self._publish()
         return added
@@ -284,5 +284,5 @@ def _by_room(store: str) -> list[InferenceMailbox]:
     for name in request_files(store):
         with contextlib.suppress(StoreError):  # it has just ended, or is full
             found.append(InferenceMailbox.attach(name))
-    found.sort(key=lambda slots: int(np.count_nonzero(slots.states == FREE)), reverse=True)
+    found.sort(key=lambda slots: int(np.count_nonzero(slots.states == PlaceState.FREE)), reverse=True)
     return found

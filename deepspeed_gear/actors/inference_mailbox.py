@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -41,11 +42,21 @@ from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.staged_rows import Staging
 
-FREE, IDLE, RESTING, POSTED, TAKEN, ANSWERED = range(6)
 LOADER = 0  # index of the process that answers
 CLOSED = 0  # word of `control`
 _SUFFIX = ".inference-"
 _LOOK_S = 0.1  # how often who waits looks whether the others live
+
+
+class PlaceState:
+    """State of a mailbox: which process may write its rows."""
+
+    FREE: Final = 0
+    IDLE: Final = 1
+    RESTING: Final = 2
+    POSTED: Final = 3
+    TAKEN: Final = 4
+    ANSWERED: Final = 5
 
 
 @dataclass(frozen=True)
@@ -192,7 +203,9 @@ class InferenceMailbox:
                 continue
             try:
                 slots = cls._of(memory)
-                if peer not in slots.owners[slots.states != FREE]:  # else a dead process has some still
+                if (
+                    peer not in slots.owners[slots.states != PlaceState.FREE]
+                ):  # else a dead process has some still
                     return slots
             except BaseException:
                 memory.close()
@@ -217,24 +230,24 @@ class InferenceMailbox:
     @property
     def num_taken(self) -> int:
         """Places that simulators have."""
-        return int(np.count_nonzero(self.states != FREE))
+        return int(np.count_nonzero(self.states != PlaceState.FREE))
 
     # ---- simulators ------------------------------------------------------------------------------
 
     def claim(self, count: int) -> np.ndarray:
         """Take free places; fewer than `count` means that there are no more, and none was taken. [count]."""
         with self.lock:
-            free = np.flatnonzero(self.states == FREE)[:count]
+            free = np.flatnonzero(self.states == PlaceState.FREE)[:count]
             if len(free) == count:
                 self.owners[free] = self.memory.peer
                 self.bells.fence()  # pairs with that of `free_dead`
-                self.states[free] = IDLE
+                self.states[free] = PlaceState.IDLE
         return free
 
     def release(self, places: np.ndarray) -> None:
         """Give places back; those that the loader holds are free when it sees that this process is gone."""
         states = self.states[places]
-        self.states[places[(states != POSTED) & (states != TAKEN)]] = FREE
+        self.states[places[(states != PlaceState.POSTED) & (states != PlaceState.TAKEN)]] = PlaceState.FREE
         self.bells.ring(LOADER)
 
     def post(self, places: np.ndarray, rows: np.ndarray, timesteps: np.ndarray) -> None:
@@ -243,13 +256,13 @@ class InferenceMailbox:
         self.timesteps[places] = timesteps
         self.stamps[places] = time.monotonic_ns() + np.arange(len(places))  # in the order in which they stand
         self.bells.fence()  # pairs with that of `take`
-        self.states[places] = POSTED
+        self.states[places] = PlaceState.POSTED
         self.bells.ring(LOADER)
 
     def are_ready(self, places: np.ndarray) -> np.ndarray:
         """Return which places wait for nothing. [n], bool."""
         states = self.states[places]
-        return np.asarray((states == ANSWERED) | (states == RESTING))
+        return np.asarray((states == PlaceState.ANSWERED) | (states == PlaceState.RESTING))
 
     def wait(self, places: np.ndarray, least: int, timeout_s: float) -> np.ndarray:
         """Wait until at least so many of some places are ready; return which are. [n], bool.
@@ -290,7 +303,7 @@ class InferenceMailbox:
         while True:
             self._free_dead_at_times()
             seen = self.bells.count(LOADER)
-            posted = np.flatnonzero(self.states == POSTED)
+            posted = np.flatnonzero(self.states == PlaceState.POSTED)
             if len(posted) >= most or (len(posted) and not self._more_may_come()):
                 break
             now = time.monotonic()
@@ -300,13 +313,17 @@ class InferenceMailbox:
             self.bells.wait(LOADER, seen, min(left, _LOOK_S))
         self.bells.fence()  # pairs with that of `post`
         taken = posted[np.argsort(self.stamps[posted], kind="stable")[:most]]
-        self.states[taken] = TAKEN
+        self.states[taken] = PlaceState.TAKEN
         return taken
 
     def _more_may_come(self) -> bool:
         """Return whether a simulator is neither waiting nor being answered."""
         states = self.states
-        return bool(((states == IDLE) | (states == ANSWERED) | (states == RESTING)).any())
+        return bool(
+            (
+                (states == PlaceState.IDLE) | (states == PlaceState.ANSWERED) | (states == PlaceState.RESTING)
+            ).any()
+        )
 
     def _since(self, begun: float, posted: np.ndarray) -> float:
         """Return since when the loader waits, or the oldest request if that is longer."""
@@ -314,12 +331,12 @@ class InferenceMailbox:
 
     def are_asked(self, places: np.ndarray, stamps: np.ndarray) -> np.ndarray:
         """Return which requests still stand: places of the dead may be another's by now. [n], bool."""
-        return np.asarray((self.states[places] == TAKEN) & (self.stamps[places] == stamps))
+        return np.asarray((self.states[places] == PlaceState.TAKEN) & (self.stamps[places] == stamps))
 
     def answered(self, places: np.ndarray) -> None:
         """Hand places back whose answers are written."""
         self.bells.fence()  # pairs with that of `wait`
-        self.states[places] = ANSWERED
+        self.states[places] = PlaceState.ANSWERED
         for owner in set(self.owners[places].tolist()):
             self.bells.ring(owner)
 
@@ -334,12 +351,12 @@ class InferenceMailbox:
 
         Takes no lock, so that nobody can hold up the loader: a place of the dead is changed by nobody else.
         """
-        used = np.flatnonzero(self.states != FREE)
+        used = np.flatnonzero(self.states != PlaceState.FREE)
         self.bells.fence()  # pairs with that of `claim`
         owners = self.owners[used]
         dead = [owner for owner in set(owners.tolist()) if not self.memory.is_alive(owner)]
         if dead:
-            self.states[used[is_among(owners, dead)]] = FREE
+            self.states[used[is_among(owners, dead)]] = PlaceState.FREE
 
     def end(self) -> None:
         """Tell simulators that nobody answers any more, and take the name away."""

@@ -7,7 +7,7 @@ import time
 import weakref
 import zlib
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,9 +24,15 @@ MAX_READERS = 1024
 _SLOTS = 3  # a reader has as long as the publisher needs for two more versions
 _PUBLISHER = 0  # its place; readers have the next ones
 _NEWEST = 0  # word of the board
-_VERSION, _CHECKSUM = 0, 1  # words of a slot
 _POLL_S = 50e-6
 _PATIENCE_S = 10.0
+
+
+class BoardSlot:
+    """Words of a stored policy."""
+
+    VERSION: Final = 0
+    CHECKSUM: Final = 1
 
 
 class PolicyBoard(ProcessBound):
@@ -137,11 +143,11 @@ class PolicyBoard(ProcessBound):
             raise DataError("version", f"must be more than {self.version}", number)
         state = self._check(module)
         slot = (int(self._words[_NEWEST + 1]) + 1) % _SLOTS
-        self._slots[slot, _VERSION] = 0  # who is reading it sees that it has changed
+        self._slots[slot, BoardSlot.VERSION] = 0  # who is reading it sees that it has changed
         values = self._views["values"][slot]
         _copy(self._parts(values), state)
-        self._slots[slot, _CHECKSUM] = zlib.crc32(values)
-        self._slots[slot, _VERSION] = number
+        self._slots[slot, BoardSlot.CHECKSUM] = zlib.crc32(values)
+        self._slots[slot, BoardSlot.VERSION] = number
         self._words[_NEWEST + 1] = slot
         self._words[_NEWEST] = number  # the commit point
         return number
@@ -177,13 +183,13 @@ class PolicyBoard(ProcessBound):
     def _read(self) -> int | None:
         """Copy the newest version; None if it was overwritten meanwhile."""
         version = self.version
-        found = np.nonzero(self._slots[:, _VERSION] == version)[0]
+        found = np.nonzero(self._slots[:, BoardSlot.VERSION] == version)[0]
         if not len(found):
             return None
         slot = int(found[0])
-        checksum = int(self._slots[slot, _CHECKSUM])
+        checksum = int(self._slots[slot, BoardSlot.CHECKSUM])
         np.copyto(self._copy, self._views["values"][slot])
-        is_whole = self._slots[slot, _VERSION] == version and zlib.crc32(self._copy) == checksum
+        is_whole = self._slots[slot, BoardSlot.VERSION] == version and zlib.crc32(self._copy) == checksum
         return version if is_whole else None
 
     def _parts(self, values: np.ndarray) -> list[Tensor]:

@@ -14,8 +14,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.config.field_checks import LEARNS, MASK, SAMPLE_NAMES
 from deepspeed_gear.errors import FieldError, StaleBatchError
-
-_ID, _SLOT, _GENERATION, _FIRST_ROW, _NUM_STEPS, _ANCHOR, _MASS, _NUMBER = range(8)  # of common/slot.h
+from deepspeed_gear.ops.records import Resolution
 
 
 class Batch(Mapping[str, torch.Tensor]):
@@ -158,7 +157,7 @@ class Batch(Mapping[str, torch.Tensor]):
         if self._host_origin is None:
             return self.host_records
         records = self.host_records.clone()
-        records[:, _SLOT] = self._host_origin.to(records.device)
+        records[:, Resolution.SLOT] = self._host_origin.to(records.device)
         return records
 
     # ---- samples ---------------------------------------------------------------------------------
@@ -166,35 +165,35 @@ class Batch(Mapping[str, torch.Tensor]):
     @property
     def id(self) -> torch.Tensor:
         """Trajectory of each sample. [B], int64."""
-        return self._records[:, _ID]
+        return self._records[:, Resolution.ID]
 
     @property
     def handle(self) -> torch.Tensor:
         """Shard, slot and generation of each sample: where its trajectory lies now. [B, 3], int64."""
-        slot = self._records[:, _SLOT] if self._origin is None else self._origin
-        return torch.stack([slot >> 32, slot & 0xFFFFFFFF, self._records[:, _GENERATION]], dim=1)
+        slot = self._records[:, Resolution.SLOT] if self._origin is None else self._origin
+        return torch.stack([slot >> 32, slot & 0xFFFFFFFF, self._records[:, Resolution.GENERATION]], dim=1)
 
     @property
     def anchor(self) -> torch.Tensor:
         """Step at which each sample's windows stand. [B], int64."""
-        return self._records[:, _ANCHOR]
+        return self._records[:, Resolution.ANCHOR]
 
     @property
     def number(self) -> torch.Tensor:
         """Sample number in its stream: the same for every number of ranks. [B], int64."""
-        return self._records[:, _NUMBER]
+        return self._records[:, Resolution.SAMPLE_NUMBER]
 
     @property
     def num_steps(self) -> torch.Tensor:
         """Length of each sample's trajectory. [B], int64."""
-        return self._records[:, _NUM_STEPS]
+        return self._records[:, Resolution.NUM_STEPS]
 
     @property
     def probability(self) -> torch.Tensor:
         """Probability of each sample's item in one draw: mass / total mass. [B], float64."""
         if self._probability is not None:
             return self._probability
-        masses = self._records[:, _MASS].double()
+        masses = self._records[:, Resolution.MASS].double()
         if self._step_items:
             masses = torch.ones_like(masses)
         # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which is another last bit.

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.burn_in_checks import first_step
-from deepspeed_gear.ops.constants import ALIGN_LEFT, ALIGN_RIGHT, R_ANCHOR, R_NUM_STEPS
+from deepspeed_gear.ops.records import Align, Resolution
 from deepspeed_gear.ops.reference.gather import bounds
 
 
@@ -62,8 +62,8 @@ class BurnIn:
         if field.align == "in_place":
             return mask & (places >= self.begin - offset)
         assert field.length is not None
-        rows = records[:, R_NUM_STEPS] + int(field.column is not None and field.column.rows == "T+1")
-        align = ALIGN_LEFT if field.align == "left" else ALIGN_RIGHT
-        span = bounds(offset, field.length, align, records[:, R_ANCHOR], rows)
-        steps = (span.begin - span.place - records[:, R_ANCHOR])[:, None] + places
+        rows = records[:, Resolution.NUM_STEPS] + int(field.column is not None and field.column.rows == "T+1")
+        align = Align.LEFT if field.align == "left" else Align.RIGHT
+        span = bounds(offset, field.length, align, records[:, Resolution.ANCHOR], rows)
+        steps = (span.begin - span.place - records[:, Resolution.ANCHOR])[:, None] + places
         return mask & (steps >= self.begin)

@@ -15,15 +15,9 @@ import torch
 
 from deepspeed_gear.config import HindsightConfig
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import (
-    FOR_GOAL,
-    FOR_RELABELLING,
-    ONE_Q62,
-    R_ANCHOR,
-    R_NUM_STEPS,
-    R_NUMBER,
-)
+from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.philox import Words, below, philox
+from deepspeed_gear.ops.records import RandomPurpose, Resolution
 
 _SHIFT = np.uint64(32)
 
@@ -43,7 +37,7 @@ class HindsightGoals:
         self._rows_of = {"future": _future, "final": _final, "episode": _episode}[config.strategy]
         self._below = np.uint64(int(config.fraction * ONE_Q62))  # exact: a power of two
         self._seed, self._key, self._final_row = seed, key, final_row
-        self._purposes = np.array([[FOR_RELABELLING], [FOR_GOAL]], np.uint64)
+        self._purposes = np.array([[RandomPurpose.RELABELLING], [RandomPurpose.GOAL]], np.uint64)
 
     def draw(self, records: torch.Tensor) -> torch.Tensor:
         """Return the row of the achieved goals that each sample's goal is from, -1 for its own goal.
@@ -54,10 +48,12 @@ class HindsightGoals:
             [B], int64.
         """
         words = records.numpy()
-        drawn = philox(self._seed, words[:, R_NUMBER].astype(np.uint64), self._key, self._purposes)
+        drawn = philox(
+            self._seed, words[:, Resolution.SAMPLE_NUMBER].astype(np.uint64), self._key, self._purposes
+        )
         chosen = ((drawn[0][0] << _SHIFT | drawn[1][0]) >> np.uint64(2)) < self._below
-        rows = words[:, R_NUM_STEPS] + self._final_row
-        goal, exists = self._rows_of(words[:, R_ANCHOR], rows, tuple(word[1] for word in drawn))
+        rows = words[:, Resolution.NUM_STEPS] + self._final_row
+        goal, exists = self._rows_of(words[:, Resolution.ANCHOR], rows, tuple(word[1] for word in drawn))
         return torch.from_numpy(np.where(chosen & exists, goal, -1))
 
 
@@ -134,7 +130,7 @@ class GoalRows:
             [field.shift for field in self._fields],
             [field.gain for field in self._fields],
             some,
-            goal_step[chosen] - some[:, R_ANCHOR],
+            goal_step[chosen] - some[:, Resolution.ANCHOR],
             self._spec,
             [0.0] * len(rows),
             self._threads,

@@ -11,8 +11,8 @@ from deepspeed_gear.checkpoint.save_folders import ANOTHER, entry
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops import reference
-from deepspeed_gear.ops.constants import FOR_TRANSFORM
-from deepspeed_gear.sampling.selection import EPOCH, EPOCH_FIRST, EPOCH_SIZE, KEY, SAMPLES
+from deepspeed_gear.ops.records import RandomPurpose
+from deepspeed_gear.store.stream_records import Head
 
 FORMAT = 2
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")
@@ -32,7 +32,10 @@ def after(tables: Sequence[str], heads: Sequence[Sequence[int]]) -> Position:
 
 
 def _after(head: Sequence[int]) -> dict[str, int]:
-    words = (head[KEY] + 1, *(head[word] for word in (SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE)))
+    words = (
+        head[Head.KEY] + 1,
+        *(head[word] for word in (Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE)),
+    )
     return dict(zip(WORDS, words, strict=True))
 
 
@@ -108,4 +111,4 @@ def check(state: Mapping[str, Any], config: GearConfig, fingerprint: dict[str, s
 
 def transform_keys(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:
     """Return a random word per sample for a user's transform, the same on any number of ranks. [B], int64."""
-    return reference.philox(seed, numbers, stream, FOR_TRANSFORM)[0]
+    return reference.philox(seed, numbers, stream, RandomPurpose.TRANSFORM)[0]

@@ -13,20 +13,9 @@ import numpy as np
 
 from deepspeed_gear.distributed.read_needs import shards_of
 from deepspeed_gear.errors import StoreFullError
-from deepspeed_gear.ops.constants import (
-    ANY_SLOT,
-    HIGHEST_PRIORITY,
-    R_ID,
-    R_SLOT,
-    REPORT_BATCH,
-    REPORT_NUMBER,
-    SHARD_BITS,
-    U_GENERATION,
-    U_SLOT,
-    UNKNOWN,
-)
-from deepspeed_gear.sampling.selection import COUNT, KEY
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, STATE
+from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
+from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
+from deepspeed_gear.store.stream_records import Head
 
 Content = dict[str, np.ndarray]  # of a stream, as `saved.export` names it
 PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps"), ("priorities", "draws")
@@ -64,9 +53,9 @@ class SavedShard:
         """Return where trajectories stand, -1 for those that are not stored. [n] -> [n], int64."""
         if self.slots is None:
             return np.where((ids >= 0) & (ids < self.num_slots), ids, -1)
-        committed = np.nonzero(self.slots[:, STATE] == COMMITTED)[0]
-        order = committed[np.argsort(self.slots[committed, ID])]
-        return _found(self.slots[order, ID], ids, order)
+        committed = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        order = committed[np.argsort(self.slots[committed, Slot.ID])]
+        return _found(self.slots[order, Slot.ID], ids, order)
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,7 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     inserted = sum(shard.inserted[0] for shard in shards), sum(shard.inserted[1] for shard in shards)
     slots, next_id = _merge_slots(shards), _next_id([shard.next_id for shard in shards])
     if slots is not None and len(slots):  # an id is never given again, also where the counter is damaged
-        next_id = max(next_id, int(slots[:, ID].max()) + 1)
+        next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
     return SavedShard(slots, None, next_id, streams, life, inserted)
 
 
@@ -124,13 +113,13 @@ def packed(records: np.ndarray) -> np.ndarray:
     """Return records whose extents lie one behind the other, in the order of their rows. [n, 8]."""
     order = in_rows(records)
     result: np.ndarray = records.copy()
-    result[order, FIRST_ROW] = np.cumsum(records[order, NUM_ROWS]) - records[order, NUM_ROWS]
+    result[order, Slot.FIRST_ROW] = np.cumsum(records[order, Slot.NUM_ROWS]) - records[order, Slot.NUM_ROWS]
     return result
 
 
 def in_rows(records: np.ndarray) -> np.ndarray:
     """Return the order of extents by their rows, which a tree over rows must find again. [n], int64."""
-    return np.argsort(records[:, FIRST_ROW], kind="stable")
+    return np.argsort(records[:, Slot.FIRST_ROW], kind="stable")
 
 
 def _merge_slots(shards: Sequence[SavedShard]) -> np.ndarray | None:
@@ -139,8 +128,8 @@ def _merge_slots(shards: Sequence[SavedShard]) -> np.ndarray | None:
         if shard.slots is None:
             return None
         records = packed(shard.slots)
-        records[:, FIRST_ROW] += row
-        row += int(records[:, NUM_ROWS].sum())
+        records[:, Slot.FIRST_ROW] += row
+        row += int(records[:, Slot.NUM_ROWS].sum())
         found.append(records)
     return np.concatenate(found)
 
@@ -161,7 +150,9 @@ def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], bef
     whole.update(_merge_cuts(contents, before))
     if "counts" in contents[0]:
         counts = np.sum([content["counts"] for content in contents], axis=0)
-        counts[HIGHEST_PRIORITY] = max(int(content["counts"][HIGHEST_PRIORITY]) for content in contents)
+        counts[UpdateCount.HIGHEST_PRIORITY] = max(
+            int(content["counts"][UpdateCount.HIGHEST_PRIORITY]) for content in contents
+        )
         whole["counts"], whole["alpha"] = counts, contents[0]["alpha"]
         whole["log"] = _merge_logs([content["log"] for content in contents], shards, before)
     return whole
@@ -170,31 +161,33 @@ def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], bef
 def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[SavedShard], before: np.ndarray) -> np.ndarray:
     """Return all reports, in their order. Those of trajectories that are gone would be ignored: left out."""
     log = np.concatenate(logs)
-    shard, slot = log[:, U_SLOT] >> SHARD_BITS, log[:, U_SLOT] & ANY_SLOT
+    shard, slot = log[:, PriorityUpdate.SLOT] >> SHARD_BITS, log[:, PriorityUpdate.SLOT] & ANY_SLOT
     position = np.full(len(log), -1, np.int64)
     for index, one in enumerate(shards):
         of_it = np.nonzero(shard == index)[0]
         numbers = np.arange(one.num_slots) if one.numbers is None else one.numbers
         found = _found(numbers, slot[of_it], np.arange(len(numbers)))
         position[of_it] = np.where(found < 0, -1, found + before[index])
-    log[:, U_SLOT] = position
+    log[:, PriorityUpdate.SLOT] = position
     log = log[(position >= 0) | (slot == ANY_SLOT)]
-    return np.asarray(log[np.lexsort((log[:, REPORT_NUMBER], log[:, REPORT_BATCH]))])
+    return np.asarray(log[np.lexsort((log[:, LogEntry.SAMPLE_NUMBER], log[:, LogEntry.BATCH]))])
 
 
 def _merge_cuts(contents: Sequence[Content], before: np.ndarray) -> Content:
     """Return the cuts that nobody has used; none, if a sample of theirs is not known."""
     contents = [_by_key(content) for content in contents]
     first = contents[0]
-    if any(not np.array_equal(content["heads"][:, KEY], first["heads"][:, KEY]) for content in contents):
+    if any(
+        not np.array_equal(content["heads"][:, Head.KEY], first["heads"][:, Head.KEY]) for content in contents
+    ):
         return {name: first[name][:0] for name in CUTS}
     ring = np.zeros_like(first["ring"])
-    drawn = np.arange(ring.shape[1]) < first["heads"][:, COUNT, None]
+    drawn = np.arange(ring.shape[1]) < first["heads"][:, Head.COUNT, None]
     known = ~drawn
     for content, start in zip(contents, before.tolist(), strict=False):
-        own = drawn & (content["ring"][..., R_ID] != UNKNOWN)
+        own = drawn & (content["ring"][..., Resolution.ID] != UNKNOWN)
         ring[own] = content["ring"][own]
-        ring[own, R_SLOT] += start
+        ring[own, Resolution.SLOT] += start
         known |= own
     if not known.all():
         return {name: first[name][:0] for name in CUTS}
@@ -202,7 +195,7 @@ def _merge_cuts(contents: Sequence[Content], before: np.ndarray) -> Content:
 
 
 def _by_key(content: Content) -> Content:
-    order = np.argsort(content["heads"][:, KEY])
+    order = np.argsort(content["heads"][:, Head.KEY])
     return {name: content[name][order] for name in CUTS}
 
 
@@ -240,7 +233,7 @@ def divide_rows(
         StoreFullError: They do not fit.
     """
     order = in_rows(records) if by_rows else np.arange(len(records))
-    rows = records[order, NUM_ROWS]
+    rows = records[order, Slot.NUM_ROWS]
     ends = _before(rows.tolist())
     wanted = shards_of(rows, len(room))
 
@@ -270,7 +263,7 @@ def divide_rows(
 
 def items_of(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Return where the rows of trajectories stand in an array of all trajectories' rows. [m], int64."""
-    before, rows = _before(records[:, NUM_ROWS].tolist()), records[chosen, NUM_ROWS]
+    before, rows = _before(records[:, Slot.NUM_ROWS].tolist()), records[chosen, Slot.NUM_ROWS]
     inside = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
     return np.asarray(np.repeat(before[chosen], rows) + inside)
 
@@ -299,9 +292,9 @@ def part_of(
     part.update(position=content["position"], heads=content["heads"], epochs=content["epochs"])
     part["ring"] = _part_of_ring(content, division, index)
     if "counts" in content:
-        highest = content["counts"][HIGHEST_PRIORITY]
+        highest = content["counts"][UpdateCount.HIGHEST_PRIORITY]
         part["counts"] = content["counts"].copy() if index == 0 else np.zeros_like(content["counts"])
-        part["counts"][HIGHEST_PRIORITY], part["alpha"] = highest, content["alpha"]
+        part["counts"][UpdateCount.HIGHEST_PRIORITY], part["alpha"] = highest, content["alpha"]
         part["log"] = _part_of_log(whole, content["log"], division, index)
     return part
 
@@ -310,29 +303,29 @@ def owners_of(content: Content, division: ShardDivision) -> np.ndarray:
     """Return the shard that has each sample of the cuts that nobody has used. [cuts, batch], int64."""
     if not len(division.owner):
         return np.zeros(content["ring"].shape[:2], np.int64)
-    return np.asarray(division.owner[content["ring"][..., R_SLOT]])
+    return np.asarray(division.owner[content["ring"][..., Resolution.SLOT]])
 
 
 def _part_of_ring(content: Content, division: ShardDivision, index: int) -> np.ndarray:
     ring: np.ndarray = content["ring"].copy()
-    drawn = np.arange(ring.shape[1]) < content["heads"][:, COUNT, None]
+    drawn = np.arange(ring.shape[1]) < content["heads"][:, Head.COUNT, None]
     owner = owners_of(content, division)
     own, others = drawn & (owner == index), drawn & (owner != index)
-    ring[own, R_SLOT] = division.local[ring[own, R_SLOT]]
+    ring[own, Resolution.SLOT] = division.local[ring[own, Resolution.SLOT]]
     ring[others] = 0
-    ring[others, R_ID] = UNKNOWN
+    ring[others, Resolution.ID] = UNKNOWN
     return ring
 
 
 def _part_of_log(whole: SavedShard, log: np.ndarray, division: ShardDivision, index: int) -> np.ndarray:
     """Return the reports of a shard's own trajectories, so that those of one item stay in their order."""
     part: np.ndarray = log.copy()
-    by_id = log[:, U_SLOT] < 0
-    position = np.where(by_id, -1, log[:, U_SLOT])
-    position[by_id] = whole.positions_of(log[by_id, U_GENERATION])
+    by_id = log[:, PriorityUpdate.SLOT] < 0
+    position = np.where(by_id, -1, log[:, PriorityUpdate.SLOT])
+    position[by_id] = whole.positions_of(log[by_id, PriorityUpdate.GENERATION])
     known = position >= 0
     slot = np.where(by_id[known], ANY_SLOT, division.local[position[known]])
-    part[known, U_SLOT] = index << SHARD_BITS | slot
+    part[known, PriorityUpdate.SLOT] = index << SHARD_BITS | slot
     own = known.copy()
     own[known] = division.owner[position[known]] == index
     return np.asarray(part[own])

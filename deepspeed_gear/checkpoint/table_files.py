@@ -22,11 +22,12 @@ from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision, in_rows, merge, packed
 from deepspeed_gear.errors import CheckpointError, StoreFullError
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling import stream_state
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.row_allocator import INSERTED, REACH, STEPS_INSERTED
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NEXT_ID, NUM_ROWS, RETIRED, STATE, Table
+from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.table import Table
 
 FORMAT = 2
 
@@ -63,7 +64,7 @@ def shard_folder(folder: Path, index: int) -> Path:
 
 
 def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, more: dict[str, Any]) -> str:
-    slots = np.nonzero(np.isin(table.slots[:, STATE], (COMMITTED, RETIRED)))[0]
+    slots = np.nonzero(np.isin(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)))[0]
     if table.spec.dataset is None:
         _save_rows(table, slots, to)
         if table.spec.shard is not None:  # reports and cuts name slots of the store
@@ -74,8 +75,8 @@ def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, mor
     manifest = {
         "format": FORMAT,
         "schema": table.spec.schema.to_json(),
-        "next_id": int(table.control[NEXT_ID]),
-        "inserted": table.control[[INSERTED, STEPS_INSERTED]].tolist(),
+        "next_id": int(table.control[Control.NEXT_ID]),
+        "inserted": table.control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist(),
         **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
         **more,
     }
@@ -91,7 +92,7 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
         if column.rows == "1":
             np.save(path, data[slots])
             continue
-        shape = (int(records[:, NUM_ROWS].sum()), *column.shape)
+        shape = (int(records[:, Slot.NUM_ROWS].sum()), *column.shape)
         out = (
             np.lib.format.open_memmap(path, mode="w+", dtype=column.numpy_dtype, shape=shape)
             if shape[0]
@@ -101,7 +102,7 @@ def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
             np.save(path, np.empty(shape, column.numpy_dtype))
             continue
         at = 0
-        for first, count in records[in_rows(records)][:, [FIRST_ROW, NUM_ROWS]].tolist():
+        for first, count in records[in_rows(records)][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist():
             out[at : at + count] = data[first : first + count]
             at += count
         out.flush()
@@ -212,7 +213,7 @@ def check_room(table: Table, records: np.ndarray) -> None:
     Raises:
         StoreFullError: The table is too small.
     """
-    rows = int(records[:, NUM_ROWS].sum())
+    rows = int(records[:, Slot.NUM_ROWS].sum())
     if len(records) > len(table.slots) or rows > table.spec.capacity_rows:
         raise StoreFullError(
             f"table {table.spec.name}",
@@ -234,11 +235,11 @@ def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int)
     assert found.whole.slots is not None
     records = found.whole.slots[chosen]
     placed = packed(records)
-    table.slots[:, STATE] = 0
+    table.slots[:, Slot.STATE] = 0
     table.slots[: len(placed)] = placed
     order = in_rows(records)
     extents = np.stack(
-        [placed[order, FIRST_ROW], records[order, FIRST_ROW], records[order, NUM_ROWS]], axis=1
+        [placed[order, Slot.FIRST_ROW], records[order, Slot.FIRST_ROW], records[order, Slot.NUM_ROWS]], axis=1
     )
     for column in table.spec.schema:
         files = [np.load(folder / _file_of(column), mmap_mode="r") for folder in found.folders]
@@ -251,8 +252,8 @@ def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int)
     if found.whole.life is not None:
         table.views["life"][: len(chosen)] = found.whole.life[chosen]
     counts = table.spec.shard is None or table.spec.shard.index == 0  # for all nodes together
-    table.control[[INSERTED, STEPS_INSERTED]] = found.whole.inserted if counts else (0, 0)
-    table.control[REACH] = 0
+    table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = found.whole.inserted if counts else (0, 0)
+    table.control[Control.QUOTA] = 0
     table.restored(next_id)
 
 

@@ -14,13 +14,14 @@ from deepspeed_gear.checkpoint.reshard import Content, ShardDivision
 from deepspeed_gear.checkpoint.table_files import SavedTable
 from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.errors import CheckpointError
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_ID, R_SLOT, UNKNOWN
+from deepspeed_gear.ops.constants import UNKNOWN
+from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling import stream_state
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.selection import COUNT, KEY, SAMPLES
 from deepspeed_gear.store.eviction import unwritten
-from deepspeed_gear.store.table import FIRST_ROW, ID, Table
+from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.table import Table
 
 Sizes = Mapping[str, tuple[int, int]]  # slots and rows of a node's stores, by table
 
@@ -146,13 +147,13 @@ class TableLoader:
         if not stream_state.keeps_cuts(stream, part):
             return
         owners = reshard.owners_of(whole, self._divisions[name])
-        for at in np.argsort(part["heads"][:, KEY]).tolist():
+        for at in np.argsort(part["heads"][:, Head.KEY]).tolist():
             head = part["heads"][at]
-            key, count = int(head[KEY]), int(head[COUNT])
-            own = np.nonzero(part["ring"][at, :count, R_ID] != UNKNOWN)[0]
+            key, count = int(head[Head.KEY]), int(head[Head.COUNT])
+            own = np.nonzero(part["ring"][at, :count, Resolution.ID] != UNKNOWN)[0]
             records = part["ring"][at, own]
-            records[:, R_FIRST_ROW] = stream.table.slots[records[:, R_SLOT], FIRST_ROW]
-            first = int(head[SAMPLES]) - count
+            records[:, Resolution.FIRST_ROW] = stream.table.slots[records[:, Resolution.SLOT], Slot.FIRST_ROW]
+            first = int(head[Head.SAMPLES]) - count
             entry = key % stream.spec.depth
             selector.deliver(key, entry, first, owners[at, :count], own, torch.from_numpy(records))
         with stream.table.lock:
@@ -164,7 +165,7 @@ class TableLoader:
         mine = {}
         for name, table in self._tables.items():
             if name in self._spread and table.spec.dataset is None:
-                ids = table.slots[: len(self._chosen(name)), ID].copy()
+                ids = table.slots[: len(self._chosen(name)), Slot.ID].copy()
                 mine[name] = ids, self._found[name].whole.next_id
         of_ranks = self._parts.plan.exchange.gather(mine if self._parts.leads_shard else None)
         by_node = {topology.nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}

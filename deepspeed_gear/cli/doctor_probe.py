@@ -107,17 +107,20 @@ def _why_not_registered() -> str:
 def _collecting() -> list[dict[str, Any]]:
     """Return how batches of this user's running processes get to their devices, a table of a process each."""
     from deepspeed_gear.store.live_stores import living_stores
-    from deepspeed_gear.store.table import PEER_PID, REGISTERED
+    from deepspeed_gear.store.records import Peer
 
     found = []
     for store in living_stores():
         peers, notes = store.views["peers"], store.views["collect"]
         for peer, note in zip(peers.tolist(), notes, strict=False):
-            if peer[REGISTERED] > 0 and peer[PEER_PID] in store.processes:
+            if peer[Peer.REGISTERED] > 0 and peer[Peer.PID] in store.processes:
                 way, _, why = note.tobytes().rstrip(b"\0").decode(errors="replace").partition("; ")
-                sizes = {"registered_bytes": peer[REGISTERED] - 1, "store_bytes": store.layout.total_bytes}
+                sizes = {
+                    "registered_bytes": peer[Peer.REGISTERED] - 1,
+                    "store_bytes": store.layout.total_bytes,
+                }
                 found.append(
-                    {"process": peer[PEER_PID], "table": store.table, "way": way, "why": why, **sizes}
+                    {"process": peer[Peer.PID], "table": store.table, "way": way, "why": why, **sizes}
                 )
     return found
 

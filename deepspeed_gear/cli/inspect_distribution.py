@@ -13,12 +13,12 @@ from deepspeed_gear.checkpoint.table_files import check_rows, read_table
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, rule_of_json
 from deepspeed_gear.sampling.samplers.step_priorities import rows_of
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.live_stores import LiveStore
-from deepspeed_gear.store.table import COMMITTED, NUM_STEPS, STATE
 
 TRAIN = "stream/train/"
 _GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
@@ -107,7 +107,7 @@ def of_living(store: LiveStore) -> Distribution | None:
         return None
     known = store.layout.meaning.get("train") or {}
     slots = np.array(views["slots"])
-    committed = slots[:, STATE] == COMMITTED
+    committed = slots[:, Slot.STATE] == SlotState.COMMITTED
     priorities = views.get(TRAIN + "priorities")
     leaves = np.array(views[TRAIN + "sums"][: len(slots) if priorities is None else len(priorities)])
     draws = views.get(TRAIN + "draws")
@@ -123,7 +123,7 @@ def of_living(store: LiveStore) -> Distribution | None:
         known.get("kind", ""),
         known.get("unit", ""),
         int(committed.sum()),
-        int(slots[committed, NUM_STEPS].sum()),
+        int(slots[committed, Slot.NUM_STEPS].sum()),
         leaves[drawable].astype(np.float64),
         None if priorities is None else np.array(priorities[drawable]),
         counted,
@@ -146,7 +146,7 @@ def _excluded(store: LiveStore, known: dict[str, Any]) -> list[Exclusion] | None
 
 def _admitted_rows(records: np.ndarray, anchors: list[int]) -> np.ndarray:
     rows, steps, owner = rows_of(records)
-    return np.asarray(rows[AnchorRule(*anchors).admits(steps, records[owner, NUM_STEPS])])
+    return np.asarray(rows[AnchorRule(*anchors).admits(steps, records[owner, Slot.NUM_STEPS])])
 
 
 # ---- saved ---------------------------------------------------------------------------------------
@@ -191,13 +191,13 @@ def of_saved(folder: Path) -> Distribution:
             counted = draws[drawable]
     else:
         raise CheckpointError(str(folder), "must be of a table that is sampled", None)
-    committed = None if slots is None else slots[:, STATE] == COMMITTED
+    committed = None if slots is None else slots[:, Slot.STATE] == SlotState.COMMITTED
     return Distribution(
         save_folders.table_in(folder),
         known.get("kind", ""),
         known.get("unit", ""),
         num_trajectories if committed is None else int(committed.sum()),
-        None if slots is None or committed is None else int(slots[committed, NUM_STEPS].sum()),
+        None if slots is None or committed is None else int(slots[committed, Slot.NUM_STEPS].sum()),
         masses,
         None if priorities is None else priorities[drawable],
         counted,
@@ -209,7 +209,7 @@ def _counts_of_steps(
 ) -> np.ndarray:
     """Return the counters of the admitted steps; they are saved trajectory by trajectory."""
     _, steps, owner = rows_of(slots)
-    admitted = AnchorRule(*anchors).admits(steps, slots[owner, NUM_STEPS])
+    admitted = AnchorRule(*anchors).admits(steps, slots[owner, Slot.NUM_STEPS])
     return np.asarray(draws[admitted & drawable[owner]])
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops import reference
+from deepspeed_gear.ops.records import RandomPurpose
 
 SPLIT_KEY = 0x6765617273706C69  # "gearspli"
-PURPOSE_SPLIT = 3  # Purpose::kForSplit of ops/csrc/common/philox.h
 TRAIN = 0
 
 
@@ -31,7 +31,7 @@ def split_of(ids: np.ndarray, split: Mapping[str, float]) -> np.ndarray:
     if not split:
         return result
     high, _ = reference.philox(
-        SPLIT_KEY, torch.from_numpy(np.ascontiguousarray(ids, np.int64)), 0, PURPOSE_SPLIT
+        SPLIT_KEY, torch.from_numpy(np.ascontiguousarray(ids, np.int64)), 0, RandomPurpose.SPLIT
     )
     words = high.numpy().view(np.uint64)
     threshold = 0

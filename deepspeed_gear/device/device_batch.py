@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Buffers
-from deepspeed_gear.ops.constants import R_ID
+from deepspeed_gear.ops.records import Resolution
 
 
 class DeviceBatch(Batch):
@@ -46,7 +46,7 @@ class DeviceBatch(Batch):
         self.holders: np.ndarray | None = None
         self.written = [*buffers.all, records, *([] if weight is None else [weight])]
         epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
-        facts = (records, records[:, R_ID] >= 0, step_items, total, epoch, weight)
+        facts = (records, records[:, Resolution.ID] >= 0, step_items, total, epoch, weight)
         super().__init__(dict(buffers.tensors), dict(buffers.mask), *facts, burn_in=burn_in, origin=origin)
         self._valid: Tensor | None = None
 

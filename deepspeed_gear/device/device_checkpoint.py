@@ -11,19 +11,7 @@ import torch
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import CheckpointError, DataError
-from deepspeed_gear.ops.constants import (
-    APPLIED,
-    CLAMPED,
-    DRAWABLE,
-    RING_BATCH,
-    RING_COUNTS,
-    RING_EMPTY,
-    RING_NEXT,
-    RING_REFUSED,
-    RING_STEPS,
-    RING_TAIL,
-    STALE,
-)
+from deepspeed_gear.ops.records import RingState, UpdateCount
 from deepspeed_gear.replay.builder import ReplayPlan
 
 FORMAT = 2
@@ -34,20 +22,20 @@ T = TypeVar("T")
 def statistics_of(table: RingTable, has_priorities: bool) -> dict[str, int]:
     """Return sizes of a table, and what updates did. Waits for the device."""
     state = table.state.tolist()
-    counts = state[RING_COUNTS:]
+    counts = state[RingState.COUNTS :]
     found = {
-        "steps": state[RING_STEPS],
-        "trajectories": state[RING_NEXT] - state[RING_TAIL],
-        "added": state[RING_NEXT],
-        "global_batches": state[RING_BATCH],
-        "empty_batches": state[RING_EMPTY],
-        "refused": state[RING_REFUSED],
+        "steps": state[RingState.STEPS],
+        "trajectories": state[RingState.NEXT] - state[RingState.TAIL],
+        "added": state[RingState.NEXT],
+        "global_batches": state[RingState.BATCH],
+        "empty_batches": state[RingState.EMPTY],
+        "refused": state[RingState.REFUSED],
         "bytes": table.num_bytes,
     }
     if has_priorities:
-        words = {"applied": APPLIED, "ignored": STALE, "clamped": CLAMPED}
+        words = {"applied": UpdateCount.APPLIED, "ignored": UpdateCount.STALE, "clamped": UpdateCount.CLAMPED}
         found |= {f"priorities_{name}": counts[word] for name, word in words.items()}
-        found["items"] = counts[DRAWABLE]
+        found["items"] = counts[UpdateCount.DRAWABLE]
     return found
 
 
@@ -63,8 +51,8 @@ class Reported:
         self._before = self._counts()
 
     def _counts(self) -> tuple[int, int]:
-        counts = self._table.state[RING_COUNTS:].tolist()
-        return counts[APPLIED], counts[CLAMPED]
+        counts = self._table.state[RingState.COUNTS :].tolist()
+        return counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
 
     def num_clamped(self) -> int:
         """Return the reports ever clamped."""
@@ -82,7 +70,7 @@ def check_drawn(table: RingTable) -> None:
     Raises:
         DataError: There was one.
     """
-    empty = int(table.state[RING_EMPTY])
+    empty = int(table.state[RingState.EMPTY])
     if empty:
         rule = "must have an item with a mass whenever a batch is drawn"
         remedy = (

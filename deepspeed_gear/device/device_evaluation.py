@@ -14,7 +14,8 @@ from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_builder import masses_of
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops.constants import RESOLUTION_WORDS, tree_size
+from deepspeed_gear.ops.constants import tree_size
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayPlan
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.selection import StreamSpec
@@ -101,7 +102,7 @@ class DeviceEvaluation:
             ops.tree_build_(sums, len(masses))
             size = int(masses.sum())
             count = -(-size // spec.batch) * spec.batch
-            records = torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64)
+            records = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
             if count:
                 rule, unit = spec.rule.anchors.as_list(), UNIT_CODES[spec.rule.unit]
                 known = (self._table.slots.cpu(), torch.arange(count) % size)

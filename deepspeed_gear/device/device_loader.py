@@ -12,7 +12,7 @@ from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_sharing import Draws, Reports, TableSharing
 from deepspeed_gear.device.joint_selection import JointSelection
 from deepspeed_gear.device.ring_selection import RingSelection
-from deepspeed_gear.ops.constants import RESOLUTION_WORDS, RING_TOTAL
+from deepspeed_gear.ops.records import Resolution, RingState
 
 
 class DeviceLoader:
@@ -58,7 +58,9 @@ class DeviceLoader:
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
 
     def _records(self, count: int) -> Tensor:
-        return torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64, device=self._selection.table.device)
+        return torch.zeros(
+            count, Resolution.NUM_WORDS, dtype=torch.int64, device=self._selection.table.device
+        )
 
     def _weights(self, count: int) -> Tensor:
         has_any = self._selection.is_prioritized
@@ -68,7 +70,7 @@ class DeviceLoader:
         """Return tensors that `fill_` can fill."""
         micro, selection = self._info.micro, self._selection
         weight = self._weights(micro) if selection.is_prioritized else None
-        facts = selection.has_step_items, selection.table.state[RING_TOTAL], self._burn_in
+        facts = selection.has_step_items, selection.table.state[RingState.TOTAL], self._burn_in
         known = self._collector.buffers(micro), self._records(micro), weight, *facts, self._owner
         batch = DeviceBatch(*known, None if self._cut is None else self._cut.origins[:micro].clone())
         for tensor in (*batch.buffers.all, batch.records, *([] if weight is None else [weight])):

@@ -11,7 +11,7 @@ from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.device_collectives import DeviceCollectives
 from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.ops.constants import RESOLUTION_WORDS
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.priority_updates import float32_on_device, mask_of, reduce_steps
 
 
@@ -53,7 +53,7 @@ class DevicePriorityLog:
     def _apply(self) -> None:
         parts = [self._waiting[micro] for micro in sorted(self._waiting)]
         self._waiting.clear()
-        records = torch.stack([records for records, _ in parts], 1).reshape(-1, RESOLUTION_WORDS)
+        records = torch.stack([records for records, _ in parts], 1).reshape(-1, Resolution.NUM_WORDS)
         self._selection.update_(records, torch.stack([values for _, values in parts], 1).reshape(-1))
 
     def forget(self) -> None:

@@ -13,22 +13,10 @@ from deepspeed_gear.device.replica_agreement import ReplicaAgreement
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, most_rows
 from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, layout_of
-from deepspeed_gear.ops.constants import (
-    R_ANCHOR,
-    R_NUM_STEPS,
-    R_SLOT,
-    RESOLUTION_WORDS,
-    S_ANCHOR,
-    S_GOAL,
-    S_N_STEPS,
-    S_NUM_STEPS,
-    S_PEER,
-    S_SLOT,
-    SAMPLE_WORDS,
-)
+from deepspeed_gear.ops.records import Resolution, RowSample
 
-STEPS = RESOLUTION_WORDS  # the word of a record that travels behind those of a resolution
-TRAVELLING_WORDS = RESOLUTION_WORDS + 1
+STEPS = Resolution.NUM_WORDS  # the word of a record that travels behind those of a resolution
+TRAVELLING_WORDS = Resolution.NUM_WORDS + 1
 _EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is nobody's
 
 
@@ -167,11 +155,17 @@ class DeviceRowExchange:
 
     def _samples(self, records: Tensor, replicas: Tensor) -> Tensor:
         """Return samples as the ops on rows take them. [n, 7], int64."""
-        samples = self._words(len(records), SAMPLE_WORDS)
-        samples[:, S_PEER] = replicas
-        samples[:, S_SLOT], samples[:, S_NUM_STEPS] = records[:, R_SLOT], records[:, R_NUM_STEPS]
-        samples[:, S_ANCHOR], samples[:, S_N_STEPS] = records[:, R_ANCHOR], records[:, STEPS]
-        samples[:, S_GOAL] = -1
+        samples = self._words(len(records), RowSample.NUM_WORDS)
+        samples[:, RowSample.PEER] = replicas
+        samples[:, RowSample.SLOT], samples[:, RowSample.NUM_STEPS] = (
+            records[:, Resolution.SLOT],
+            records[:, Resolution.NUM_STEPS],
+        )
+        samples[:, RowSample.ANCHOR], samples[:, RowSample.N_STEPS] = (
+            records[:, Resolution.ANCHOR],
+            records[:, STEPS],
+        )
+        samples[:, RowSample.GOAL] = -1
         return samples
 
 

@@ -13,16 +13,15 @@ from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.replica_agreement import ReplicaAgreement
 from deepspeed_gear.device.ring_selection import RingSelection
-from deepspeed_gear.ops.constants import (
-    R_ANCHOR,
-    R_GENERATION,
-    R_NUMBER,
-    R_SLOT,
-    RESOLUTION_WORDS,
-    SHARD_BITS,
-)
+from deepspeed_gear.ops.constants import SHARD_BITS
+from deepspeed_gear.ops.records import Resolution
 
-_TOLD = [R_SLOT, R_GENERATION, R_ANCHOR, R_NUMBER]  # of a record; the bits of the priority lie behind them
+_TOLD = [
+    Resolution.SLOT,
+    Resolution.GENERATION,
+    Resolution.ANCHOR,
+    Resolution.SAMPLE_NUMBER,
+]  # of a record; the bits of the priority lie behind them
 _SLOT_MASK = (1 << SHARD_BITS) - 1
 
 
@@ -100,7 +99,7 @@ class JointPriorities:
     def _apply(self, words: Tensor) -> None:
         if len(words) == 0:
             return
-        words = words[torch.sort(words[:, _TOLD.index(R_NUMBER)], stable=True).indices]
-        records = torch.zeros(len(words), RESOLUTION_WORDS, dtype=torch.int64, device=words.device)
+        words = words[torch.sort(words[:, _TOLD.index(Resolution.SAMPLE_NUMBER)], stable=True).indices]
+        records = torch.zeros(len(words), Resolution.NUM_WORDS, dtype=torch.int64, device=words.device)
         records[:, _TOLD] = words[:, :-1]
         self._selection.update_(records, words[:, -1].to(torch.int32).view(torch.float32))

@@ -7,6 +7,7 @@ each gets the resolutions of the samples that it trains on, and their rows (`dev
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,26 +19,22 @@ from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.node_messages import MOST
 from deepspeed_gear.errors import GearError, PeerError, StoreError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import (
-    DRAWABLE,
-    FAN_OUT,
-    HIGHEST_PRIORITY,
-    ONE_Q62,
-    R_ID,
-    R_MASS,
-    R_SLOT,
-    RESOLUTION_WORDS,
-    RING_BATCH,
-    RING_COUNTS,
-    RING_SAMPLES,
-    RING_TOTAL,
-    SHARD_BITS,
-)
+from deepspeed_gear.ops.constants import FAN_OUT, ONE_Q62, SHARD_BITS
+from deepspeed_gear.ops.records import Resolution, RingState, UpdateCount
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.sampling.stream_kinds import stratify_
 
-_TOTAL, _ITEMS, _LEAST, _HIGHEST, _BATCH = range(5)  # of the record of a replica; samples so far behind
 _MOST_TOTAL_BITS = 62
+
+
+class ReplicaRecord:
+    """What a replica sends the others before a selection; after BATCH its samples so far."""
+
+    TOTAL: Final = 0
+    ITEMS: Final = 1
+    LEAST: Final = 2
+    HIGHEST: Final = 3
+    BATCH: Final = 4
 
 
 class JointSelection:
@@ -94,8 +91,8 @@ class JointSelection:
 
     def _select(self, records: Tensor, weights: Tensor) -> None:
         parts = self._meet()
-        key, first = parts[0][_BATCH:]
-        totals = torch.tensor([part[_TOTAL] for part in parts])
+        key, first = parts[0][ReplicaRecord.BATCH :]
+        totals = torch.tensor([part[ReplicaRecord.TOTAL] for part in parts])
         total = int(totals.sum())
         self._check(total)
         own = self._draw(totals, total, first)
@@ -104,10 +101,12 @@ class JointSelection:
         if len(weights):
             self._weigh(records, weights, parts, least, key)
         state = self._table.state
-        state[RING_TOTAL] = total
-        state[RING_SAMPLES] += self._spec.batch
-        state[RING_BATCH] += 1
-        state[RING_COUNTS + HIGHEST_PRIORITY] = max(part[_HIGHEST] for part in parts)
+        state[RingState.TOTAL] = total
+        state[RingState.SAMPLES] += self._spec.batch
+        state[RingState.BATCH] += 1
+        state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = max(
+            part[ReplicaRecord.HIGHEST] for part in parts
+        )
 
     def _meet(self) -> list[list[int]]:
         """Return the record of each replica: its masses and its position.
@@ -118,12 +117,15 @@ class JointSelection:
         table = self._table
         top = table.minima[-FAN_OUT:] if len(table.minima) else table.sums[: table.num_items]
         least = torch.where(top > 0, top, MOST).min()
-        drawable, highest = (table.state[RING_COUNTS + word] for word in (DRAWABLE, HIGHEST_PRIORITY))
+        drawable, highest = (
+            table.state[RingState.COUNTS + word]
+            for word in (UpdateCount.DRAWABLE, UpdateCount.HIGHEST_PRIORITY)
+        )
         masses = table.sums[-FAN_OUT:].sum(), drawable, least, highest
-        record = torch.stack([*masses, table.state[RING_BATCH], table.state[RING_SAMPLES]])
+        record = torch.stack([*masses, table.state[RingState.BATCH], table.state[RingState.SAMPLES]])
         parts: list[list[int]] = self._peers.gather(record).tolist()  # waits for the device
-        if any(part[_BATCH:] != parts[0][_BATCH:] for part in parts):
-            at = {f"replica {replica}": part[_BATCH] for replica, part in enumerate(parts)}
+        if any(part[ReplicaRecord.BATCH :] != parts[0][ReplicaRecord.BATCH :] for part in parts):
+            at = {f"replica {replica}": part[ReplicaRecord.BATCH] for replica, part in enumerate(parts)}
             remedy = "load the same checkpoint on all ranks"
             raise PeerError("the replicas", "must stand at the same global batch", at, remedy)
         return parts
@@ -158,7 +160,7 @@ class JointSelection:
             return torch.zeros(0, STEPS + 1, dtype=torch.int64, device=device)
         points = torch.zeros(count, dtype=torch.int64)
         points[own] = self._points[: len(own)]
-        every = torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64, device=device)
+        every = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=device)
         self._own.resolve_(every, points.to(device), first)
         mine = every[self._sent(_by_receiver(own, self._replicas))]
         return torch.cat([mine, self._rows.steps_of(mine)[:, None]], 1)
@@ -171,13 +173,13 @@ class JointSelection:
         places = np.argsort(self.holders, kind="stable")  # among the wanted ones, by sender
         receivers = _by_receiver(own, replicas) % replicas
         out, coming = (np.bincount(of, minlength=replicas).tolist() for of in (receivers, self.holders))
-        least = found[:, R_MASS].min() if len(found) else torch.tensor(MOST, device=found.device)
+        least = found[:, Resolution.MASS].min() if len(found) else torch.tensor(MOST, device=found.device)
         travelling = found.clone()
-        travelling[:, R_ID] = travelling[:, R_ID] * replicas + self._replica
+        travelling[:, Resolution.ID] = travelling[:, Resolution.ID] * replicas + self._replica
         got = self._peers.swap(travelling, out, coming)
         there, senders = self._sent(places), self._sent(self.holders[places])
-        records[there] = got[:, :RESOLUTION_WORDS]
-        self.origins[there] = senders << SHARD_BITS | got[:, R_SLOT]
+        records[there] = got[:, : Resolution.NUM_WORDS]
+        self.origins[there] = senders << SHARD_BITS | got[:, Resolution.SLOT]
         away, come = (np.nonzero(of != self._replica)[0] for of in (receivers, self.holders[places]))
         sent = SentRows(found[self._sent(away)], self._sent(receivers[away]))
         arriving = self._sent(come)
@@ -187,9 +189,12 @@ class JointSelection:
     def _weigh(self, records: Tensor, weights: Tensor, parts: list[list[int]], least: int, key: int) -> None:
         assert self._spec.priorities is not None
         normalize = self._spec.priorities.normalize
-        numerator, count = sum(part[_TOTAL] for part in parts), sum(part[_ITEMS] for part in parts)
+        numerator, count = (
+            sum(part[ReplicaRecord.TOTAL] for part in parts),
+            sum(part[ReplicaRecord.ITEMS] for part in parts),
+        )
         if normalize is not None:
-            of_table = min(part[_LEAST] for part in parts)
+            of_table = min(part[ReplicaRecord.LEAST] for part in parts)
             numerator, count = (least if normalize == "batch" else of_table), 1
         beta = int(self._spec.priorities.beta(key) * ONE_Q62)
         self._table.ops.importance_(weights, records, numerator, count, beta)

@@ -8,21 +8,12 @@ import numpy as np
 from torch import Tensor
 
 from deepspeed_gear.device.ring_table import RingTable
-from deepspeed_gear.ops.constants import (
-    BY_BATCH,
-    BY_TABLE,
-    HIGHEST_SO_FAR,
-    MOST_MASS_BITS,
-    NOT_NORMALIZED,
-    ONE_Q62,
-    UNIT_LENGTH,
-    UNIT_STEP,
-    UNIT_TRAJECTORY,
-)
+from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, MOST_MASS_BITS, ONE_Q62
+from deepspeed_gear.ops.records import MassUnit, Normalize
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.selection import StreamSpec
 
-_NORMALIZE = {None: NOT_NORMALIZED, "batch": BY_BATCH, "table": BY_TABLE}
+_NORMALIZE = {None: Normalize.NONE, "batch": Normalize.BATCH, "table": Normalize.TABLE}
 
 
 class RingSelection:
@@ -43,10 +34,10 @@ class RingSelection:
         self.is_prioritized = priorities is not None
         self.has_step_items = rule.unit == "step" and not self.is_prioritized
         self._rule = rule.anchors.as_list()
-        self._unit = self._drawn = UNIT_LENGTH if rule.by_length else UNIT_CODES[rule.unit]
+        self._unit = self._drawn = MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit]
         if self.is_prioritized and not table.items_are_rows:
-            self._drawn = UNIT_TRAJECTORY
-        self._alpha, self._initial, normalize = 0, HIGHEST_SO_FAR, NOT_NORMALIZED
+            self._drawn = MassUnit.TRAJECTORY
+        self._alpha, self._initial, normalize = 0, HIGHEST_SO_FAR, Normalize.NONE
         self.most_bits = MOST_MASS_BITS if priorities is None else priorities.most_bits
         if priorities is not None:
             self._alpha, normalize = int(priorities.alpha(0) * ONE_Q62), _NORMALIZE[priorities.normalize]
@@ -91,6 +82,6 @@ class RingSelection:
         """Set the priorities of samples; of equal items the last wins. [B, 8], int64; [B], float32."""
         table = self.table
         known = (table.state, table.sums, table.minima, table.priorities, table.slots)
-        unit = UNIT_STEP if table.items_are_rows else UNIT_TRAJECTORY
+        unit = MassUnit.STEP if table.items_are_rows else MassUnit.TRAJECTORY
         rest = (table.shape, unit, self._alpha, self.most_bits)
         table.ops.ring_update_(*known, records, values, *rest)

@@ -16,37 +16,15 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import DataError, SchemaError, ShapeError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import (
-    COMMITTED,
-    DRAWABLE,
-    HIGHEST_PRIORITY,
-    MOST_MASS_BITS,
-    PLACED_WORDS,
-    RING_COUNTS,
-    RING_HEAD,
-    RING_NEXT,
-    RING_STEPS,
-    RING_TAIL,
-    RING_WORDS,
-    SLOT_FIRST_ROW,
-    SLOT_ID,
-    SLOT_NUM_ROWS,
-    SLOT_NUM_STEPS,
-    SLOT_STATE,
-    SLOT_WORDS,
-    SOURCE_STEPS,
-    SOURCE_STEPS_PLUS_ONE,
-    SOURCE_TRAJECTORY,
-    minima_size,
-    tree_size,
-)
+from deepspeed_gear.ops.constants import MOST_MASS_BITS, minima_size, tree_size
+from deepspeed_gear.ops.records import PlacedTrajectory, RingState, Slot, SlotState, Source, UpdateCount
 from deepspeed_gear.schema import DTYPES, Schema
 from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
-_SOURCES = {"T": SOURCE_STEPS, "T+1": SOURCE_STEPS_PLUS_ONE, "1": SOURCE_TRAJECTORY}
+_SOURCES = {"T": Source.STEPS, "T+1": Source.STEPS_PLUS_ONE, "1": Source.TRAJECTORY}
 _ONE = 0x3F800000  # bits of 1.0
-_PRIORITY_COUNTS = slice(RING_COUNTS, RING_COUNTS + 5)
+_PRIORITY_COUNTS = slice(RingState.COUNTS, RingState.COUNTS + 5)
 
 
 class RingTable:
@@ -107,13 +85,13 @@ class RingTable:
         self.returns_to_go = held[RETURN_TO_GO]
         reward = schema.role("reward")
         self._rewards = None if reward is None else self.columns[reward.name]
-        self.state = zeros(RING_WORDS)
-        self.slots, self.begins = zeros(num_slots, SLOT_WORDS), zeros(num_slots)
+        self.state = zeros(RingState.NUM_WORDS)
+        self.slots, self.begins = zeros(num_slots, Slot.NUM_WORDS), zeros(num_slots)
         self.sums = zeros(tree_size(self.num_items))
         self.minima = zeros(minima_size(self.num_items) if has_minima else 0)
         self.priorities = zeros(self.num_items if has_priorities else 0, dtype=torch.float32)
         self.row_slots = zeros(num_rows if items_are_rows else 0, dtype=torch.int32)
-        self.state[RING_COUNTS + HIGHEST_PRIORITY] = _ONE
+        self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = _ONE
         self._sources = [_SOURCES[column.rows] for column in schema]
         for tensor in self.content.values():
             torch._dynamo.mark_static_address(tensor)  # "reduce-overhead" then mutates it in place
@@ -190,10 +168,10 @@ class RingTable:
         num_rows, count, known = dataset.num_rows, len(lengths), initial is not None
         more = (has_minima, return_to_go, ops, device)
         table = cls(schema, num_rows, count, int(lengths.max()), admitted is not None, known, *more)
-        records = np.zeros((count, SLOT_WORDS), np.int64)
-        records[:, SLOT_STATE], records[:, SLOT_ID] = COMMITTED, np.arange(count) + dataset.first_id
-        records[:, SLOT_FIRST_ROW], records[:, SLOT_NUM_STEPS] = dataset.first_rows, lengths
-        records[:, SLOT_NUM_ROWS] = lengths + final
+        records = np.zeros((count, Slot.NUM_WORDS), np.int64)
+        records[:, Slot.STATE], records[:, Slot.ID] = SlotState.COMMITTED, np.arange(count) + dataset.first_id
+        records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS] = dataset.first_rows, lengths
+        records[:, Slot.NUM_ROWS] = lengths + final
         table.slots.copy_(torch.from_numpy(records))
         for column in schema:
             table.columns[column.name].copy_(as_tensor(dataset.columns[column.name], column.dtype))
@@ -201,11 +179,11 @@ class RingTable:
         if return_to_go:
             reward = schema.role("reward")
             assert reward is not None
-            extents = table.slots[:, [SLOT_FIRST_ROW, SLOT_NUM_STEPS]].contiguous()
+            extents = table.slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].contiguous()
             ops.suffix_sum_(table.returns_to_go, table.columns[reward.name], extents)
         table._weigh(masses, admitted, initial, alpha, most_bits)
-        table.state[RING_NEXT], table.state[RING_HEAD] = count, num_rows
-        table.state[RING_STEPS] = int(lengths.sum())
+        table.state[RingState.NEXT], table.state[RingState.HEAD] = count, num_rows
+        table.state[RingState.STEPS] = int(lengths.sum())
         return table
 
     def _weigh(
@@ -223,7 +201,7 @@ class RingTable:
         else:
             has_mass = masses > 0
             if admitted is not None:
-                owners = np.repeat(np.arange(self.num_slots), self.slots[:, SLOT_NUM_ROWS].cpu().numpy())
+                owners = np.repeat(np.arange(self.num_slots), self.slots[:, Slot.NUM_ROWS].cpu().numpy())
                 self.row_slots.copy_(torch.from_numpy(owners.astype(np.int32)))
                 has_mass = admitted & has_mass[owners]
             self.priorities.copy_(torch.from_numpy(np.where(has_mass, np.float32(initial), np.float32(0))))
@@ -231,7 +209,7 @@ class RingTable:
         self.ops.tree_build_(self.sums, self.num_items)
         if len(self.minima):
             self.ops.minima_build_(self.minima, self.sums, self.num_items)
-        self.state[RING_COUNTS + DRAWABLE] = torch.count_nonzero(leaves)
+        self.state[RingState.COUNTS + UpdateCount.DRAWABLE] = torch.count_nonzero(leaves)
 
     def check(self, columns: Mapping[str, Tensor], lengths: Tensor | None) -> tuple[int, int]:
         """Refuse what cannot be added, from shapes and dtypes alone.
@@ -311,7 +289,7 @@ class RingTable:
     ) -> None:
         """Add trajectories that `check` has seen. Mutates fixed tensors only."""
         # Made anew: a tensor that a trace or a capture leaves behind is of no use outside of it.
-        placed = torch.empty(count, PLACED_WORDS, dtype=torch.int64, device=self.device)
+        placed = torch.empty(count, PlacedTrajectory.NUM_WORDS, dtype=torch.int64, device=self.device)
         if lengths is None:
             lengths = torch.full((count,), steps, dtype=torch.int64, device=self.device)
         self.ops.ring_add_(
@@ -367,20 +345,24 @@ class RingTable:
         """
         slots = torch.remainder(ids, self.num_slots)
         records = self.slots[slots]
-        is_there = (records[:, SLOT_ID] == ids) & (records[:, SLOT_STATE] == COMMITTED)
+        is_there = (records[:, Slot.ID] == ids) & (records[:, Slot.STATE] == SlotState.COMMITTED)
         slot = torch.where(is_there, slots, -1)
-        placed = torch.stack([slot, records[:, SLOT_FIRST_ROW], records[:, SLOT_NUM_STEPS]], 1)
+        placed = torch.stack([slot, records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS]], 1)
         targets = [self.columns[name] for name in columns]
         sources = [_SOURCES[self.schema[name].rows] for name in columns]
         self.ops.scatter_(targets, [values.contiguous() for values in columns.values()], placed, sources)
 
     def clear(self) -> None:
         """Take everything out; ids go on."""
-        counts, following = self.state[_PRIORITY_COUNTS].clone(), self.state[RING_NEXT].clone()
-        head = self.state[RING_HEAD].clone()
+        counts, following = self.state[_PRIORITY_COUNTS].clone(), self.state[RingState.NEXT].clone()
+        head = self.state[RingState.HEAD].clone()
         for name in ("slots", "sums", "minima", "priorities", "row_slots", "begins"):
             self.content[name].zero_()
-        counts[DRAWABLE] = 0
+        counts[UpdateCount.DRAWABLE] = 0
         self.state[_PRIORITY_COUNTS] = counts
-        self.state[RING_NEXT], self.state[RING_TAIL], self.state[RING_HEAD] = following, following, head
-        self.state[RING_STEPS] = 0
+        self.state[RingState.NEXT], self.state[RingState.TAIL], self.state[RingState.HEAD] = (
+            following,
+            following,
+            head,
+        )
+        self.state[RingState.STEPS] = 0

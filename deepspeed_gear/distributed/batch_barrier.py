@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 import numpy as np
 
@@ -28,16 +28,40 @@ from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
-REACHED, FAILED, ENDED, RELEASED, DIGESTS = 0, 1, 2, 3, 4  # words of a rank; digests of even and odd turns
-WORDS, TEXT_BYTES = 8, 2048
 _NOT_READY = "not ready: "  # begins the text of a rank that may be ready later
-TURN, STATUS, VERIFIES, SAID_WORDS = 0, 1, 2, 3  # what leaders tell each other
 MOST_DRAIN_S = 3.0  # what a rank that ends waits for other nodes
-ENDED_WELL, ENDED_BY_ERROR = 1, 2
 SETTLE_S = 0.1  # in it a rank sees what another one did before it ended
 GRACE_S = 2 + 2 * HEARD_BEATS * MOST_BEAT_S  # ranks wait longer for their leader than it for other nodes
 NO_DIGEST = 0
 _AWAKE_S, _POLL_S = 500e-6, 200e-6
+
+
+class BarrierWord:
+    """Words of a rank in its node's shared memory."""
+
+    REACHED: Final = 0
+    FAILED: Final = 1
+    ENDED: Final = 2
+    RELEASED: Final = 3
+    DIGESTS: Final = 4  # of even and of odd barriers: two words
+    NUM_WORDS: Final = 8
+    NUM_TEXT_BYTES: Final = 2048
+
+
+class BarrierMessage:
+    """The message of a node leader to the others."""
+
+    NUMBER: Final = 0
+    STATUS: Final = 1
+    VERIFIES: Final = 2
+    NUM_WORDS: Final = 3
+
+
+class EndCode:
+    """How a rank has ended."""
+
+    WELL: Final = 1
+    ERROR: Final = 2
 
 
 class BatchBarrier:
@@ -77,13 +101,13 @@ class BatchBarrier:
         self._texts: np.ndarray = table.views["status/texts"]
         self._mine: np.ndarray = self._words[table.memory.peer]
         everyone = len(members) == len(self._ranks)
-        self._reached: np.ndarray = self._words[:, REACHED]
+        self._reached: np.ndarray = self._words[:, BarrierWord.REACHED]
         self._behind = self._behind_of_all if everyone else self._behind_of_members
         self._follows = over_nodes and link is None  # its leader tells it how turns went
         if self._follows:
             self._behind = self._behind_of_leader
         self._leader_ended: float | None = None  # when that was first seen
-        self._end = ENDED_WELL
+        self._end = EndCode.WELL
         self._count = 0  # turns of this rank
         self._is_open = False  # it has done its part of the last one, and not heard of all others yet
         self._takes_turns = table.memory.peer in members
@@ -93,8 +117,8 @@ class BatchBarrier:
     def regions(num_peers: int) -> list[Region]:
         """Return what it keeps in the store."""
         return [
-            Region("status/words", "int64", (num_peers, WORDS)),
-            Region("status/texts", "uint8", (num_peers, TEXT_BYTES)),
+            Region("status/words", "int64", (num_peers, BarrierWord.NUM_WORDS)),
+            Region("status/texts", "uint8", (num_peers, BarrierWord.NUM_TEXT_BYTES)),
         ]
 
     def agree(self, action: Callable[[], T], digest: Callable[[], int] = lambda: NO_DIGEST) -> T:
@@ -124,10 +148,10 @@ class BatchBarrier:
             self._count += 1
             if digest:
                 with self._table.lock:  # so that who sees the count sees the digest
-                    self._mine[DIGESTS + self._count % 2] = digest
+                    self._mine[BarrierWord.DIGESTS + self._count % 2] = digest
             else:
-                self._mine[DIGESTS + self._count % 2] = NO_DIGEST
-            self._mine[REACHED] = self._count
+                self._mine[BarrierWord.DIGESTS + self._count % 2] = NO_DIGEST
+            self._mine[BarrierWord.REACHED] = self._count
             self._is_open = True
 
     def fail(self, error: Exception) -> None:
@@ -135,7 +159,7 @@ class BatchBarrier:
         text = _text_of(error)
         with self._table.lock:
             self._write(text)
-            self._mine[FAILED] = self._count + 1
+            self._mine[BarrierWord.FAILED] = self._count + 1
         self.reach()
         if self._link is not None and not isinstance(error, LostNodeError):
             with contextlib.suppress(PeerError, NotReadyError):
@@ -146,18 +170,18 @@ class BatchBarrier:
         """Tell the other nodes already that this one has had the turn, if all its ranks have reached it."""
         if self._link is None or not self._is_open or self._flying is not None or self._behind():
             return
-        if all(self._words[peer, FAILED] < self._count for peer in self._members):
+        if all(self._words[peer, BarrierWord.FAILED] < self._count for peer in self._members):
             self._flying = self._say(self._link, failed=False)
 
     def explain(self, error: BaseException) -> None:
         """Say what ends this rank, for those that miss it in a turn."""
-        if isinstance(error, Exception) and self._end == ENDED_WELL:
+        if isinstance(error, Exception) and self._end == EndCode.WELL:
             self._write(_text_of(error))
-            self._end = ENDED_BY_ERROR
+            self._end = EndCode.ERROR
 
     def end(self) -> None:
         """Say that this rank takes no more turns."""
-        self._mine[ENDED] = self._end
+        self._mine[BarrierWord.ENDED] = self._end
         self.drain(MOST_DRAIN_S)
 
     def drain(self, timeout_s: float | None = None) -> None:
@@ -165,13 +189,13 @@ class BatchBarrier:
         if self._link is None or not self.is_early:
             return
         with self._link.parting(timeout_s or self._link.timeout_s):
-            (self._flying or self._link.begin_gather(np.zeros(SAID_WORDS, np.int64)))()
+            (self._flying or self._link.begin_gather(np.zeros(BarrierMessage.NUM_WORDS, np.int64)))()
         self._flying = None
 
     def restart(self) -> None:
         """Begin again, as when a checkpoint is loaded: between two barriers of all ranks."""
         self._count, self._is_open = 0, False
-        self._mine[[REACHED, FAILED, RELEASED]] = 0
+        self._mine[[BarrierWord.REACHED, BarrierWord.FAILED, BarrierWord.RELEASED]] = 0
         self._note_taken()
 
     def wait(self) -> None:
@@ -199,7 +223,7 @@ class BatchBarrier:
             self._hear(self._link)
         self._is_open = False
         self._raise_failure(self._count)
-        if self._link is None and any(self._words[:, DIGESTS + self._count % 2].tolist()):
+        if self._link is None and any(self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()):
             self._compare_digests(self._digests())  # an inner stage has none
         self._note_taken()
 
@@ -208,7 +232,10 @@ class BatchBarrier:
             self._watch.take(self._count)
 
     def _behind_of_leader(self) -> bool:
-        return bool(self._words[0, RELEASED] < self._count and self._words[0, FAILED] < self._count)
+        return bool(
+            self._words[0, BarrierWord.RELEASED] < self._count
+            and self._words[0, BarrierWord.FAILED] < self._count
+        )
 
     # ---- over nodes ------------------------------------------------------------------------------
 
@@ -224,7 +251,7 @@ class BatchBarrier:
 
     def _hear(self, link: NodeChannel) -> None:
         """Tell the other nodes how the turn went here, hear how it went there, and let the ranks go on."""
-        failed = [peer for peer in self._members if self._words[peer, FAILED] >= self._count]
+        failed = [peer for peer in self._members if self._words[peer, BarrierWord.FAILED] >= self._count]
         text = self._text_of(failed[0]) if failed else ""
         try:
             self._tell(link, text)
@@ -233,7 +260,7 @@ class BatchBarrier:
                 self._publish(_text_of(error))
                 self._is_open = False
                 raise
-        self._mine[RELEASED] = self._count
+        self._mine[BarrierWord.RELEASED] = self._count
 
     def _tell(self, link: NodeChannel, text: str) -> None:
         """Swap with the other leaders: turn, whether it failed, whether digests are to be compared.
@@ -243,15 +270,19 @@ class BatchBarrier:
         """
         digests, wait = self._digests(), self._flying or self._say(link, bool(text))
         self._flying, heard = None, wait()
-        if (heard[:, TURN] != self._count).any():
-            node = int(np.nonzero(heard[:, TURN] != self._count)[0][0])
+        if (heard[:, BarrierMessage.NUMBER] != self._count).any():
+            node = int(np.nonzero(heard[:, BarrierMessage.NUMBER] != self._count)[0][0])
             link.raise_ended(node, f"it ended before turn {self._count}")
         texts = None
-        if heard[:, STATUS].any():
-            texts = link.gather(node_messages.pack_text(text, TEXT_BYTES // 8))
-        every = link.gather_ragged(np.array(digests).reshape(-1, 3)) if heard[:, VERIFIES].any() else []
+        if heard[:, BarrierMessage.STATUS].any():
+            texts = link.gather(node_messages.pack_text(text, BarrierWord.NUM_TEXT_BYTES // 8))
+        every = (
+            link.gather_ragged(np.array(digests).reshape(-1, 3))
+            if heard[:, BarrierMessage.VERIFIES].any()
+            else []
+        )
         if texts is not None and not text:
-            node = int(np.nonzero(heard[:, STATUS])[0][0])
+            node = int(np.nonzero(heard[:, BarrierMessage.STATUS])[0][0])
             said = node_messages.unpack_text(texts[node])
             raise _failure_of(link.name(node), said)
         if every and texts is None:
@@ -266,11 +297,11 @@ class BatchBarrier:
         """Say to the ranks of the node why the turn is over."""
         with self._table.lock:
             self._write(text)
-            self._mine[FAILED] = self._count
-            self._mine[RELEASED] = self._count
+            self._mine[BarrierWord.FAILED] = self._count
+            self._mine[BarrierWord.RELEASED] = self._count
 
     def _write(self, text: str) -> None:
-        encoded, row = text.encode()[: TEXT_BYTES - 1], self._texts[self._table.memory.peer]
+        encoded, row = text.encode()[: BarrierWord.NUM_TEXT_BYTES - 1], self._texts[self._table.memory.peer]
         row[: len(encoded)], row[len(encoded) :] = np.frombuffer(encoded, np.uint8), 0
 
     def _text_of(self, peer: int) -> str:
@@ -280,7 +311,7 @@ class BatchBarrier:
     def _digests(self) -> list[tuple[int, int, int]]:
         """Return rank, replica and digest of this node's ranks in the turn."""
         with self._table.lock:
-            digests: list[int] = self._words[:, DIGESTS + self._count % 2].tolist()
+            digests: list[int] = self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()
         replicas = [self._places[peer].data_rank for peer in self._members]
         return [
             (self._ranks[peer], replica, digests[peer])
@@ -303,16 +334,16 @@ class BatchBarrier:
         self._raise_failure(self._count + 1)
         if self._watch is not None:
             self._watch.check()
-        if self._follows and self._words[0, ENDED]:
+        if self._follows and self._words[0, BarrierWord.ENDED]:
             self._leader_ended = self._leader_ended or time.monotonic()
             if time.monotonic() - self._leader_ended > SETTLE_S:  # by then what it has made was seen
                 self._raise_ended(0)
 
     def _raise_failure(self, turn: int) -> None:
-        if max(self._words[:, FAILED].tolist()) < turn:
+        if max(self._words[:, BarrierWord.FAILED].tolist()) < turn:
             return
         for peer in self._members:
-            if self._words[peer, FAILED] >= turn and peer != self._table.memory.peer:
+            if self._words[peer, BarrierWord.FAILED] >= turn and peer != self._table.memory.peer:
                 raise _failure_of(f"rank {self._ranks[peer]}", self._text_of(peer))
 
     def _check(self, waited_s: float) -> None:
@@ -327,7 +358,7 @@ class BatchBarrier:
                 continue
             name, had = f"rank {self._ranks[peer]}", f"{int(self._reached[peer])} of {self._count} turns"
             lives = self._table.memory.is_alive(peer)
-            if self._words[peer, ENDED] and self._reached[peer] < self._count:
+            if self._words[peer, BarrierWord.ENDED] and self._reached[peer] < self._count:
                 self._raise_ended(peer)
             if not lives and self._reached[peer] < self._count:
                 raise PeerError(name, "must live as long as the others train", None, f"it died after {had}")
@@ -344,7 +375,7 @@ class BatchBarrier:
         if self._watch is not None:
             self._watch.check_ended()
         name, had = f"rank {self._ranks[peer]}", f"after {int(self._reached[peer])} of {self._count} turns"
-        if self._words[peer, ENDED] == ENDED_BY_ERROR:
+        if self._words[peer, BarrierWord.ENDED] == EndCode.ERROR:
             rule = "must train as long as the others"
             raise PeerError(name, rule, None, f"it failed {had}: {self._text_of(peer)}")
         raise PeerError(name, MUST_TAKE_ALL, None, f"it ended {had}")
@@ -352,7 +383,7 @@ class BatchBarrier:
     def _check_leader(self, waited_s: float) -> None:
         name = f"rank {self._ranks[0]}"
         lives = self._table.memory.is_alive(0)
-        if self._words[0, ENDED] and self._behind():
+        if self._words[0, BarrierWord.ENDED] and self._behind():
             self._raise_ended(0)
         if not lives and self._behind():
             raise PeerError(name, "must live as long as the others train", None, "it died")

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,13 +25,21 @@ from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerE
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.shared_memory import SharedMemory
 
-BEAT, ENDED, TURNS = 0, 1, 2  # words of a rank; turns: those taken, and one more
-WORDS, TEXT_BYTES = 8, 2048
 MOST_BEAT_S = 1.0
 HEARD_BEATS = 3  # by then every node has told what it knows, and heard it from the others
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114
 _SAID = 300  # characters of an error that others hear
+
+
+class RankWord:
+    """Words of a rank in its node's shared memory."""
+
+    HEARTBEAT: Final = 0
+    ENDED: Final = 1
+    BATCHES: Final = 2  # batch barriers that it has reached, plus 1
+    NUM_WORDS: Final = 8
+    NUM_TEXT_BYTES: Final = 2048
 
 
 class FailureDetector:
@@ -75,8 +83,8 @@ class FailureDetector:
     def regions(num_peers: int) -> list[Region]:
         """Return what it keeps in the store."""
         return [
-            Region("watch/words", "int64", (num_peers, WORDS)),
-            Region("watch/texts", "uint8", (num_peers, TEXT_BYTES)),
+            Region("watch/words", "int64", (num_peers, RankWord.NUM_WORDS)),
+            Region("watch/texts", "uint8", (num_peers, RankWord.NUM_TEXT_BYTES)),
         ]
 
     def prepare(self) -> None:
@@ -101,7 +109,7 @@ class FailureDetector:
 
         If a rank ends after fewer than others have taken, these may wait for it in a collective.
         """
-        self._words[self._peer, TURNS] = num_turns + 1
+        self._words[self._peer, RankWord.BATCHES] = num_turns + 1
 
     def check(self) -> None:
         """Raise if a rank or a node is lost.
@@ -140,7 +148,7 @@ class FailureDetector:
             return
         if self._hook is not None and sys.excepthook == self._explain:
             sys.excepthook = self._hook
-        self._words[self._peer, ENDED] = 1
+        self._words[self._peer, RankWord.ENDED] = 1
         self._stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -239,7 +247,7 @@ class FailureDetector:
     # ---- findings --------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        self._words[self._peer, BEAT] = time.monotonic_ns()
+        self._words[self._peer, RankWord.HEARTBEAT] = time.monotonic_ns()
 
     def _lost_here(self) -> str:
         """Return what is wrong with a rank of this node, or nothing."""
@@ -247,17 +255,20 @@ class FailureDetector:
         for peer, rank in enumerate(self._ranks):
             if peer == self._peer:
                 continue
-            if self._words[peer, ENDED]:
-                taken, most = int(self._words[peer, TURNS]), int(self._words[:, TURNS].max())
+            if self._words[peer, RankWord.ENDED]:
+                taken, most = (
+                    int(self._words[peer, RankWord.BATCHES]),
+                    int(self._words[:, RankWord.BATCHES].max()),
+                )
                 if 0 < taken < most:
                     had = f"{taken - 1} turns of {most - 1}"
                     return f"rank {rank} ({self._node}), which has ended after {had},"
                 continue
             if not self._memory.is_alive(peer):
-                if not self._words[peer, ENDED]:  # it may have ended meanwhile
+                if not self._words[peer, RankWord.ENDED]:  # it may have ended meanwhile
                     return f"rank {rank} ({self._node}), which has died,"
-            elif now - self._words[peer, BEAT] > self._timeout_s * 1e9:
-                silent = (now - int(self._words[peer, BEAT])) / 1e9
+            elif now - self._words[peer, RankWord.HEARTBEAT] > self._timeout_s * 1e9:
+                silent = (now - int(self._words[peer, RankWord.HEARTBEAT])) / 1e9
                 return f"rank {rank} ({self._node}), which has stood still for {silent:.0f} s,"
         return ""
 
@@ -267,7 +278,7 @@ class FailureDetector:
 
     def _look(self) -> tuple[tuple[int, int] | None, str]:
         """Return what other nodes must know: see `Heartbeats`."""
-        words = self._words[:, [ENDED, TURNS]].tolist()
+        words = self._words[:, [RankWord.ENDED, RankWord.BATCHES]].tolist()
         ended = [
             (taken - 1, rank)
             for rank, (has_ended, taken) in zip(self._ranks, words, strict=True)
@@ -278,14 +289,17 @@ class FailureDetector:
 
     def _lost_nodes(self) -> str:
         """Return what is wrong with another node, or nothing."""
-        return "" if self._news is None else self._news.lost(int(self._words[:, TURNS].max()) - 1)
+        return "" if self._news is None else self._news.lost(int(self._words[:, RankWord.BATCHES].max()) - 1)
 
     def _say(self, text: str) -> None:
         """Tell the ranks of this node, and where this one leads it the other nodes."""
         with self._saying:
             if self._news is not None and not self._news.problem:
                 self._news.problem = text
-            encoded, row = np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8), self._texts[self._peer]
+            encoded, row = (
+                np.frombuffer(text.encode()[: RankWord.NUM_TEXT_BYTES], np.uint8),
+                self._texts[self._peer],
+            )
             if not row[0]:
                 row[1 : len(encoded)] = encoded[1:]
                 row[0] = encoded[0]  # last: who sees it sees all

@@ -19,10 +19,11 @@ from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.read_needs import ReadNeeds
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops.constants import R_MASS, R_NUMBER, R_SLOT
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.device_transfer import DeviceTransfer, is_wanted
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR, TOTAL, Selection
+from deepspeed_gear.sampling.selection import Selection
+from deepspeed_gear.store.stream_records import Head
 
 Transform = Callable[[Batch, torch.Tensor], Batch]
 
@@ -109,13 +110,17 @@ class BatchAssembler:
         for (stream, cut), which, share in zip(cuts, chosen, shares, strict=True):
             records = cut.resolutions[torch.from_numpy(which)]
             origins.append(
-                records[:, R_SLOT] if cut.origins is None else cut.origins[torch.from_numpy(which)]
+                records[:, Resolution.SLOT] if cut.origins is None else cut.origins[torch.from_numpy(which)]
             )
             words = cut.head
             parts.append((self._collectors[stream], records, self._relabelling.draw(stream, records)))
             weights.append(self._weigh(stream, words, records))
             probabilities.append(self._probability(stream, words, records) * share)
-            keys.append(position.transform_keys(self._config.seed, stream.spec.key, records[:, R_NUMBER]))
+            keys.append(
+                position.transform_keys(
+                    self._config.seed, stream.spec.key, records[:, Resolution.SAMPLE_NUMBER]
+                )
+            )
         epoch = torch.cat([cut.epochs[torch.from_numpy(w)] for (_, cut), w in zip(cuts, chosen, strict=True)])
         tensors, mask = parts[0][0].collect_from(parts)
         if last:
@@ -169,10 +174,10 @@ class BatchAssembler:
         goals = self._relabelling.draw(stream, records)
         collector = self._collectors[stream]
         tensors, mask = collector.collect(records, goals)
-        total = words[TOTAL]
+        total = words[Head.TOTAL]
         if last:
             self._consume(stream, cut.key)
-        valid = self._valid if pass_size is None else records[:, R_NUMBER] < pass_size
+        valid = self._valid if pass_size is None else records[:, Resolution.SAMPLE_NUMBER] < pass_size
         weight = None if stream.spec.priorities is None else self._weigh(stream, words, records)
         rest = (weight, None, None, goals, self._burn_in)
         unit = stream.has_unit_masses
@@ -180,7 +185,9 @@ class BatchAssembler:
         collector.lend(batch)
         keys = None
         if self.transform is not None:
-            keys = position.transform_keys(self._config.seed, stream.spec.key, records[:, R_NUMBER])
+            keys = position.transform_keys(
+                self._config.seed, stream.spec.key, records[:, Resolution.SAMPLE_NUMBER]
+            )
         return self._finish(batch, keys, collector)
 
     # ---- to the device ---------------------------------------------------------------------------
@@ -252,8 +259,8 @@ class BatchAssembler:
     def _probability(stream: BatchStream, words: list[int], records: torch.Tensor) -> torch.Tensor:
         """Return the probabilities of samples within their table. [B], float64."""
         if stream.has_unit_masses:
-            return torch.full((len(records),), 1 / max(words[TOTAL], 1), dtype=torch.float64)
-        return records[:, R_MASS].double() / max(words[TOTAL], 1)
+            return torch.full((len(records),), 1 / max(words[Head.TOTAL], 1), dtype=torch.float64)
+        return records[:, Resolution.MASS].double() / max(words[Head.TOTAL], 1)
 
     @staticmethod
     def _weigh(stream: BatchStream, words: list[int], records: torch.Tensor) -> torch.Tensor:
@@ -261,7 +268,9 @@ class BatchAssembler:
         if stream.spec.priorities is None:
             return torch.ones(len(records))
         weight = torch.empty(records.size(0))
-        stream.ops.importance_(weight, records, words[NUMERATOR], words[DIVISOR], words[EXPONENT])
+        stream.ops.importance_(
+            weight, records, words[Head.NUMERATOR], words[Head.DIVISOR], words[Head.EXPONENT]
+        )
         return weight
 
     def _collector(self, stream: BatchStream) -> Gatherer:

@@ -18,13 +18,14 @@ from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, BatchBarrier
 from deepspeed_gear.errors import NotReadyError, StoreError
-from deepspeed_gear.ops.constants import R_ANCHOR, R_ID
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.rate_gate import EmptyTableError
-from deepspeed_gear.sampling.selection import COUNT, EPOCH, Selection
+from deepspeed_gear.sampling.selection import Selection
+from deepspeed_gear.store.stream_records import Head
 
 LOG = logging.getLogger("deepspeed_gear")
 
@@ -122,7 +123,7 @@ class BatchLoader:
             self._heads = made.heads
         if self._status is not None and self._status.is_early and self.prefetchers:
             self._hold_next(self._status)
-        self._metrics.waited(time.perf_counter() - begin, made.heads[0][EPOCH])
+        self._metrics.waited(time.perf_counter() - begin, made.heads[0][Head.EPOCH])
         batch = self._maker.hand_over(made.batch)
         self._lent.add(batch)
         return batch
@@ -245,12 +246,12 @@ def digest_of(cuts: Sequence[Selection]) -> int:
     """Return a digest of ids and anchors of a global batch, table by table: equal wherever it is made."""
     seen = hashlib.blake2b(digest_size=8)
     for cut in cuts:
-        seen.update(_ids_and_anchors(cut.resolutions[: cut.head[COUNT]]))
+        seen.update(_ids_and_anchors(cut.resolutions[: cut.head[Head.COUNT]]))
     return _as_int64(seen.digest())
 
 
 def _ids_and_anchors(records: torch.Tensor) -> bytes:
-    return records[:, [R_ID, R_ANCHOR]].numpy().tobytes()
+    return records[:, [Resolution.ID, Resolution.ANCHOR]].numpy().tobytes()
 
 
 def _as_int64(digest: bytes) -> int:

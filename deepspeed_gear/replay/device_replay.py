@@ -33,12 +33,7 @@ from deepspeed_gear.errors import (
     ShapeError,
     StoreError,
 )
-from deepspeed_gear.ops.constants import (
-    RING_NEXT,
-    RING_REFUSED,
-    RING_STEPS,
-    RING_TAIL,
-)
+from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.builder import ReplayPlan, agree_on, statistics_of_plan
 from deepspeed_gear.replay.clamp_warnings import ClampWarning
@@ -302,13 +297,13 @@ class DeviceReplay(ProcessBound):
     @property
     def num_steps(self) -> int:
         """Steps that are stored. Waits for the device."""
-        return int(self.table.state[RING_STEPS])
+        return int(self.table.state[RingState.STEPS])
 
     @property
     def num_trajectories(self) -> int:
         """Trajectories that are stored. Waits for the device."""
         state = self.table.state.tolist()
-        return int(state[RING_NEXT] - state[RING_TAIL])
+        return int(state[RingState.NEXT] - state[RingState.TAIL])
 
     def __len__(self) -> int:
         return self.num_trajectories
@@ -330,7 +325,7 @@ class DeviceReplay(ProcessBound):
         Raises:
             DataError: It has.
         """
-        refused = int(self.table.state[RING_REFUSED])
+        refused = int(self.table.state[RingState.REFUSED])
         if refused:
             rule = "must be in range: lengths in [0, T], priorities finite and at least 0"
             raise DataError("what was given to the device", rule, f"{refused} that were not")

@@ -10,7 +10,8 @@ from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.selection import EPOCH_SIZE, PASS_SHIFT
+from deepspeed_gear.sampling.selection import PASS_SHIFT
+from deepspeed_gear.store.stream_records import Head
 
 
 class Evaluation:
@@ -56,7 +57,7 @@ class Evaluation:
             check()
             lent.make_room()
             cut = stream.take(number << PASS_SHIFT | index)
-            size = int(cut.head[EPOCH_SIZE])
+            size = int(cut.head[Head.EPOCH_SIZE])
             num_batches = -(-size // stream.spec.batch)
             maker = self._parts.maker
             batch = maker.hand_over(maker.make(stream, cut, place.data_rank, place.data_world, size))

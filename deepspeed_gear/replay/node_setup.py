@@ -30,8 +30,9 @@ from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
-from deepspeed_gear.sampling.selection import KEY, StreamSpec
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.stream_records import Head
 from deepspeed_gear.store.table import Table
 
 EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is nobody's
@@ -296,7 +297,7 @@ def share_out(exchange: ControlPlane, leads: bool, streams: Sequence[BatchStream
     """Agree how far the writers of each node may go where nodes keep a rate together. Collective."""
     together = [stream for stream in streams if stream.joint is not None]
     for stream in together:
-        meet(exchange, leads, stream, int(stream.position[KEY]))
+        meet(exchange, leads, stream, int(stream.position[Head.KEY]))
     if together:
         exchange.barrier()  # behind it ranks may write
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from deepspeed_gear.errors import ConfigError, NotReadyError
 from deepspeed_gear.sampling.staleness import Staleness
-from deepspeed_gear.store.row_allocator import POLICY
-from deepspeed_gear.store.table import PEER_PID, Table
+from deepspeed_gear.store.records import Control, Peer
+from deepspeed_gear.store.table import Table
 
 _POLL_S = 500e-6
 
@@ -34,9 +34,11 @@ def set_version(table: Table, version: int, timeout_s: float, check: Callable[[]
         with table.lock:
             behind = staleness.open_behind(version) if life.waits else []
             if not behind:
-                table.control[POLICY] = max(int(table.control[POLICY]), version)
+                table.control[Control.POLICY_VERSION] = max(
+                    int(table.control[Control.POLICY_VERSION]), version
+                )
                 return
-            processes = [int(table.peers[peer, PEER_PID]) for peer in behind]
+            processes = [int(table.peers[peer, Peer.PID]) for peer in behind]
         rule = f"must have no open trajectory more than {life.max_lag} versions behind {version}"
         if table.memory.peer in behind:
             raise NotReadyError(name, rule, None, "end this process's own trajectories first")

@@ -14,11 +14,11 @@ from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import DataError, ShapeError
-from deepspeed_gear.ops.constants import ANY_SLOT, BY_ID, R_ID, SHARD_BITS
+from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS
+from deepspeed_gear.ops.records import LogEntry, Resolution, Slot
 from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates, UpdatePart
 from deepspeed_gear.sampling.priority_log import check_priorities
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
-from deepspeed_gear.store.table import FIRST_ROW
 
 
 def as_given(
@@ -175,7 +175,7 @@ def _check_split(masses: PriorityMasses, records: torch.Tensor) -> None:
         DataError: One is of another split.
     """
     rule = masses.spec.rule
-    if rule.split and (split_of(records[:, R_ID].numpy(), rule.split) != rule.split_index).any():
+    if rule.split and (split_of(records[:, Resolution.ID].numpy(), rule.split) != rule.split_index).any():
         raise DataError("batch", "must be from the training stream", None, "nothing was changed")
 
 
@@ -301,7 +301,7 @@ def report_by_id(
     if masses.shard_of is not None and shard is not None:
         updates, known = _over_nodes(masses.shard_of(numbers), shard.index, numbers, updates, known)
     if reports:
-        masses.reports.add_items(updates[known], values[known], BY_ID)
+        masses.reports.add_items(updates[known], values[known], LogEntry.BY_ID)
     return int(known.sum())
 
 
@@ -334,7 +334,7 @@ def priorities_of(
         updates, known = masses.handles_of(numbers, anchors)
         found = np.zeros(len(numbers), np.float32)
         slots = updates[known, 0]
-        items = masses.table.slots[slots, FIRST_ROW] + updates[known, 2] if masses.by_step else slots
+        items = masses.table.slots[slots, Slot.FIRST_ROW] + updates[known, 2] if masses.by_step else slots
         found[known] = masses.values[items]
     return torch.from_numpy(found)
 

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_GENERATION, R_ID, R_SLOT
+from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.sample_counts import RecentSelections, recent_cuts
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
-from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR
 from deepspeed_gear.sampling.staleness import dropped
+from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.slot_sets import distinct
-from deepspeed_gear.store.table import BORN, GENERATION, NEXT_ID, Table
+from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.table import Table
 
 Cuts = list[tuple[BatchStream, RecentSelections]]  # of one global batch: one a table
 
@@ -103,7 +104,9 @@ def _weights(stream: BatchStream, cut: RecentSelections) -> torch.Tensor:
     weight = torch.ones(len(cut.records))
     if stream.spec.priorities is not None and len(cut.records):
         head = cut.head
-        stream.ops.importance_(weight, cut.records, head[NUMERATOR], head[DIVISOR], head[EXPONENT])
+        stream.ops.importance_(
+            weight, cut.records, head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
+        )
     return weight
 
 
@@ -116,14 +119,18 @@ def _duplicates(batch: Cuts) -> float:
 def _items(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
     records = cut.records.numpy()
     steps = stream.spec.rule.unit == "step"
-    return np.asarray(records[:, R_FIRST_ROW] + records[:, R_ANCHOR] if steps else records[:, R_ID])
+    return np.asarray(
+        records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
+        if steps
+        else records[:, Resolution.ID]
+    )
 
 
 def _ages(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
-    shard, counter = stream.table.spec.shard, int(stream.table.control[NEXT_ID])
+    shard, counter = stream.table.spec.shard, int(stream.table.control[Control.NEXT_ID])
     count = shard.count if shard is not None and stream.table.spec.dataset is None else 1
     newest = counter * count - 1  # of this node: ids of several nodes take turns
-    return np.asarray(newest - cut.records.numpy()[:, R_ID])
+    return np.asarray(newest - cut.records.numpy()[:, Resolution.ID])
 
 
 def _age(stream: BatchStream, cuts: Sequence[RecentSelections]) -> dict[str, Any] | None:
@@ -141,10 +148,10 @@ def _age(stream: BatchStream, cuts: Sequence[RecentSelections]) -> dict[str, Any
 def _batches_since(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
     """Return how many global batches after its commit each trajectory was drawn, unless it is gone."""
     records = cut.records.numpy()
-    records = records[records[:, R_SLOT] < len(stream.table.slots)]  # in this node's store
-    slots = stream.table.slots[records[:, R_SLOT]]
-    there = slots[:, GENERATION] == records[:, R_GENERATION]
-    return np.asarray(np.maximum(cut.key - slots[there, BORN], 0))
+    records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]  # in this node's store
+    slots = stream.table.slots[records[:, Resolution.SLOT]]
+    there = slots[:, Slot.GENERATION] == records[:, Resolution.GENERATION]
+    return np.asarray(np.maximum(cut.key - slots[there, Slot.BORN], 0))
 
 
 def _histogram(stream: BatchStream) -> dict[int, int] | None:

@@ -11,12 +11,13 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import StoreError
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.store.eviction import Evictor, quiet
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.retention import TIMES_SAMPLED
+from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.slot_sets import distinct
-from deepspeed_gear.store.table import COMMITTED, ID, STATE, Table
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 
 
@@ -84,9 +85,9 @@ def _with_used_up(table: Table, ids: np.ndarray, slots: np.ndarray) -> np.ndarra
         slots: What `Table.slots_of` has found. [n], int64.
     """
     evicted = table.retired()
-    times = table.views["life"][evicted, TIMES_SAMPLED]
+    times = table.views["life"][evicted, SlotRetention.TIMES_SAMPLED]
     evicted = evicted[times >= table.spec.life.max_times_sampled]
-    place = dict(zip(table.slots[evicted, ID].tolist(), evicted.tolist(), strict=True))
+    place = dict(zip(table.slots[evicted, Slot.ID].tolist(), evicted.tolist(), strict=True))
     found = [place.get(number, -1) for number in ids.tolist()]
     return np.where(slots >= 0, slots, np.array(found, np.int64))
 
@@ -109,7 +110,7 @@ def clear(table: Table, streams: list[BatchStream]) -> None:
     refuse_read_only(table)
     room = Evictor(table, SelectionPins(table), table.lock.timeout_s)
     with quiet(table, table.lock.timeout_s):
-        for slot in np.nonzero(table.slots[:, STATE] == COMMITTED)[0].tolist():
+        for slot in np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0].tolist():
             room.retire(slot)
         for stream in streams:
             stream.restart()

@@ -10,8 +10,8 @@ the draws into a ring entry that is marked empty, then the entry's key (the comm
 position.
 
 Ranks that sample side by side would wait for each other's cuts in every step. So they draw ahead for the
-next cut, in turn, as long as nothing has changed: AHEAD names the global batch whose draws lie in its ring
-entry already. Any change forgets them; the cut itself is made by whoever asks for it, as ever.
+next cut, in turn, as long as nothing has changed: Position.AHEAD is the global batch whose draws lie in its
+ring entry already. Any change forgets them; the cut itself is made by whoever asks for it, as ever.
 
 Where a table lies on several nodes, one process of each node makes the cuts together with those of the other
 nodes (`selector`); the others of the node follow it. If it cannot make one, they read why in a notice.
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
-from deepspeed_gear.ops.constants import R_MASS
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.global_rate_gate import GlobalRateGate
 from deepspeed_gear.sampling.local_selector import GateClosedError, LocalSelector
 from deepspeed_gear.sampling.rate_gate import EmptyError, GateWait, RateGate
@@ -35,36 +35,18 @@ from deepspeed_gear.sampling.rate_waiting import IDLE_S, Gated
 from deepspeed_gear.sampling.sample_counts import SampleCounts
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.selecting import Drawing
-from deepspeed_gear.sampling.selection import (
-    AHEAD,
-    CLOSED,
-    COUNT,
-    CUT_WORDS,
-    DONE,
-    EPOCH,
-    EPOCH_FIRST,
-    EPOCH_SIZE,
-    EXPONENT,
-    KEY,
-    NOTHING,
-    NUMERATOR,
-    RECOVERED,
-    SAMPLES,
-    TOTAL,
-    Selection,
-    StreamSpec,
-)
+from deepspeed_gear.sampling.selection import Selection, StreamSpec
 from deepspeed_gear.sampling.selection_failure import SelectionFailure
 from deepspeed_gear.sampling.selection_readers import SelectionReaders
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.sampling.stream_kinds import DRAWS, ORDERS, masses_of
-from deepspeed_gear.store.row_allocator import CUTTING, REACH, RECOVERIES
+from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.stream_records import NEVER_LATE, NOTHING, Head, Position
 from deepspeed_gear.store.table import Table
 
 _POLL_S = 100e-6
-NEVER_LATE = 1 << 62
 TRAIN = "train"
-_AFTER_KEY = struct.Struct(f"={CUT_WORDS - 1}q")
+_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
 
 
 class BatchStream(Drawing, Gated):
@@ -94,7 +76,7 @@ class BatchStream(Drawing, Gated):
         self._heads: list[memoryview] = [head.data for head in self.heads]
         self._entries = list(zip(self.ring, self.epochs, strict=True))
         self.origins = torch.from_numpy(views[spec.at + "origins"]) if spec.num_shards > 1 else None
-        self._drawn_masses = [entry[:, R_MASS] for entry in self._ring_words]
+        self._drawn_masses = [entry[:, Resolution.MASS] for entry in self._ring_words]
         self._coordinates = torch.empty(spec.batch, dtype=torch.int64)
         self._consumed_words: memoryview = self.consumed.data
         self._peer, self._num_peers = table.memory.peer, len(self.consumed)
@@ -132,25 +114,28 @@ class BatchStream(Drawing, Gated):
 
     def initialise(self) -> None:
         """Set masses and position in new memory, before it is linked."""
-        self.heads[:, KEY] = self.position[AHEAD] = NOTHING
+        self.heads[:, Head.KEY] = self.position[Position.AHEAD] = NOTHING
         if self.last_drawn is not None:
             self.last_drawn[:] = NOTHING
         self.masses.initialise()
 
     def _recover(self) -> None:
         """Make the stream whole after a process died inside the store."""
-        self.position[AHEAD] = NOTHING
-        self.position[RECOVERED] = self.table.control[RECOVERIES]
+        self.position[Position.AHEAD] = NOTHING
+        self.position[Position.RECOVERED] = self.table.control[Control.RECOVERIES]
         if self._gate is not None and self._gate.most:
             self._gate.retire_used_up()
         self.masses.recover()
-        newest = int(self.heads[:, KEY].argmax())
-        if self.heads[newest, KEY] >= self.position[KEY] and self.heads[newest, KEY] != NOTHING:
+        newest = int(self.heads[:, Head.KEY].argmax())
+        if (
+            self.heads[newest, Head.KEY] >= self.position[Head.KEY]
+            and self.heads[newest, Head.KEY] != NOTHING
+        ):
             self._advance(newest)
 
     def catch_up(self) -> None:
         """Make the stream whole if a process without streams has found a dead one. Wants the lock."""
-        if self._words[RECOVERED] != self._control[RECOVERIES]:
+        if self._words[Position.RECOVERED] != self._control[Control.RECOVERIES]:
             self._recover()
 
     # ---- cuts ------------------------------------------------------------------------------------
@@ -170,7 +155,7 @@ class BatchStream(Drawing, Gated):
         while True:
             with self.table.lock:
                 self.catch_up()
-                held, at = self._heads[entry][KEY], self._words[KEY]
+                held, at = self._heads[entry][Head.KEY], self._words[Head.KEY]
                 if held == key:
                     self.gate_wait.end()
                     return self._seen(key, entry)
@@ -206,7 +191,7 @@ class BatchStream(Drawing, Gated):
             if closed or empty is not None:
                 self._wait_for_gate(key, heard, empty)
                 continue
-            if self.follows and self._words[CLOSED]:  # the first rank of this node waits
+            if self.follows and self._words[Position.LIMITED]:  # the first rank of this node waits
                 until = None
                 self.gate_wait.wait()
             elif until is None:
@@ -242,7 +227,9 @@ class BatchStream(Drawing, Gated):
 
     def _cut_together(self, key: int, entry: int) -> None:
         with self.table.lock:
-            self._control[CUTTING] += 1  # what is drawn from must stay between the exchanges of the cut
+            self._control[Control.SELECTING] += (
+                1  # what is drawn from must stay between the exchanges of the cut
+            )
         is_closed = False
         try:
             self._cut(key, entry)
@@ -262,7 +249,7 @@ class BatchStream(Drawing, Gated):
             raise
         finally:
             with self.table.lock:
-                self._control[CUTTING] -= 1
+                self._control[Control.SELECTING] -= 1
         if is_closed:
             self._wait_together()
         else:
@@ -270,7 +257,7 @@ class BatchStream(Drawing, Gated):
 
     def _forget(self, entry: int) -> None:
         with self.table.lock:
-            self._heads[entry][KEY] = NOTHING
+            self._heads[entry][Head.KEY] = NOTHING
 
     def _too_late(self, key: int, late: list[int], slow: list[int]) -> PeerError:
         if late:
@@ -285,7 +272,7 @@ class BatchStream(Drawing, Gated):
         if (key + 1) % self._num_peers == self._peer:
             self._draw_ahead(key + 1)
         origins = None if self.origins is None else self.origins[entry]
-        return Selection(key, self._heads[entry][:CUT_WORDS].tolist(), *self._entries[entry], origins)
+        return Selection(key, self._heads[entry][: Head.NUM_SET].tolist(), *self._entries[entry], origins)
 
     def consume(self, key: int) -> None:
         """Say that this process has copied what it needs of all cuts up to `key`."""
@@ -299,30 +286,30 @@ class BatchStream(Drawing, Gated):
     def _cut(self, key: int, entry: int) -> None:
         rows, count = self._rows(key, entry)
         head = self._heads[entry]
-        head[KEY] = NOTHING
-        after: list[int] = self._words[:CUT_WORDS].tolist()
+        head[Head.KEY] = NOTHING
+        after: list[int] = self._words[: Head.NUM_SET].tolist()
         self._begin(key, after)
         selector = self.selector
         selector.begin(key, entry, count, self._check_going_on)
         if self.spec.kind in ORDERS:
             self._walk(key, rows, self._entries[entry][1], torch.empty(count, dtype=torch.int64), after)
         elif count:
-            is_ahead = self._words[AHEAD] == key and not self.masses.waiting
-            after[TOTAL] = self._checked(selector.apply(key))
+            is_ahead = self._words[Position.AHEAD] == key and not self.masses.waiting
+            after[Head.TOTAL] = self._checked(selector.apply(key))
             if self.spec.kind not in DRAWS:
-                self._take_first(rows, after[SAMPLES])
+                self._take_first(rows, after[Head.SAMPLES])
             elif self._gate is not None and self._gate.most:
-                self._draw_limited(rows, after[SAMPLES])
+                self._draw_limited(rows, after[Head.SAMPLES])
             elif not is_ahead:
-                self._draw(rows, count, after[SAMPLES], after[TOTAL])
+                self._draw(rows, count, after[Head.SAMPLES], after[Head.TOTAL])
             if selector.in_store:
                 self.pin(key, rows)
         selector.finish()
         if count and isinstance(self.masses, PriorityMasses):
             masses = self._drawn_masses[entry]
-            after[NUMERATOR : EXPONENT + 1] = selector.weigh(key, masses[:count], after[TOTAL])
-        after[KEY], after[COUNT] = key + 1, count
-        after[SAMPLES] += count
+            after[Head.NUMERATOR : Head.EXPONENT + 1] = selector.weigh(key, masses[:count], after[Head.TOTAL])
+        after[Head.KEY], after[Head.COUNT] = key + 1, count
+        after[Head.SAMPLES] += count
         if selector.in_store:
             self._commit(key, entry, after)
         else:
@@ -334,13 +321,13 @@ class BatchStream(Drawing, Gated):
         _AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
         counts = self._gate is not None and self._gate.most > 0
         if counts and self._gate is not None:
-            self._gate.count(self.selector.drawn(self._ring_words[entry, : after[COUNT]]))
-        head[KEY] = key  # the commit point
+            self._gate.count(self.selector.drawn(self._ring_words[entry, : after[Head.COUNT]]))
+        head[Head.KEY] = key  # the commit point
         self._advance(entry)
         if counts and self._gate is not None:
             self._gate.retire_used_up()
         if self.draws is not None and self.selector.counts_draws:
-            self.draws.count(self._ring_words[entry, : after[COUNT]])
+            self.draws.count(self._ring_words[entry, : after[Head.COUNT]])
 
     def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
         """Return the part of a ring entry that a cut fills, and its number of samples."""
@@ -351,43 +338,47 @@ class BatchStream(Drawing, Gated):
     def _draw_ahead(self, key: int) -> None:
         """Draw for the next cut, where several ranks want it and nothing is known that comes before it."""
         words, entry = self._words, key % self.spec.depth
-        if self._num_peers == 1 or self.spec.kind not in DRAWS or words[KEY] != key:
+        if self._num_peers == 1 or self.spec.kind not in DRAWS or words[Head.KEY] != key:
             return
         if not self.selector.in_store or self.follows or self._is_limited:
             return
         if self.spec.count is not None:  # which may fail, or be 0, and is not this batch's business
             return
-        if words[AHEAD] == key or self.masses.waiting or self.peers.late(self._heads[entry][KEY]):
+        if (
+            words[Position.AHEAD] == key
+            or self.masses.waiting
+            or self.peers.late(self._heads[entry][Head.KEY])
+        ):
             return
-        self._heads[entry][KEY] = NOTHING
+        self._heads[entry][Head.KEY] = NOTHING
         total = self.masses.total
         if total:
-            self._draw(*self._rows(key, entry), words[SAMPLES], total)
-            words[AHEAD] = key
+            self._draw(*self._rows(key, entry), words[Head.SAMPLES], total)
+            words[Position.AHEAD] = key
 
     def _advance(self, entry: int) -> None:
         head = self._heads[entry]
-        self._words[1:CUT_WORDS] = head[1:CUT_WORDS]
-        self._words[DONE] = 0
-        self._words[KEY] = head[KEY] + 1
+        self._words[1 : Head.NUM_SET] = head[1 : Head.NUM_SET]
+        self._words[Position.DONE] = 0
+        self._words[Head.KEY] = head[Head.KEY] + 1
 
     def restart(self) -> None:
         """Let changes that wait for the end of an epoch take effect at the next cut. Wants the lock."""
-        if self.spec.kind == "epoch" and self.position[EPOCH_SIZE]:
-            self.position[EPOCH] += 1
-            self.position[DONE] = 0
-            self.position[EPOCH_FIRST], self.position[EPOCH_SIZE] = self.position[SAMPLES], 0
+        if self.spec.kind == "epoch" and self.position[Head.EPOCH_SIZE]:
+            self.position[Head.EPOCH] += 1
+            self.position[Position.DONE] = 0
+            self.position[Head.EPOCH_FIRST], self.position[Head.EPOCH_SIZE] = self.position[Head.SAMPLES], 0
 
     # ---- position --------------------------------------------------------------------------------
 
     def seek(self, key: int, samples: int, epoch: int, epoch_first: int, epoch_size: int) -> None:
         """Continue at a global batch. Wants the lock."""
-        self._control[REACH] = 0  # until the nodes have agreed on how far writers may go from there
-        self.heads[:, KEY] = NOTHING
+        self._control[Control.QUOTA] = 0  # until the nodes have agreed on how far writers may go from there
+        self.heads[:, Head.KEY] = NOTHING
         if self.last_drawn is not None:
             self.last_drawn[:] = NOTHING
         self.consumed[:] = key
         self.masses.restart(key)
-        self.position[DONE], self.position[AHEAD] = 0, NOTHING
-        words = [KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL]
+        self.position[Position.DONE], self.position[Position.AHEAD] = 0, NOTHING
+        words = [Head.KEY, Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE, Head.TOTAL]
         self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)

@@ -12,18 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepspeed_gear.data.splits import split_of
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.mass_rules import AgeWindow, Condition, MassRule
-from deepspeed_gear.store.retention import PRESENT
-from deepspeed_gear.store.row_allocator import (
-    COMMITTED,
-    FIRST_ROW,
-    GENERATION,
-    ID,
-    NUM_STEPS,
-    RESERVED,
-    STATE,
-)
+from deepspeed_gear.store.records import SlotRetention
 
 if TYPE_CHECKING:
     from deepspeed_gear.sampling.sum_tree import ItemMasses
@@ -69,9 +61,9 @@ def count_exclusions(
     """
     slots = views["slots"]
     found: list[Exclusion] = []
-    reserved = slots[:, STATE] == RESERVED
+    reserved = slots[:, Slot.STATE] == SlotState.RESERVED
     _add(found, slots, np.nonzero(reserved)[0], "being written and not published", "commit or publish them")
-    left = np.nonzero(slots[:, STATE] == COMMITTED)[0]
+    left = np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
 
     def exclude(excluded: np.ndarray, reason: str, remedy: str) -> None:
         nonlocal left
@@ -82,20 +74,22 @@ def count_exclusions(
         for column in schema.late_columns:
             if column.name in rule.late:
                 bit = schema.late_bits([column.name])
-                absent = views["life"][left, PRESENT] & bit == 0
+                absent = views["life"][left, SlotRetention.PRESENT] & bit == 0
                 remedy = f'write {column.name} with fill(), or leave it out of "fields"'
                 exclude(absent, f"without the late column {column.name}", remedy)
     if rule.split:
-        other = split_of(slots[left, ID], rule.split) != rule.split_index
+        other = split_of(slots[left, Slot.ID], rule.split) != rule.split_index
         exclude(other, "of another split", "lower the shares of data.split")
     for condition in rule.where:
         if values is not None:
             fails = ~condition.holds(values(condition.column, left))
             exclude(fails, f"outside of sampler.where.{condition.column}", "check sampler.where")
-    short = rule.anchors.num_anchors(slots[left, NUM_STEPS]) == 0
+    short = rule.anchors.num_anchors(slots[left, Slot.NUM_STEPS]) == 0
     exclude(short, 'without an anchor (too short for the windows of "fields")', "check sampler.anchors")
     if values is not None and rule.has_weights:
-        masses = rule.masses(slots[left, ID], slots[left, NUM_STEPS], lambda name: values(name, left))
+        masses = rule.masses(
+            slots[left, Slot.ID], slots[left, Slot.NUM_STEPS], lambda name: values(name, left)
+        )
         exclude(masses == 0, "of weight or mass 0", "give weights, or masses, above 0")
     _exclude_undrawable(found, rule, stream, views, left)
     return found
@@ -118,23 +112,23 @@ def _exclude_undrawable(
             _add(found, slots, left[is_out], reason, "check sampler.newest and sampler.within")
         return
     left = left[
-        views[stream + "generations"][left] == slots[left, GENERATION]
+        views[stream + "generations"][left] == slots[left, Slot.GENERATION]
     ]  # others come with the next cut
     reason, remedy = "of priority 0", "report priorities above 0"
     if rule.unit == "trajectory":
         _add(found, slots, left[sums[left] == 0], reason, remedy)
         return
     ends = np.append(0, np.cumsum(sums[: len(views[stream + "priorities"])] > 0))
-    first = slots[left, FIRST_ROW]
-    drawable = ends[first + slots[left, NUM_STEPS]] - ends[first]
-    fewer = rule.anchors.num_anchors(slots[left, NUM_STEPS]) - drawable
+    first = slots[left, Slot.FIRST_ROW]
+    drawable = ends[first + slots[left, Slot.NUM_STEPS]] - ends[first]
+    fewer = rule.anchors.num_anchors(slots[left, Slot.NUM_STEPS]) - drawable
     if (fewer > 0).any():
         found.append(Exclusion(reason, remedy, int((fewer > 0).sum()), int(fewer[fewer > 0].sum())))
 
 
 def _add(found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: str, remedy: str) -> None:
     if len(which):
-        found.append(Exclusion(reason, remedy, len(which), int(slots[which, NUM_STEPS].sum())))
+        found.append(Exclusion(reason, remedy, len(which), int(slots[which, Slot.NUM_STEPS].sum())))
 
 
 def exclusions_of(masses: ItemMasses) -> list[Exclusion]:

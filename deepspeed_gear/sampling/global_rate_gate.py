@@ -6,20 +6,41 @@ What a node says also moves the reach of its writers, so that together they keep
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.sampling.rate_gate import GateWait, RateGate
-from deepspeed_gear.sampling.selection import COLLECTS
 from deepspeed_gear.store.rate_quotas import divide, kept
-from deepspeed_gear.store.row_allocator import PENDING, REACH, WANTED
+from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.stream_records import Position
 from deepspeed_gear.store.table import Table
 
-# Words of what a node says.
-SIZE, INSERTED, ADMITTED, HAS_REACH, WANTS, LEFT, FEWEST, GIVES_UP, TURN, IS_FIXED, SAMPLED = range(11)
-HAS_WRITERS = 11
-JOINT_WORDS = 12
-LATE, COLLECTING = 1, 2  # why a node gives up: it has waited for long enough, or would wait for itself
+
+class NodeRate:
+    """The message of a node to the other nodes: what its part of the table holds and admits."""
+
+    SIZE: Final = 0
+    INSERTED: Final = 1
+    ADMITTED: Final = 2
+    QUOTA: Final = 3
+    WANTED: Final = 4
+    LEFT: Final = 5  # samples that its trajectories are good for
+    FEWEST: Final = 6  # draws after which its first trajectory may be used up
+    GIVES_UP: Final = 7  # GaveUp, or 0
+    TURN: Final = 8
+    IS_FIXED: Final = 9  # its quota must not change now
+    SAMPLED: Final = 10
+    HAS_WRITERS: Final = 11
+    NUM_WORDS: Final = 12
+
+
+class GaveUp:
+    """Why a node waits no longer for the rate limiter."""
+
+    LATE: Final = 1  # it has waited for its timeout
+    WRITES_HERE: Final = 2  # it would wait for items that it adds itself
 
 
 class GlobalRateGate:
@@ -51,33 +72,37 @@ class GlobalRateGate:
             fixed: Change nothing: another thread of this process may be in a cut. Then nobody may `hear`.
             exact: As `RateGate.left`.
         Returns:
-            [JOINT_WORDS], int64.
+            [NodeRate.NUM_WORDS], int64.
         """
-        words, control = np.zeros(JOINT_WORDS, np.int64), self._table.control
+        words, control = np.zeros(NodeRate.NUM_WORDS, np.int64), self._table.control
         self._turn += 1
-        words[TURN], words[IS_FIXED], words[SAMPLED] = self._turn, fixed, self._gate.sampled
-        words[LEFT] = self._gate.left(count, exact)
+        words[NodeRate.TURN], words[NodeRate.IS_FIXED], words[NodeRate.SAMPLED] = (
+            self._turn,
+            fixed,
+            self._gate.sampled,
+        )
+        words[NodeRate.LEFT] = self._gate.left(count, exact)
         if self._gate.most:
-            words[FEWEST] = self._gate.fewest()
-        if self._position[COLLECTS]:
-            words[GIVES_UP] = COLLECTING
+            words[NodeRate.FEWEST] = self._gate.fewest()
+        if self._position[Position.WRITES]:
+            words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
         elif self._waiting.waited_s > self._waiting.timeout_s:
-            words[GIVES_UP] = LATE
-        if self._gate.is_plain and not words[LEFT]:
-            words[HAS_WRITERS] = self._gate.has_writers
+            words[NodeRate.GIVES_UP] = GaveUp.LATE
+        if self._gate.is_plain and not words[NodeRate.LEFT]:
+            words[NodeRate.HAS_WRITERS] = self._gate.has_writers
         if self._rate is None:
             return words
-        if control[PENDING] and not self._is_open:  # what the dead have reserved holds nobody back
+        if control[Control.PENDING] and not self._is_open:  # what the dead have reserved holds nobody back
             self._table.unfinished.end_abandoned()
-        words[SIZE], words[INSERTED], pending = self._rate.counted(control)
-        admitted = int(words[INSERTED]) + pending
-        words[ADMITTED] = admitted
+        words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._rate.counted(control)
+        admitted = int(words[NodeRate.INSERTED]) + pending
+        words[NodeRate.ADMITTED] = admitted
         if self._divides:
-            reach = max(admitted, int(control[REACH]))
-            words[HAS_REACH] = reach if fixed else kept(admitted, reach, not self._is_open)
-            words[WANTS] = max(int(control[WANTED]), int(admitted > self._admitted))
+            reach = max(admitted, int(control[Control.QUOTA]))
+            words[NodeRate.QUOTA] = reach if fixed else kept(admitted, reach, not self._is_open)
+            words[NodeRate.WANTED] = max(int(control[Control.WANTED]), int(admitted > self._admitted))
             if not fixed:
-                control[REACH], control[WANTED] = words[HAS_REACH], 0
+                control[Control.QUOTA], control[Control.WANTED] = words[NodeRate.QUOTA], 0
                 self._admitted = admitted
         return words
 
@@ -85,44 +110,48 @@ class GlobalRateGate:
         """Return whether all nodes together may draw so many samples; the same wherever it is asked.
 
         Args:
-            said: What each node has said, in the order of shards. [S, JOINT_WORDS], int64.
+            said: What each node has said, in the order of shards. [S, NodeRate.NUM_WORDS], int64.
             count: Samples wanted.
         """
-        size, inserted, left = said[:, [SIZE, INSERTED, LEFT]].sum(0).tolist()
-        return self._gate.admits(size, inserted, int(said[0, SAMPLED]), count) and left >= count
+        size, inserted, left = said[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
+        return self._gate.admits(size, inserted, int(said[0, NodeRate.SAMPLED]), count) and left >= count
 
     @staticmethod
     def is_fixed(said: np.ndarray) -> bool:
         """Return whether a node must not be changed by what was said; argument as `is_open`."""
-        return bool(said[:, IS_FIXED].any())
+        return bool(said[:, NodeRate.IS_FIXED].any())
 
     def hear(self, said: np.ndarray, count: int) -> bool:
         """Take this node's share of what may be added; return `is_open`. Arguments as there."""
         if self._divides:
-            self._table.control[REACH] = said[self.index, HAS_REACH] + self._share(said)
+            self._table.control[Control.QUOTA] = said[self.index, NodeRate.QUOTA] + self._share(said)
         self._is_open = self.is_open(said, count)
-        self.fewest = int(said[:, FEWEST].min())
+        self.fewest = int(said[:, NodeRate.FEWEST].min())
         return self._is_open
 
     def _share(self, said: np.ndarray) -> int:
         assert self._rate is not None
-        size, inserted, admitted, reach = said[:, [SIZE, INSERTED, ADMITTED, HAS_REACH]].sum(0).tolist()
-        room = self._rate.room(size + admitted - inserted, admitted, int(said[0, SAMPLED]))
-        parts = divide(max(0, admitted + room - reach), said[:, WANTS].tolist(), int(said[0, TURN]))
+        size, inserted, admitted, reach = (
+            said[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]].sum(0).tolist()
+        )
+        room = self._rate.room(size + admitted - inserted, admitted, int(said[0, NodeRate.SAMPLED]))
+        parts = divide(
+            max(0, admitted + room - reach), said[:, NodeRate.WANTED].tolist(), int(said[0, NodeRate.TURN])
+        )
         return parts[self.index]
 
     def given_up(self, said: np.ndarray, key: int, count: int) -> NotReadyError | None:
         """Return the error that all nodes raise if one of them waits no longer for a closed gate."""
-        why = int(said[:, GIVES_UP].max())
-        if self._gate.is_plain and not said[:, HAS_WRITERS].any():
-            why = why or COLLECTING
+        why = int(said[:, NodeRate.GIVES_UP].max())
+        if self._gate.is_plain and not said[:, NodeRate.HAS_WRITERS].any():
+            why = why or GaveUp.WRITES_HERE
         if not why:
             return None
-        waited_s = self._waiting.timeout_s if why == LATE else 0.0
+        waited_s = self._waiting.timeout_s if why == GaveUp.LATE else 0.0
         is_empty = self._gate.is_plain
         return self._gate.too_late(key, count, waited_s, self._held(said), is_empty)
 
     def _held(self, said: np.ndarray) -> str:
-        size, inserted, left = said[:, [SIZE, INSERTED, LEFT]].sum(0).tolist()
+        size, inserted, left = said[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         unit = "items" if self._rate is None else f"{self._rate.unit}s"
         return f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import R_SLOT
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.rate_gate import RateGate
 from deepspeed_gear.sampling.samplers.age import AgeMasses
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
@@ -96,7 +96,7 @@ class LocalSelector:
             How many of them stand; the others hit what they hit without that trajectory.
         """
         self.resolve(rows, done, coordinates, first)
-        slots = rows[done:, R_SLOT].numpy()
+        slots = rows[done:, Resolution.SLOT].numpy()
         standing = min(gate.num_admitted(slots, counted) + 1, len(slots))
         np.add.at(counted, slots[:standing], 1)
         if standing < len(slots):

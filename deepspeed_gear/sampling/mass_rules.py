@@ -11,11 +11,12 @@ import numpy as np
 
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.ops.constants import MOST_MASS_BITS, UNIT_LENGTH, UNIT_STEP, UNIT_TRAJECTORY
+from deepspeed_gear.ops.constants import MOST_MASS_BITS
+from deepspeed_gear.ops.records import MassUnit
 from deepspeed_gear.sampling.anchors import AnchorRule
 
 Unit = Literal["trajectory", "step"]
-UNIT_CODES: dict[str, int] = {"trajectory": UNIT_TRAJECTORY, "step": UNIT_STEP}
+UNIT_CODES: dict[str, int] = {"trajectory": MassUnit.TRAJECTORY, "step": MassUnit.STEP}
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class MassRule:
         """Return the unit of `slot_masses_`, where masses follow from lengths alone, but for late columns."""
         if self.has_weights or self.where or self.split or self.window is not None:
             return None
-        return UNIT_LENGTH if self.unit == "trajectory" and self.by_length else UNIT_CODES[self.unit]
+        return MassUnit.LENGTH if self.unit == "trajectory" and self.by_length else UNIT_CODES[self.unit]
 
     def describe(self) -> dict[str, Any]:
         """Return what keeps a trajectory from being sampled, for readers of a store; JSON-able."""

@@ -11,31 +11,29 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 
 from deepspeed_gear.errors import DataError, ShapeError, StoreError
-from deepspeed_gear.ops.constants import (
-    R_ANCHOR,
-    R_GENERATION,
-    R_NUMBER,
-    R_SLOT,
-    REPORT_BATCH,
-    REPORT_NUMBER,
-    REPORT_WORDS,
-    RESOLUTION_WORDS,
-)
+from deepspeed_gear.ops.records import LogEntry, Resolution
 from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.sampling.selection_readers import SelectionReaders
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
 
-BATCH, ORDER = REPORT_BATCH, REPORT_NUMBER
 NEVER = -(1 << 62)  # asked for nothing yet
-HEAD, TAIL, NEXT = 0, 1, 2  # words of a log's ends, counted up for ever; NEXT: the head behind a cut
-TAKING = 3  # a word of the first log's ends: all heads move to NEXT
-ENDS_WORDS = 16
+
+
+class LogEnds:
+    """Ends of a process's log, counted up for ever."""
+
+    HEAD: Final = 0
+    TAIL: Final = 1
+    NEXT: Final = 2  # the head after the selection
+    TAKING: Final = 3  # of the first log: all heads move to LogEnds.NEXT
+    NUM_WORDS: Final = 16
 
 
 @dataclass
@@ -79,8 +77,8 @@ class PriorityLog:
         """Return what the reports of a stream keep in the store."""
         assert spec.priorities is not None
         return [
-            Region(spec.at + "log", "int64", (num_peers, spec.priorities.log_size, REPORT_WORDS)),
-            Region(spec.at + "ends", "int64", (num_peers, ENDS_WORDS)),
+            Region(spec.at + "log", "int64", (num_peers, spec.priorities.log_size, LogEntry.NUM_WORDS)),
+            Region(spec.at + "ends", "int64", (num_peers, LogEnds.NUM_WORDS)),
             Region(spec.at + "asked", "int64", (num_peers,)),
         ]
 
@@ -101,16 +99,20 @@ class PriorityLog:
         """Forget what was asked for: a global batch is loaded at which to go on."""
         self.asked[:] = NEVER
         for peer in range(self._num_peers):
-            waiting = np.arange(self.ends[peer, HEAD], self.ends[peer, TAIL]) % self.rule.log_size
-            if (self._log[peer, waiting, BATCH] >= key).any():  # of batches that come again: due now
-                self._log[peer, waiting, BATCH] = NEVER
+            waiting = (
+                np.arange(self.ends[peer, LogEnds.HEAD], self.ends[peer, LogEnds.TAIL]) % self.rule.log_size
+            )
+            if (self._log[peer, waiting, LogEntry.BATCH] >= key).any():  # of batches that come again: due now
+                self._log[peer, waiting, LogEntry.BATCH] = NEVER
 
     def give_up(self) -> None:
         """Take back what this process asked for, as no cut can be made: its reports are due before it."""
         peer = self._peer
         with self._mutex, self.table.lock:
-            waiting = np.arange(self.ends[peer, HEAD], self.ends[peer, TAIL]) % self.rule.log_size
-            self._log[peer, waiting, BATCH] = NEVER
+            waiting = (
+                np.arange(self.ends[peer, LogEnds.HEAD], self.ends[peer, LogEnds.TAIL]) % self.rule.log_size
+            )
+            self._log[peer, waiting, LogEntry.BATCH] = NEVER
             for promise in self._promises:
                 promise.batch = NEVER
             self._current = self._asked_words[peer] = NEVER
@@ -137,8 +139,11 @@ class PriorityLog:
             priorities: Finite, at least 0. [n], float32.
             order: Their sample numbers, or BY_ID. [n], int64.
         """
-        samples = np.zeros((len(updates), RESOLUTION_WORDS), np.int64)
-        samples[:, (R_SLOT, R_GENERATION, R_ANCHOR)], samples[:, R_NUMBER] = updates, order
+        samples = np.zeros((len(updates), Resolution.NUM_WORDS), np.int64)
+        (
+            samples[:, (Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR)],
+            samples[:, Resolution.SAMPLE_NUMBER],
+        ) = updates, order
         self.add(torch.from_numpy(samples), torch.from_numpy(np.array(priorities, np.float32)))
 
     def add(self, samples: torch.Tensor, priorities: torch.Tensor) -> None:
@@ -185,14 +190,14 @@ class PriorityLog:
 
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
         ends, count = self._ends[self._peer], priorities.numel()
-        tail = ends[TAIL]
+        tail = ends[LogEnds.TAIL]
         try:
             self.ops.report_(self._my_log, samples, priorities, tail, batch)
         except (RuntimeError, ShapeError):
             check_priorities(priorities.numpy())
             raise
         with self.table.lock:  # so that whoever makes the next cut sees the entries behind the tail
-            ends[TAIL] = tail + count
+            ends[LogEnds.TAIL] = tail + count
 
     def check_room(self, count: int) -> None:
         """Refuse more reports than the log holds.
@@ -201,7 +206,7 @@ class PriorityLog:
             StoreError: There are more.
         """
         ends = self._ends[self._peer]
-        waiting = ends[TAIL] - ends[HEAD] + sum(promise.count for promise in self._promises)
+        waiting = ends[LogEnds.TAIL] - ends[LogEnds.HEAD] + sum(promise.count for promise in self._promises)
         if count > self.rule.log_size - waiting:
             raise StoreError(
                 f"stream {self.spec.name}: priorities",
@@ -230,12 +235,12 @@ class PriorityLog:
         """Return the reports of each process that a cut of a global batch applies."""
         batch, size, due = key - self.rule.lag, self.rule.log_size, []
         for peer, ends in enumerate(self._ends):
-            head, tail = ends[HEAD], ends[TAIL]
+            head, tail = ends[LogEnds.HEAD], ends[LogEnds.TAIL]
             if head == tail:
                 continue
             entries = self._entries(peer, head, tail)
-            if self._log_words[peer, (tail - 1) % size, BATCH] >= batch:
-                entries = entries[: np.searchsorted(entries[:, BATCH], batch)]
+            if self._log_words[peer, (tail - 1) % size, LogEntry.BATCH] >= batch:
+                entries = entries[: np.searchsorted(entries[:, LogEntry.BATCH], batch)]
             if len(entries):
                 due.append((peer, entries))
         return due
@@ -251,33 +256,38 @@ class PriorityLog:
         first = self._ends[0]
         for peer, entries in due:
             ends = self._ends[peer]
-            ends[NEXT] = ends[HEAD] + len(entries)
-        first[TAKING] = 1  # the commit point
+            ends[LogEnds.NEXT] = ends[LogEnds.HEAD] + len(entries)
+        first[LogEnds.TAKING] = 1  # the commit point
         for peer, _ in due:
             ends = self._ends[peer]
-            ends[HEAD] = ends[NEXT]
-        first[TAKING] = 0
+            ends[LogEnds.HEAD] = ends[LogEnds.NEXT]
+        first[LogEnds.TAKING] = 0
 
     def recover(self) -> None:
         """Make the heads whole after a process died while they moved."""
-        wanted, other = (HEAD, NEXT) if self.ends[0, TAKING] else (NEXT, HEAD)
+        wanted, other = (
+            (LogEnds.HEAD, LogEnds.NEXT) if self.ends[0, LogEnds.TAKING] else (LogEnds.NEXT, LogEnds.HEAD)
+        )
         for peer in range(self._num_peers):
             self.ends[peer, wanted] = self.ends[peer, other]
-        self.ends[0, TAKING] = 0
+        self.ends[0, LogEnds.TAKING] = 0
 
     # ---- content ---------------------------------------------------------------------------------
 
     def waiting(self) -> np.ndarray:
         """Return all reports that wait, in their order. [n, 6], int64."""
-        ends = [(peer, self.ends[peer, HEAD], self.ends[peer, TAIL]) for peer in range(self._num_peers)]
+        ends = [
+            (peer, self.ends[peer, LogEnds.HEAD], self.ends[peer, LogEnds.TAIL])
+            for peer in range(self._num_peers)
+        ]
         return _sorted(np.concatenate([self._entries(*of_peer) for of_peer in ends]))
 
     def restore(self, log: np.ndarray) -> None:
         """Take up what `waiting` has returned; everything else is gone."""
         for peer, part in enumerate(np.array_split(log, self._num_peers)):  # a cut takes them in this order
             self._log[peer, : len(part)] = part
-            self.ends[peer, HEAD] = self.ends[peer, NEXT] = 0
-            self.ends[peer, TAIL] = len(part)
+            self.ends[peer, LogEnds.HEAD] = self.ends[peer, LogEnds.NEXT] = 0
+            self.ends[peer, LogEnds.TAIL] = len(part)
         self.asked[:] = NEVER
 
 
@@ -297,4 +307,4 @@ def check_priorities(priorities: np.ndarray) -> None:
 
 
 def _sorted(entries: np.ndarray) -> np.ndarray:
-    return entries[np.lexsort((entries[:, ORDER], entries[:, BATCH]))]
+    return entries[np.lexsort((entries[:, LogEntry.SAMPLE_NUMBER], entries[:, LogEntry.BATCH]))]

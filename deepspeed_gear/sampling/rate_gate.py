@@ -8,13 +8,15 @@ import time
 import numpy as np
 
 from deepspeed_gear.errors import NotReadyError, StoreError
-from deepspeed_gear.ops.constants import R_SLOT
+from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.exclusions import summary_of
-from deepspeed_gear.sampling.selection import SAMPLES, StreamSpec
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.retention import TIMES_SAMPLED, UNLIMITED
-from deepspeed_gear.store.table import COMMITTED, PEER_PID, STATE, Table
+from deepspeed_gear.store.records import Peer, SlotRetention
+from deepspeed_gear.store.retention import UNLIMITED
+from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.table import Table
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -49,7 +51,7 @@ class RateGate:
         self._spec, self._table, self._masses, self._position = spec, table, masses, position
         self.life = table.spec.life
         self.most = self.life.max_times_sampled
-        self._times: np.ndarray = table.views["life"][:, TIMES_SAMPLED]
+        self._times: np.ndarray = table.views["life"][:, SlotRetention.TIMES_SAMPLED]
         self._readers = SelectionPins(table)
 
     @property
@@ -71,7 +73,7 @@ class RateGate:
     @property
     def sampled(self) -> int:
         """Samples ever drawn."""
-        return int(self._position[SAMPLES])
+        return int(self._position[Head.SAMPLES])
 
     def left(self, count: int, exact: bool = True) -> int:
         """Return how many samples the table is good for, or `count` if for as many.
@@ -92,7 +94,7 @@ class RateGate:
         return int((self.most - self._times[self._drawable()]).min(initial=UNLIMITED))
 
     def _drawable(self) -> np.ndarray:
-        committed = np.nonzero(self._table.slots[:, STATE] == COMMITTED)[0]
+        committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         return np.asarray(committed[self._masses.of(committed) > 0])
 
     # ---- how often -------------------------------------------------------------------------------
@@ -114,11 +116,11 @@ class RateGate:
 
     def count(self, records: np.ndarray) -> None:
         """Count what a cut has drawn. [n, 8], int64."""
-        np.add.at(self._times, records[:, R_SLOT], 1)
+        np.add.at(self._times, records[:, Resolution.SLOT], 1)
 
     def retire_used_up(self) -> None:
         """Let those go that were drawn as often as they may be."""
-        committed = np.nonzero(self._table.slots[:, STATE] == COMMITTED)[0]
+        committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         for slot in committed[self._times[committed] >= self.most].tolist():
             self._table.retire(slot)
             self._readers.forget(slot)
@@ -127,7 +129,7 @@ class RateGate:
     def has_writers(self) -> bool:
         """Whether another process is attached that only writes, and lives."""
         spec, table = self._table.spec, self._table
-        pids = table.peers[spec.num_peers :, PEER_PID]
+        pids = table.peers[spec.num_peers :, Peer.PID]
         others = np.nonzero((pids != 0) & (pids != os.getpid()))[0] + spec.num_peers
         return any(table.memory.is_alive(peer) for peer in others.tolist())
 

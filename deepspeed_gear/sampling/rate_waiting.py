@@ -6,11 +6,12 @@ import time
 
 from deepspeed_gear.sampling.global_rate_gate import GlobalRateGate
 from deepspeed_gear.sampling.rate_gate import EmptyError, GateWait, RateGate
-from deepspeed_gear.sampling.selection import CLOSED, COLLECTS, KEY, StreamSpec
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.futex import FutexEvents
-from deepspeed_gear.store.row_allocator import CUTTING, LISTENING
+from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.stream_records import Head, Position
 from deepspeed_gear.store.table import Table
 
 IDLE_S, MOST_PAUSE_S = 500e-6, 8e-3
@@ -46,19 +47,19 @@ class Gated:
         """Say that this process writes too."""
         self.collects_here = True
         if self.joint is not None:
-            self._words[COLLECTS] = 1
+            self._words[Position.WRITES] = 1
 
     def prepare(self, key: int) -> bool:
         """See to what the table must not hold for a global batch; return whether it has been cut.
 
         What is too old goes, and now and then what writers have left that died. Wants the lock.
         """
-        if key < self._words[KEY]:
+        if key < self._words[Head.KEY]:
             return True
         if self._is_online and time.monotonic() > self._look_again:
             self.table.unfinished.end_abandoned()
             self._look_again = time.monotonic() + _LOOK_S
-        if self._staleness is not None and not self._control[CUTTING]:
+        if self._staleness is not None and not self._control[Control.SELECTING]:
             self.masses.take_changes()
             self._staleness.drop(key)
         return False
@@ -98,17 +99,17 @@ class Gated:
         """Ask to be woken by the next change of a slot; return what to wait with. Wants the lock."""
         if self._bells is None:
             return 0
-        self._control[LISTENING] = 1
+        self._control[Control.LISTENING] = 1
         return self._bells.count(0)
 
     def _wait_together(self) -> None:
         """Wait a moment before all nodes look at their gate again; the others of this node know of it."""
-        self._words[CLOSED] = 1
+        self._words[Position.LIMITED] = 1
         self.gate_wait.wait()
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)
 
     def _end_wait(self) -> None:
-        self._words[CLOSED] = 0
+        self._words[Position.LIMITED] = 0
         self._pause_s = IDLE_S
         self.gate_wait.end()

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_ID, R_SLOT
+from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.samplers.step_priorities import rows_of
-from deepspeed_gear.sampling.selection import COUNT, CUT_WORDS, KEY, NOTHING, StreamSpec
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.table import GENERATION, NUM_STEPS, Table
+from deepspeed_gear.store.stream_records import NOTHING, Head
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
 _ONE = np.int32(1)  # of the counters' type: a plain 1 takes a hundred times as long
@@ -54,15 +55,15 @@ class SampleCounts:
             records: Resolutions. [B, 8], int64.
         """
         if self._by_step:
-            items = records[:, R_FIRST_ROW] + records[:, R_ANCHOR]
+            items = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
         else:
-            items = np.ascontiguousarray(records[:, R_SLOT])
+            items = np.ascontiguousarray(records[:, Resolution.SLOT])
         np.add.at(self.counts, items, _ONE)
 
     def forget(self, slots: np.ndarray) -> None:
         """Begin anew for those of the slots that hold other trajectories now. [n], int64."""
         assert self._generations is not None
-        generations = self._table.slots[slots, GENERATION]
+        generations = self._table.slots[slots, Slot.GENERATION]
         self.counts[self._items(slots[self._generations[slots] != generations])] = 0
         self._generations[slots] = generations
 
@@ -74,7 +75,7 @@ class SampleCounts:
         """Take up what `export` has returned; a checkpoint without counters begins anew."""
         self.counts[:] = 0
         if self._generations is not None:
-            self._generations[:] = self._table.slots[:, GENERATION]
+            self._generations[:] = self._table.slots[:, Slot.GENERATION]
         if "draws" in content:
             self.counts[self._items(slots)] = content["draws"]
 
@@ -85,7 +86,7 @@ class SampleCounts:
         slots = np.nonzero(masses.leaves)[0]
         records = self._table.slots[slots]
         rows, steps, owner = rows_of(records)
-        admitted = masses.spec.rule.anchors.admits(steps, records[owner, NUM_STEPS])
+        admitted = masses.spec.rule.anchors.admits(steps, records[owner, Slot.NUM_STEPS])
         return np.asarray(self.counts[rows[admitted]])
 
     def _items(self, slots: np.ndarray) -> np.ndarray:
@@ -105,14 +106,14 @@ def recent_cuts(spec: StreamSpec, table: Table, most: int) -> list[RecentSelecti
     """Return copies of the latest cuts of a stream, the newest first. Takes the lock."""
     heads, ring = table.views[spec.at + "heads"], table.views[spec.at + "ring"]
     with table.lock:
-        keys = heads[:, KEY].tolist()
+        keys = heads[:, Head.KEY].tolist()
         entries = sorted((i for i, key in enumerate(keys) if key != NOTHING), key=keys.__getitem__)[-most:]
-        words = [heads[entry, :CUT_WORDS].tolist() for entry in reversed(entries)]
+        words = [heads[entry, : Head.NUM_SET].tolist() for entry in reversed(entries)]
         rows = [ring[entry].copy() for entry in reversed(entries)]
-    known = [records[: head[COUNT]] for head, records in zip(words, rows, strict=True)]
+    known = [records[: head[Head.COUNT]] for head, records in zip(words, rows, strict=True)]
     return [
         RecentSelections(
-            head[KEY], head, torch.from_numpy(records[records[:, R_ID] >= 0])
+            head[Head.KEY], head, torch.from_numpy(records[records[:, Resolution.ID] >= 0])
         )  # where nodes know a part
         for head, records in zip(words, known, strict=True)
     ]

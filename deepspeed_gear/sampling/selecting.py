@@ -9,25 +9,16 @@ import torch
 
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import MOST_TOTAL_BITS, R_SLOT
+from deepspeed_gear.ops.constants import MOST_TOTAL_BITS
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.local_selector import LocalSelector
 from deepspeed_gear.sampling.rate_gate import EmptyError, RateGate
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
-from deepspeed_gear.sampling.selection import (
-    DONE,
-    EPOCH,
-    EPOCH_FIRST,
-    EPOCH_SIZE,
-    FILLERS,
-    KEY,
-    PASS_SHIFT,
-    SAMPLES,
-    TOTAL,
-    StreamSpec,
-)
+from deepspeed_gear.sampling.selection import PASS_SHIFT, StreamSpec
 from deepspeed_gear.sampling.stream_kinds import stratify_
 from deepspeed_gear.sampling.sum_tree import ItemMasses
+from deepspeed_gear.store.stream_records import Head, Position
 from deepspeed_gear.store.table import Table
 
 
@@ -54,7 +45,7 @@ class Drawing:
             records: Resolutions, with slots of this store. [n, 8], int64.
         """
         if self.last_drawn is not None:
-            self.last_drawn[records[:, R_SLOT].numpy()] = key
+            self.last_drawn[records[:, Resolution.SLOT].numpy()] = key
 
     def _draw(self, rows: torch.Tensor, count: int, first: int, total: int) -> None:
         coordinates = self._coordinates if count == self.spec.batch else self._coordinates[:count]
@@ -98,11 +89,11 @@ class Drawing:
 
     def _begin(self, key: int, after: list[int]) -> None:
         """Reset what belongs to one pass when a new pass begins."""
-        after[FILLERS] = 0
-        if self.spec.kind == "pass" and key >> PASS_SHIFT != int(self.position[KEY]) >> PASS_SHIFT:
-            after[SAMPLES] = after[EPOCH_FIRST] = after[EPOCH_SIZE] = 0
+        after[Head.FILLERS] = 0
+        if self.spec.kind == "pass" and key >> PASS_SHIFT != int(self.position[Head.KEY]) >> PASS_SHIFT:
+            after[Head.SAMPLES] = after[Head.EPOCH_FIRST] = after[Head.EPOCH_SIZE] = 0
         if self.spec.kind == "pass":
-            after[EPOCH] = key >> PASS_SHIFT
+            after[Head.EPOCH] = key >> PASS_SHIFT
 
     def _walk(
         self, key: int, rows: torch.Tensor, epochs: torch.Tensor, coordinates: torch.Tensor, after: list[int]
@@ -110,40 +101,44 @@ class Drawing:
         """Visit items in an order; at the end of an epoch the queue is applied and the next one begins.
 
         A cut that fails or dies after that point cannot resolve the old epoch's last items again, since the
-        tree has changed: it is taken up behind them (DONE), where their resolutions lie in the ring already.
+        tree has changed: it continues after them (Position.DONE): their resolutions lie in the ring already.
         """
-        done, count = self._words[DONE], len(rows)
-        if self.spec.drop and done == 0 and after[SAMPLES] + count > after[EPOCH_FIRST] + after[EPOCH_SIZE]:
-            after[SAMPLES] = after[EPOCH_FIRST] + after[EPOCH_SIZE]
+        done, count = self._words[Position.DONE], len(rows)
+        if (
+            self.spec.drop
+            and done == 0
+            and after[Head.SAMPLES] + count > after[Head.EPOCH_FIRST] + after[Head.EPOCH_SIZE]
+        ):
+            after[Head.SAMPLES] = after[Head.EPOCH_FIRST] + after[Head.EPOCH_SIZE]
         while done < count:
-            at = after[SAMPLES] + done - after[EPOCH_FIRST]
-            if at >= after[EPOCH_SIZE]:
-                if self.spec.kind == "pass" and after[EPOCH_SIZE] > 0:
-                    after[FILLERS] = max(after[FILLERS], count - done)
+            at = after[Head.SAMPLES] + done - after[Head.EPOCH_FIRST]
+            if at >= after[Head.EPOCH_SIZE]:
+                if self.spec.kind == "pass" and after[Head.EPOCH_SIZE] > 0:
+                    after[Head.FILLERS] = max(after[Head.FILLERS], count - done)
                     at = 0  # fillers repeat the first items and are marked as such
                 else:
-                    if after[EPOCH_SIZE] > 0:
-                        after[EPOCH] += 1
-                    after[EPOCH_FIRST] = after[SAMPLES] + done
+                    if after[Head.EPOCH_SIZE] > 0:
+                        after[Head.EPOCH] += 1
+                    after[Head.EPOCH_FIRST] = after[Head.SAMPLES] + done
                     if self.selector.in_store and self.masses.waiting:
-                        self.position[DONE] = done
-                    after[EPOCH_SIZE] = after[TOTAL] = self._checked(self.selector.apply(key))
+                        self.position[Position.DONE] = done
+                    after[Head.EPOCH_SIZE] = after[Head.TOTAL] = self._checked(self.selector.apply(key))
                     if self.spec.drop:
-                        self._check_epoch(after[EPOCH_SIZE])
+                        self._check_epoch(after[Head.EPOCH_SIZE])
                     at = 0
-            n = min(count - done, after[EPOCH_SIZE] - at)
+            n = min(count - done, after[Head.EPOCH_SIZE] - at)
             part = coordinates[done : done + n]
-            epochs[done : done + n] = after[EPOCH]
+            epochs[done : done + n] = after[Head.EPOCH]
             if self.spec.kind == "epoch":
-                size, epoch = after[EPOCH_SIZE], after[EPOCH]
+                size, epoch = after[Head.EPOCH_SIZE], after[Head.EPOCH]
                 self.ops.permute_(part, self.spec.seed, self.spec.key, epoch, at, size)
             else:
                 torch.arange(at, at + n, out=part)
-            self.selector.resolve(rows, done, part, after[SAMPLES] + done)
+            self.selector.resolve(rows, done, part, after[Head.SAMPLES] + done)
             if self.selector.in_store:
                 self.pin(key, rows[done : done + n])
-            if self.spec.kind == "pass" and after[FILLERS]:
-                after[EPOCH_FIRST] = after[SAMPLES] + done + n - after[EPOCH_SIZE]
+            if self.spec.kind == "pass" and after[Head.FILLERS]:
+                after[Head.EPOCH_FIRST] = after[Head.SAMPLES] + done + n - after[Head.EPOCH_SIZE]
             done += n
 
     def _checked(self, total: int) -> int:

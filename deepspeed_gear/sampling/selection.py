@@ -8,18 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.mass_rules import MassRule, PriorityRule
-from deepspeed_gear.store.memory_layout import RESOLUTION_WORDS, Region
+from deepspeed_gear.store.memory_layout import Region
+from deepspeed_gear.store.stream_records import Head
 
-NOTHING = -1
-# words of a position, and of the head of a ring entry
-KEY, SAMPLES, EPOCH, EPOCH_FIRST, EPOCH_SIZE, TOTAL, COUNT, FILLERS, NUMERATOR, DIVISOR, EXPONENT = range(11)
-HEAD_WORDS = 16
-CUT_WORDS = 11  # those that a cut sets
 NOTICE_WORDS = 256
-DONE, AHEAD, RECOVERED = 11, 12, 13  # words of the position only
-# Over nodes: a process of this node writes too, and must not wait for itself; the gate is closed.
-COLLECTS, CLOSED = 14, 15
 PASS_SHIFT = 32  # a pass over an evaluation split: key = pass << 32 | batch
 
 
@@ -78,10 +72,10 @@ class StreamSpec:
         return [
             *([origins] if self.num_shards > 1 else []),
             *([notice] if self.together else []),
-            Region(self.at + "position", "int64", (HEAD_WORDS,)),
+            Region(self.at + "position", "int64", (Head.NUM_WORDS,)),
             Region(self.at + "consumed", "int64", (num_peers,)),
-            Region(self.at + "heads", "int64", (self.depth, HEAD_WORDS)),
-            Region(self.at + "ring", "int64", (self.depth, self.batch, RESOLUTION_WORDS)),
+            Region(self.at + "heads", "int64", (self.depth, Head.NUM_WORDS)),
+            Region(self.at + "ring", "int64", (self.depth, self.batch, Resolution.NUM_WORDS)),
             Region(self.at + "epochs", "int64", (self.depth, self.batch)),
         ]
 
@@ -91,7 +85,7 @@ class Selection(NamedTuple):
 
     Args:
         key: Number of the global batch (pass << 32 | number in an evaluation pass).
-        head: Position after the cut and totals: `CUT_WORDS` words.
+        head: Position after the cut and totals: `Head.NUM_SET` words.
         resolutions: What the draws resolved to, in the store. [batch, 8], int64; valid until `consume`.
         epochs: Epoch (or pass) of each sample, in the store. [batch], int64; likewise.
         origins: Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its

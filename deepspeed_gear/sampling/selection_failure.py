@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from deepspeed_gear.errors import GearError, NotReadyError, PeerError, StoreError, relayed
@@ -9,7 +11,6 @@ from deepspeed_gear.sampling.rate_gate import EmptyTableError
 from deepspeed_gear.sampling.selection import NOTICE_WORDS, StreamSpec
 from deepspeed_gear.store.table import Table
 
-NUMBER, KEY, KIND, SIZE = range(4)  # words in front of the text
 _KINDS: tuple[type[GearError], ...] = (
     EmptyTableError,
     NotReadyError,
@@ -17,6 +18,15 @@ _KINDS: tuple[type[GearError], ...] = (
     PeerError,
 )  # what others raise: the first that fits
 _TEXT_BYTES = 8 * (NOTICE_WORDS - 4)
+
+
+class FailureRecord:
+    """Words before the text of a failure."""
+
+    NUMBER: Final = 0
+    KEY: Final = 1
+    KIND: Final = 2
+    NUM_BYTES: Final = 3
 
 
 class SelectionFailure:
@@ -38,15 +48,15 @@ class SelectionFailure:
         text = text[:_TEXT_BYTES]
         with self._lock:
             self._text[: len(text)] = np.frombuffer(text, np.uint8)
-            self._words[KEY], self._words[SIZE] = key, len(text)
+            self._words[FailureRecord.KEY], self._words[FailureRecord.NUM_BYTES] = key, len(text)
             known = [code for code, kind in enumerate(_KINDS) if isinstance(error, kind)]
-            self._words[KIND] = known[0] if known else len(_KINDS) - 1
-            self._words[NUMBER] += 1
-            self._seen = int(self._words[NUMBER])
+            self._words[FailureRecord.KIND] = known[0] if known else len(_KINDS) - 1
+            self._words[FailureRecord.NUMBER] += 1
+            self._seen = int(self._words[FailureRecord.NUMBER])
 
     def forget(self) -> None:
         """Never raise what has been said until now: what failed is tried again."""
-        self._seen = int(self._words[NUMBER])
+        self._seen = int(self._words[FailureRecord.NUMBER])
 
     def check(self, key: int) -> None:
         """Raise, once, what was said of the cut of a global batch.
@@ -56,12 +66,12 @@ class SelectionFailure:
             NotReadyError: The table's rate admits none yet.
             PeerError: Another rank has failed.
         """
-        if self._words[NUMBER] == self._seen:
+        if self._words[FailureRecord.NUMBER] == self._seen:
             return
         with self._lock:
-            number, failed = int(self._words[NUMBER]), int(self._words[KEY])
-            text = bytes(self._text[: self._words[SIZE]]).decode(errors="replace")
-            kind = _KINDS[self._words[KIND]]
+            number, failed = int(self._words[FailureRecord.NUMBER]), int(self._words[FailureRecord.KEY])
+            text = bytes(self._text[: self._words[FailureRecord.NUM_BYTES]]).decode(errors="replace")
+            kind = _KINDS[self._words[FailureRecord.KIND]]
         self._seen = number
         if failed == key:
             raise relayed(kind, text, "the first rank of this node")

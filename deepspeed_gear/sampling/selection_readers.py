@@ -8,8 +8,10 @@ import time
 import numpy as np
 
 from deepspeed_gear.errors import PeerError
-from deepspeed_gear.sampling.selection import NOTHING, StreamSpec
-from deepspeed_gear.store.table import PEER_PID, Table
+from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.store.records import Peer
+from deepspeed_gear.store.stream_records import NOTHING
+from deepspeed_gear.store.table import Table
 
 _AWAKE_S = 500e-6
 
@@ -38,7 +40,7 @@ class SelectionReaders:
         if min(self._reached) >= key:
             return []
         behind = [peer for peer, reached in enumerate(self._reached) if reached < key]
-        attached = [peer for peer in behind if self._table.peers[peer, PEER_PID] != 0]
+        attached = [peer for peer in behind if self._table.peers[peer, Peer.PID] != 0]
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
     def wait_awake(self, key: int) -> None:
@@ -53,7 +55,7 @@ class SelectionReaders:
 
     def error(self, key: int, late: list[int], rule: str, missing: str) -> PeerError:
         """Return the error of a wait for peers that was too long."""
-        peers = ", ".join(f"local rank {p} (process {int(self._table.peers[p, PEER_PID])})" for p in late)
+        peers = ", ".join(f"local rank {p} (process {int(self._table.peers[p, Peer.PID])})" for p in late)
         return PeerError(
             f"stream {self._spec.name}: global batch {key}",
             f"must {rule} in gear.timeout_s = {self._timeout_s} s",

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.retention import VERSION
-from deepspeed_gear.store.row_allocator import CHANGED, POLICY
-from deepspeed_gear.store.table import (
-    BORN,
-    COMMITTED,
-    FIRST_ROW,
-    NUM_STEPS,
-    OLDEST_OPEN,
-    PEER_PID,
-    STATE,
-    Table,
-)
+from deepspeed_gear.store.records import Control, Peer, SlotRetention
+from deepspeed_gear.store.table import Table
 
-TRAJECTORIES, STEPS = range(2)  # rows of the counts of what was dropped
+
+class DroppedCount:
+    """Rows of the counts of stale trajectories."""
+
+    TRAJECTORIES: Final = 0
+    STEPS: Final = 1
 
 
 class Staleness:
@@ -32,7 +28,7 @@ class Staleness:
 
     def __init__(self, table: Table) -> None:
         self._table, self.life = table, table.spec.life
-        self._versions: np.ndarray = table.views["life"][:, VERSION]
+        self._versions: np.ndarray = table.views["life"][:, SlotRetention.POLICY_VERSION]
         self._stale: np.ndarray = table.views["stale"]
         self._readers = SelectionPins(table)
         self._control: memoryview = table.control.data
@@ -50,40 +46,40 @@ class Staleness:
             return
         column, records = self._table.columns[name], self._table.slots
         for slot in slots.tolist():
-            first, steps = records[slot, FIRST_ROW], records[slot, NUM_STEPS]
+            first, steps = records[slot, Slot.FIRST_ROW], records[slot, Slot.NUM_STEPS]
             self._versions[slot] = column[first : first + steps].min()
 
     def drop(self, key: int) -> None:
         """Let those go that are too old for a global batch, and count them by length."""
-        now = key, self._control[POLICY], self._control[CHANGED]
+        now = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
         if now == self._dropped:
             return
         self._drop(key)
-        self._dropped = key, self._control[POLICY], self._control[CHANGED]
+        self._dropped = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
 
     def _drop(self, key: int) -> None:
         records = self._table.slots
-        committed = np.nonzero(records[:, STATE] == COMMITTED)[0]
+        committed = np.nonzero(records[:, Slot.STATE] == SlotState.COMMITTED)[0]
         old = np.zeros(len(committed), bool)
         if self.life.version_column is not None:
-            old |= self._versions[committed] < self._table.control[POLICY] - self.life.max_lag
+            old |= self._versions[committed] < self._table.control[Control.POLICY_VERSION] - self.life.max_lag
         if self.life.max_age:
-            old |= key - records[committed, BORN] > self.life.max_age
+            old |= key - records[committed, Slot.BORN] > self.life.max_age
         for slot in committed[old].tolist():
-            self._count(int(records[slot, NUM_STEPS]))
+            self._count(int(records[slot, Slot.NUM_STEPS]))
             self._table.retire(slot)
             self._readers.forget(slot)
 
     def _count(self, num_steps: int) -> None:
         length = num_steps.bit_length() - 1
-        self._stale[TRAJECTORIES, length] += 1
-        self._stale[STEPS, length] += num_steps
+        self._stale[DroppedCount.TRAJECTORIES, length] += 1
+        self._stale[DroppedCount.STEPS, length] += num_steps
 
     def open_behind(self, version: int) -> list[int]:
         """Return the living processes with open trajectories that a version leaves too far behind."""
-        oldest = self._table.peers[:, OLDEST_OPEN] - 1
+        oldest = self._table.peers[:, Peer.OLDEST_OPEN] - 1
         behind = np.nonzero((oldest >= 0) & (oldest < version - self.life.max_lag))[0].tolist()
-        attached = [peer for peer in behind if self._table.peers[peer, PEER_PID] != 0]
+        attached = [peer for peer in behind if self._table.peers[peer, Peer.PID] != 0]
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
 
@@ -92,7 +88,11 @@ def dropped(table: Table) -> dict[str, Any]:
     if table.extents is None:
         return {"trajectories": 0, "steps": 0, "by_length": {}}
     stale = table.views["stale"]
-    lengths = np.nonzero(stale[TRAJECTORIES])[0].tolist()
-    by_length = {f"{1 << n}-{(2 << n) - 1}": int(stale[TRAJECTORIES, n]) for n in lengths}
+    lengths = np.nonzero(stale[DroppedCount.TRAJECTORIES])[0].tolist()
+    by_length = {f"{1 << n}-{(2 << n) - 1}": int(stale[DroppedCount.TRAJECTORIES, n]) for n in lengths}
     sums = stale.sum(1)
-    return {"trajectories": int(sums[TRAJECTORIES]), "steps": int(sums[STEPS]), "by_length": by_length}
+    return {
+        "trajectories": int(sums[DroppedCount.TRAJECTORIES]),
+        "steps": int(sums[DroppedCount.STEPS]),
+        "by_length": by_length,
+    }

@@ -8,31 +8,32 @@ table is the truth: after a death, or if more has changed than the log holds, th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import (
-    FAN_OUT,
-    FOR_ANCHOR,
-    R_ANCHOR,
-    R_MASS,
-    R_NUM_STEPS,
-    R_NUMBER,
-    tree_levels,
-    tree_size,
-)
+from deepspeed_gear.ops.constants import FAN_OUT, tree_levels, tree_size
 from deepspeed_gear.ops.philox import below, philox
+from deepspeed_gear.ops.records import RandomPurpose, Resolution, Slot, SlotState
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
-from deepspeed_gear.sampling.selection import NOTHING, StreamSpec
+from deepspeed_gear.sampling.selection import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.retention import PRESENT
-from deepspeed_gear.store.row_allocator import CHANGED
-from deepspeed_gear.store.table import COMMITTED, ID, NUM_STEPS, STATE, Table
+from deepspeed_gear.store.records import Control, SlotRetention
+from deepspeed_gear.store.stream_records import NOTHING
+from deepspeed_gear.store.table import Table
 
-NUM_DIRTY, APPLYING, SEEN = 0, 1, 3  # words of the changes; 2 is PriorityMasses' own
-CHANGE_WORDS = 8
 _NO_SLOTS = np.empty(0, np.int64)
+
+
+class TreeChanges:
+    """Words of the mass changes that wait for a selection."""
+
+    NUM_QUEUED: Final = 0
+    APPLYING: Final = 1  # the queue goes into the tree now
+    ALPHA: Final = 2  # of priorities, Q62
+    SEEN: Final = 3  # the table's Control.CHANGED up to which changes are queued
+    NUM_WORDS: Final = 8
 
 
 class ItemMasses:
@@ -76,7 +77,7 @@ class ItemMasses:
         """Return what the masses of a stream keep in the store."""
         del num_peers
         return [
-            Region(spec.at + "changes", "int64", (CHANGE_WORDS,)),
+            Region(spec.at + "changes", "int64", (TreeChanges.NUM_WORDS,)),
             Region(spec.at + "queued", "int64", (num_slots,)),
             Region(spec.at + "dirty", "int64", (num_slots,)),
             Region(spec.at + "sums", "int64", (tree_size(cls.count_items(spec, num_slots, num_rows)),)),
@@ -85,8 +86,8 @@ class ItemMasses:
     def initialise(self) -> None:
         """Set the masses of what the table holds."""
         self.queued[:] = NOTHING
-        self.words[SEEN] = self._control[CHANGED]
-        slots = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
+        self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
+        slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         self._set(slots, self.of(slots))
         self._build()
 
@@ -94,18 +95,18 @@ class ItemMasses:
         """Return the masses that the rule gives to committed slots. [n] -> [n], int64."""
         records = self.table.slots[slots]
         masses = self.spec.rule.masses(
-            records[:, ID], records[:, NUM_STEPS], lambda name: self.table.values(name, slots)
+            records[:, Slot.ID], records[:, Slot.NUM_STEPS], lambda name: self.table.values(name, slots)
         )
         if not self._late:
             return masses
-        present = self.table.views["life"][slots, PRESENT]
+        present = self.table.views["life"][slots, SlotRetention.PRESENT]
         return np.where(present & self._late == self._late, masses, 0)
 
     # ---- changes ---------------------------------------------------------------------------------
 
     def take_changes(self) -> np.ndarray:
         """Queue what has changed in the table since this was last called; return these slots. [n], int64."""
-        seen, changed = self.words[SEEN], self._control[CHANGED]
+        seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
         if seen == changed or self.table.extents is None:
             return _NO_SLOTS
         slots = self.table.extents.changed_since(seen)
@@ -113,7 +114,7 @@ class ItemMasses:
         if slots is None:
             slots, told = self._differing(), None
         self.queue(slots, self._wanted(slots))
-        self.words[SEEN] = changed
+        self.words[TreeChanges.SEEN] = changed
         self._tell_changed(told)
         return slots
 
@@ -121,9 +122,11 @@ class ItemMasses:
         """Say which committed slots hold something new, or may do so; None: any."""
         if self.on_change is None:
             return
-        states = self.table.slots[:, STATE]
+        states = self.table.slots[:, Slot.STATE]
         self.on_change(
-            np.nonzero(states == COMMITTED)[0] if slots is None else slots[states[slots] == COMMITTED]
+            np.nonzero(states == SlotState.COMMITTED)[0]
+            if slots is None
+            else slots[states[slots] == SlotState.COMMITTED]
         )
 
     def will_have_mass(self) -> bool:
@@ -133,7 +136,10 @@ class ItemMasses:
 
     def _wanted(self, slots: np.ndarray) -> np.ndarray:
         """Return the masses that slots are to have. [n] -> [n], int64."""
-        wanted, committed = np.zeros(len(slots), np.int64), self.table.slots[slots, STATE] == COMMITTED
+        wanted, committed = (
+            np.zeros(len(slots), np.int64),
+            self.table.slots[slots, Slot.STATE] == SlotState.COMMITTED,
+        )
         wanted[committed] = self.of(slots[committed])
         return wanted
 
@@ -150,15 +156,18 @@ class ItemMasses:
             masses: [n], int64.
         """
         new = slots[self.queued[slots] == NOTHING]
-        count = self.words[NUM_DIRTY]
+        count = self.words[TreeChanges.NUM_QUEUED]
         self._dirty[count : count + len(new)] = new
         self.queued[slots] = masses
-        self.words[NUM_DIRTY] = count + len(new)
+        self.words[TreeChanges.NUM_QUEUED] = count + len(new)
 
     @property
     def waiting(self) -> bool:
         """Whether the next cut would change the tree."""
-        return self.words[NUM_DIRTY] != 0 or self.words[SEEN] != self._control[CHANGED]
+        return (
+            self.words[TreeChanges.NUM_QUEUED] != 0
+            or self.words[TreeChanges.SEEN] != self._control[Control.CHANGED]
+        )
 
     def ask(self, key: int) -> None:
         """Say that this process asks for a global batch."""
@@ -193,42 +202,42 @@ class ItemMasses:
         if self._take_at_once():
             return
         self.take_changes()
-        count = self.words[NUM_DIRTY]
+        count = self.words[TreeChanges.NUM_QUEUED]
         if count == 0:
             return
         dirty = self._dirty[:count]
-        self.words[APPLYING] = 1
+        self.words[TreeChanges.APPLYING] = 1
         self._set(dirty, self.queued[dirty])
         self.queued[dirty] = NOTHING
-        self.words[NUM_DIRTY] = 0
-        self.words[APPLYING] = 0
+        self.words[TreeChanges.NUM_QUEUED] = 0
+        self.words[TreeChanges.APPLYING] = 0
 
     def _take_at_once(self) -> bool:
         """Put what has changed into the tree by one op, where the slot table alone says the masses."""
-        seen, changed = self.words[SEEN], self._control[CHANGED]
+        seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
         unit, log = self._plain_unit, self._log
-        if unit is None or log is None or self.on_change is not None or self.words[NUM_DIRTY]:
+        if unit is None or log is None or self.on_change is not None or self.words[TreeChanges.NUM_QUEUED]:
             return False
         if changed - seen > len(log):
             return False
         if changed != seen:
             self.ops.slot_masses_(self.sums, self._slots, log, seen, changed, self._how[0], unit)
-            self.words[SEEN] = changed
+            self.words[TreeChanges.SEEN] = changed
         return True
 
     def recover(self) -> None:
         """Make masses and queue whole after a process died inside them."""
         waiting = np.nonzero(self.queued != NOTHING)[0]
-        if self.words[APPLYING]:  # each queued slot is in the tree or not: finish
+        if self.words[TreeChanges.APPLYING]:  # each queued slot is in the tree or not: finish
             self._set(waiting, self.queued[waiting])
             self.queued[waiting] = NOTHING
-            self.words[NUM_DIRTY] = self.words[APPLYING] = 0
+            self.words[TreeChanges.NUM_QUEUED] = self.words[TreeChanges.APPLYING] = 0
         else:
             self._requeue()
         # A slot that was committed or retired without its change being queued: the slot table is the truth.
         missed = self._differing()
         self.queue(missed, self._wanted(missed))
-        self.words[SEEN] = self._control[CHANGED]
+        self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
         self._build()
         self._tell_changed(None)
 
@@ -265,7 +274,7 @@ class ItemMasses:
         self.ops.resolve_(rows, self.sums, self._slots, coordinates, *self._how, first)
         if self.spec.rule.has_weights and self.spec.rule.unit == "step":
             words = rows.numpy()  # the mass of one step
-            words[:, R_MASS] //= self.spec.rule.anchors.num_anchors(words[:, R_NUM_STEPS])
+            words[:, Resolution.MASS] //= self.spec.rule.anchors.num_anchors(words[:, Resolution.NUM_STEPS])
 
     def resolve_numbered(self, rows: torch.Tensor, coordinates: torch.Tensor, numbers: np.ndarray) -> None:
         """Find what coordinates hit whose sample numbers have gaps.
@@ -277,13 +286,13 @@ class ItemMasses:
         """
         self.resolve(rows, coordinates, 0)
         words = rows.numpy()
-        words[:, R_NUMBER] = numbers
+        words[:, Resolution.SAMPLE_NUMBER] = numbers
         if self.draws_anchor:
-            rule, steps = self.spec.rule.anchors, words[:, R_NUM_STEPS]
-            unsigned, purpose = numbers.astype(np.uint64), np.array([[FOR_ANCHOR]], np.uint64)
+            rule, steps = self.spec.rule.anchors, words[:, Resolution.NUM_STEPS]
+            unsigned, purpose = numbers.astype(np.uint64), np.array([[RandomPurpose.ANCHOR]], np.uint64)
             drawn = philox(self.spec.seed, unsigned, self.spec.key, purpose)
             index = below(tuple(quarter[0] for quarter in drawn), rule.num_anchors(steps))
-            words[:, R_ANCHOR] = rule.anchor_at(index, steps)
+            words[:, Resolution.ANCHOR] = rule.anchor_at(index, steps)
 
     @property
     def draws_anchor(self) -> bool:
@@ -314,10 +323,10 @@ class ItemMasses:
         self.leaves[slots], self.queued[slots] = content["leaves"], content["queued"]
         self._requeue()
         self._build()
-        self.words[SEEN] = self._control[CHANGED]
+        self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
 
     def _requeue(self) -> None:
         """Derive the list of queued slots from their masses."""
         waiting = np.nonzero(self.queued != NOTHING)[0]
         self._dirty[: len(waiting)] = waiting
-        self.words[NUM_DIRTY], self.words[APPLYING] = len(waiting), 0
+        self.words[TreeChanges.NUM_QUEUED], self.words[TreeChanges.APPLYING] = len(waiting), 0

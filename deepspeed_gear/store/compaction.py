@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.row_allocator import AFTER, CUTTING, FREE_ROWS, OPEN, ROVER
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, FREE, NUM_ROWS, STATE, Table
+from deepspeed_gear.store.records import Control, SlotLink, SlotRetention
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 MOST_LOOKED_AT = 1024  # extents, from where rows were last found
@@ -48,9 +49,9 @@ class Compactor:
     def pays(self, num_rows: int) -> bool:
         """Return whether to move rather than to let somebody go."""
         control, spec = self._table.control, self._table.spec
-        if spec.spare_rows == 0 or control[CUTTING]:
+        if spec.spare_rows == 0 or control[Control.SELECTING]:
             return False
-        return bool(control[FREE_ROWS] - num_rows >= spec.least_free_rows)
+        return bool(control[Control.FREE_ROWS] - num_rows >= spec.least_free_rows)
 
     def make_run(self, num_rows: int) -> bool:
         """Move extents until so many rows in a run are free, and let the next search begin there.
@@ -71,18 +72,18 @@ class Compactor:
         to = int(ends[first])
         for slot in near[first + 1 : last + 1]:
             self._slide(slot, to)
-            to += int(self._table.slots[slot, NUM_ROWS])
-        self._table.control[ROVER] = near[last]
+            to += int(self._table.slots[slot, Slot.NUM_ROWS])
+        self._table.control[Control.ROVER] = near[last]
         return True
 
     # ---- what could move -------------------------------------------------------------------------
 
     def _near(self) -> list[int]:
         """Return neighbours from where the last search ended; if they are few, all from end to end."""
-        links, start = self._extents.links, int(self._table.control[ROVER])
+        links, start = self._extents.links, int(self._table.control[Control.ROVER])
         found = [start]
         while len(found) <= MOST_LOOKED_AT:
-            found.append(int(links[found[-1], AFTER]))
+            found.append(int(links[found[-1], SlotLink.AFTER]))
             if found[-1] == start:
                 end = found.index(self._extents.ends)
                 return [*found[end:-1], *found[: end + 1]]
@@ -93,7 +94,7 @@ class Compactor:
         at = np.array(slots)
         is_end = at == self._extents.ends
         records = self._table.slots[np.where(is_end, 0, at)]
-        begins, ends = records[:, FIRST_ROW], records[:, FIRST_ROW] + records[:, NUM_ROWS]
+        begins, ends = records[:, Slot.FIRST_ROW], records[:, Slot.FIRST_ROW] + records[:, Slot.NUM_ROWS]
         return np.where(is_end, self._end, begins), np.where(is_end, 0, ends)
 
     def _can_move(self, slots: Sequence[int]) -> np.ndarray:
@@ -102,20 +103,24 @@ class Compactor:
         is_end = at == self._extents.ends
         at = np.where(is_end, 0, at)
         records = self._table.slots[at]
-        fits = (records[:, STATE] == COMMITTED) & (records[:, NUM_ROWS] <= self._table.spec.spare_rows)
-        is_closed = self._table.views["life"][at, OPEN] == 0
+        fits = (records[:, Slot.STATE] == SlotState.COMMITTED) & (
+            records[:, Slot.NUM_ROWS] <= self._table.spec.spare_rows
+        )
+        is_closed = self._table.views["life"][at, SlotRetention.OPEN] == 0
         return np.asarray(fits & is_closed & ~is_end & ~self._readers.reading(at))
 
     def _bring_home(self) -> bool:
         """Move the extent that a dead process has left in the spare rows; return whether these are free."""
         slots = self._table.slots
-        away = np.nonzero((slots[:, STATE] != FREE) & (slots[:, FIRST_ROW] >= self._end))[0]
+        away = np.nonzero((slots[:, Slot.STATE] != SlotState.FREE) & (slots[:, Slot.FIRST_ROW] >= self._end))[
+            0
+        ]
         if not len(away):
             return True
         slot = int(away[0])
         near = self._near()
         begins, ends = self._bounds(near)
-        wide = np.nonzero(begins[1:] - ends[:-1] >= slots[slot, NUM_ROWS])[0]
+        wide = np.nonzero(begins[1:] - ends[:-1] >= slots[slot, Slot.NUM_ROWS])[0]
         if not len(wide) or not self._can_move([slot])[0]:
             return False
         self._readers.forget_ahead()
@@ -126,7 +131,7 @@ class Compactor:
     # ---- moving ----------------------------------------------------------------------------------
 
     def _slide(self, slot: int, to: int) -> None:
-        first, num_rows = self._table.slots[slot, [FIRST_ROW, NUM_ROWS]].tolist()
+        first, num_rows = self._table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
         if first == to:
             return
         if first - to < num_rows:
@@ -136,11 +141,11 @@ class Compactor:
     def _place(self, slot: int, to: int) -> None:
         """Let an extent lie in free rows. Its order among the others is to be as before afterwards."""
         record = self._table.slots[slot]
-        source, num_rows = int(record[FIRST_ROW]), int(record[NUM_ROWS])
+        source, num_rows = int(record[Slot.FIRST_ROW]), int(record[Slot.NUM_ROWS])
         for rows in self._columns:
             rows[to : to + num_rows] = rows[source : source + num_rows]
         self._readers.copy(source, to, num_rows)
-        record[FIRST_ROW] = to  # the point from which on it lies there
+        record[Slot.FIRST_ROW] = to  # the point from which on it lies there
         self._readers.replace(source, to, num_rows)
         self.rows_copied += num_rows
 

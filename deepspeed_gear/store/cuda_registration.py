@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.shared_memory import MADV_POPULATE_WRITE, SharedMemory
-from deepspeed_gear.store.table import REGISTERED, Table
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import NOTE_BYTES
 
 MOST_CALL_BYTES = 1 << 30  # one call of 512 GiB fails on some drivers, and each holds the driver's lock
@@ -247,7 +248,7 @@ def note_collect(table: Table, num_bytes: int, text: str) -> None:
     note = table.views["collect"][peer]
     note[:] = 0
     note[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    table.peers[peer, REGISTERED] = num_bytes + 1
+    table.peers[peer, Peer.REGISTERED] = num_bytes + 1
 
 
 def why_impossible() -> str:

@@ -8,17 +8,9 @@ import numpy as np
 import torch
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.ops.constants import (
-    COMMITTED,
-    SLOT_FIRST_ROW,
-    SLOT_GENERATION,
-    SLOT_ID,
-    SLOT_NUM_ROWS,
-    SLOT_NUM_STEPS,
-    SLOT_STATE,
-)
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.column_arrays import part_of
-from deepspeed_gear.store.row_allocator import NEXT_ID
+from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 if TYPE_CHECKING:
@@ -33,16 +25,16 @@ def fill(table: Table, dataset: Dataset) -> None:
     """
     spec, slots, held = table.spec, table.slots, table.spec.held
     first_rows, lengths = dataset.first_rows[held] - dataset.row_of(held.start), dataset.lengths[held]
-    slots[:, SLOT_GENERATION] = 1
-    slots[:, SLOT_ID] = np.arange(held.start, held.stop) + dataset.first_id
-    slots[:, SLOT_FIRST_ROW], slots[:, SLOT_NUM_STEPS] = first_rows, lengths
-    slots[:, SLOT_NUM_ROWS] = lengths + int(dataset.schema.has_final_row)
+    slots[:, Slot.GENERATION] = 1
+    slots[:, Slot.ID] = np.arange(held.start, held.stop) + dataset.first_id
+    slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_STEPS] = first_rows, lengths
+    slots[:, Slot.NUM_ROWS] = lengths + int(dataset.schema.has_final_row)
     if spec.in_memory:
         for column in dataset.schema:
             np.copyto(table.columns[column.name], part_of(spec, column))
         dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
-    slots[:, SLOT_STATE] = COMMITTED
-    table.control[NEXT_ID] = dataset.num_trajectories_of_whole
+    slots[:, Slot.STATE] = SlotState.COMMITTED
+    table.control[Control.NEXT_ID] = dataset.num_trajectories_of_whole
     table.count()
     derive_returns(table, np.stack([first_rows, lengths], axis=1))
 

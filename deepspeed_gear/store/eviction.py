@@ -10,29 +10,14 @@ import numpy as np
 
 from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.philox import below, philox
-from deepspeed_gear.sampling.selection import SAMPLES
+from deepspeed_gear.ops.records import RandomPurpose, Slot, SlotState
 from deepspeed_gear.store.compaction import Compactor
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.row_allocator import (
-    AHEAD,
-    CUTTING,
-    FREE_ROWS,
-    NEXT_ID,
-    NO_ROWS,
-    NO_SLOT,
-    NUM_COMMITTED,
-    OPEN,
-    PENDING,
-    PINNED,
-    REACH,
-    ROWS_HELD,
-    SCATTERED,
-    WANTED,
-)
-from deepspeed_gear.store.table import COMMITTED, ID, NUM_ROWS, STATE, Table
+from deepspeed_gear.store.records import Control, Refusal, SlotRetention
+from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.table import Table
 
 _POLL_S, _AGREE_S = 200e-6, 0.25
-FOR_REMOVAL = 7  # purpose of the random words that choose who goes
 
 
 class Evictor:
@@ -74,11 +59,11 @@ class Evictor:
         size, inserted, pending = rate.counted(control)
         count = num_steps if rate.unit == "step" else 1
         if self._is_shared and rate.holds_back:
-            if inserted + pending + count <= control[REACH]:
+            if inserted + pending + count <= control[Control.QUOTA]:
                 return True
-            control[WANTED] = max(int(control[WANTED]), count)
+            control[Control.WANTED] = max(int(control[Control.WANTED]), count)
             return False
-        sampled = 0 if self._position is None else int(self._position[SAMPLES])
+        sampled = 0 if self._position is None else int(self._position[Head.SAMPLES])
         return rate.may_insert(size + pending, inserted + pending, sampled, count)
 
     # ---- reserving -------------------------------------------------------------------------------
@@ -90,28 +75,28 @@ class Evictor:
             num_steps: For which rows are taken.
             inserts: Steps that are inserted now; None: all.
         Returns:
-            The slot, or a refusal: AHEAD, PINNED, or what keeps it out of a table that lets nobody go.
+            The slot, or a Refusal.
         """
         inserted = num_steps if inserts is None else inserts
         if not self.may_insert(inserted):
-            return AHEAD
+            return Refusal.RATE_LIMITED
         extents = self.table.extents
         assert extents is not None
         num_rows, is_clear = self.table.rows_for(num_steps), False
         while True:
-            found = NO_ROWS if self._is_over(num_steps) else extents.reserve(num_rows, inserted)
+            found = Refusal.NO_ROWS if self._is_over(num_steps) else extents.reserve(num_rows, inserted)
             if found >= 0:
                 return found
             if not is_clear:
                 self.free_retired()
                 is_clear = True
                 continue
-            if found == SCATTERED and self.mover.pays(num_rows) and self.mover.make_run(num_rows):
+            if found == Refusal.SCATTERED and self.mover.pays(num_rows) and self.mover.make_run(num_rows):
                 continue
             if self.life.removal == "none":
                 return self._unless_waiting(found)
-            if self.table.control[CUTTING] or self._will_fit(num_rows, num_steps):
-                return PINNED
+            if self.table.control[Control.SELECTING] or self._will_fit(num_rows, num_steps):
+                return Refusal.PINNED
             victim = self._victim()
             if victim < 0:
                 return self._unless_waiting(found)
@@ -120,27 +105,27 @@ class Evictor:
 
     def _is_over(self, num_steps: int) -> bool:
         control, life = self.table.control, self.life
-        held = control[NUM_COMMITTED] + control[PENDING]
-        steps = control[ROWS_HELD] - held * self.table.rows_for(0)
+        held = control[Control.NUM_COMMITTED] + control[Control.PENDING]
+        steps = control[Control.ROWS_HELD] - held * self.table.rows_for(0)
         return bool(held + 1 > life.max_trajectories or steps + num_steps > life.max_steps)
 
     def _unless_waiting(self, refusal: int) -> int:
-        """Return PINNED where room comes as soon as trajectories are read no more, or are written."""
-        is_written = self.life.removal != "none" and self.table.control[PENDING] > 0
+        """Return Refusal.PINNED where room comes as soon as trajectories are read no more, or are written."""
+        is_written = self.life.removal != "none" and self.table.control[Control.PENDING] > 0
         is_read = len(self._being_read()) > 0 and not self._samples
-        return PINNED if is_written or is_read else refusal
+        return Refusal.PINNED if is_written or is_read else refusal
 
     def _will_fit(self, num_rows: int, num_steps: int) -> bool:
         waiting = self._being_read()
         if self._is_over(num_steps) or not len(waiting):
             return False
-        rows = int(self.table.slots[waiting, NUM_ROWS].sum())
-        return int(self.table.control[FREE_ROWS]) + rows >= num_rows
+        rows = int(self.table.slots[waiting, Slot.NUM_ROWS].sum())
+        return int(self.table.control[Control.FREE_ROWS]) + rows >= num_rows
 
     def _being_read(self) -> np.ndarray:
         """Return the retired slots that are free as soon as nobody reads them. [n], int64."""
         slots = self.table.retired()
-        return np.asarray(slots[self.table.views["life"][slots, OPEN] == 0])
+        return np.asarray(slots[self.table.views["life"][slots, SlotRetention.OPEN] == 0])
 
     def retire(self, slot: int) -> None:
         """End a trajectory. Wants the lock."""
@@ -152,7 +137,7 @@ class Evictor:
         slots = self.table.retired()
         if not len(slots):
             return
-        is_open = self.table.views["life"][slots, OPEN] != 0  # their writers do not know yet
+        is_open = self.table.views["life"][slots, SlotRetention.OPEN] != 0  # their writers do not know yet
         unread = slots[~(self.readers.pinned(slots) | is_open)]
         for slot in unread.tolist():
             self.readers.forget(slot)
@@ -166,19 +151,19 @@ class Evictor:
         assert extents is not None
         if kind in ("fifo", "lifo"):
             return extents.oldest() if kind == "fifo" else extents.newest()
-        slots = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
-        slots = slots[self.table.views["life"][slots, OPEN] == 0]
+        slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        slots = slots[self.table.views["life"][slots, SlotRetention.OPEN] == 0]
         if not len(slots):
             return -1
         if kind == "uniform":
             return int(slots[self._drawn(len(slots))])
         values = self._values(slots)
-        ids = self.table.slots[slots, ID]
+        ids = self.table.slots[slots, Slot.ID]
         return int(slots[np.lexsort((ids, values))[0]])
 
     def _drawn(self, count: int) -> int:
-        number = np.array([self.table.control[NEXT_ID]], np.uint64)
-        words = philox(0, number, 0, np.array([[FOR_REMOVAL]], np.uint64))
+        number = np.array([self.table.control[Control.NEXT_ID]], np.uint64)
+        words = philox(0, number, 0, np.array([[RandomPurpose.EVICTION]], np.uint64))
         return int(below(tuple(quarter[0] for quarter in words), np.array([count]))[0])
 
     def _values(self, slots: np.ndarray) -> np.ndarray:
@@ -196,12 +181,12 @@ class Evictor:
             NotReadyError: Nothing has changed in time.
             StoreFullError: Nobody has to go, and there is no room.
         """
-        if refusal in (NO_SLOT, NO_ROWS, SCATTERED):
+        if refusal in (Refusal.NO_SLOT, Refusal.NO_ROWS, Refusal.SCATTERED):
             raise self.table.full(refusal, num_steps)
         self.check()
         now = time.monotonic()
-        waits_for_itself = self._samples and (refusal == AHEAD or self.readers.are_frozen)
-        if refusal == AHEAD and self._is_shared:  # nodes may just agree on what may be added
+        waits_for_itself = self._samples and (refusal == Refusal.RATE_LIMITED or self.readers.are_frozen)
+        if refusal == Refusal.RATE_LIMITED and self._is_shared:  # nodes may just agree on what may be added
             waits_for_itself &= now > until - self.timeout_s + _AGREE_S
         if waits_for_itself or now > until:
             raise self.too_late(refusal, 0.0 if waits_for_itself else self.timeout_s)
@@ -211,7 +196,7 @@ class Evictor:
     def too_late(self, refusal: int, waited_s: float) -> NotReadyError:
         """Return the error of a wait that was too long."""
         waited = "first" if waited_s == 0 else f"within {waited_s:g} s"
-        if refusal == AHEAD:
+        if refusal == Refusal.RATE_LIMITED:
             rule, remedy = f"must be sampled from {waited}, as its rate says", "raise rate.error_buffer"
         else:
             rule, remedy = f"must be read no more {waited}, where room is needed", "raise the capacity"
@@ -228,7 +213,7 @@ def quiet(table: Table, timeout_s: float) -> Iterator[None]:
     until = time.monotonic() + timeout_s
     while True:
         with table.lock:
-            if not table.control[CUTTING]:
+            if not table.control[Control.SELECTING]:
                 yield
                 return
         if time.monotonic() > until:
@@ -248,7 +233,7 @@ def unwritten(table: Table, timeout_s: float) -> Iterator[None]:
         with table.lock:
             if table.extents is not None:
                 table.unfinished.end_abandoned()
-            if not table.control[PENDING]:
+            if not table.control[Control.PENDING]:
                 yield
                 return
         if time.monotonic() > until:

@@ -34,8 +34,6 @@ HEADER = np.dtype(
 MUTEX_OFFSET, MUTEX_BYTES = 256, 128
 HOLDER_OFFSET = MUTEX_OFFSET + MUTEX_BYTES  # int64: process id while the lock is held, 0 otherwise
 
-SLOT_WORDS = RESOLUTION_WORDS = 8
-
 
 @dataclass(frozen=True)
 class RunIdentity:

@@ -12,21 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from deepspeed_gear.store.row_allocator import (
-    COMMITTED,
-    FIRST_ROW,
-    FREE,
-    GENERATION,
-    LOADS,
-    NUM_ROWS,
-    NUM_STEPS,
-    OPEN,
-    OWNER,
-    RESERVED,
-    RETIRED,
-    STATE,
-    RowAllocator,
-)
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.store.records import Control, SlotRetention
+from deepspeed_gear.store.row_allocator import RowAllocator
 from deepspeed_gear.store.slot_sets import is_among
 
 if TYPE_CHECKING:
@@ -51,7 +39,7 @@ class OpenSlots:
 
     def __init__(self, table: Table, extents: RowAllocator) -> None:
         self._table, self._extents, self._slots = table, extents, table.slots
-        self._open: np.ndarray = extents.life[:, OPEN]
+        self._open: np.ndarray = extents.life[:, SlotRetention.OPEN]
         ends = [table.spec.schema.role(role) for role in ("terminated", "truncated")]
         self._terminated, self._truncated = (None if c is None else table.columns[c.name] for c in ends)
 
@@ -59,22 +47,24 @@ class OpenSlots:
 
     def open(self, slot: int, num_steps: int) -> None:
         """Say that a reserved slot is to grow, and how many steps its commit publishes."""
-        self._slots[slot, NUM_STEPS] = num_steps
+        self._slots[slot, Slot.NUM_STEPS] = num_steps
         self._open[slot] = 1
 
     def handle_of(self, slot: int) -> OpenHandle:
         """Return what names that which this process has reserved for as long as it is its own."""
-        return OpenHandle(slot, int(self._slots[slot, GENERATION]), int(self._table.control[LOADS]))
+        return OpenHandle(
+            slot, int(self._slots[slot, Slot.GENERATION]), int(self._table.control[Control.LOADS])
+        )
 
     def is_own(self, handle: OpenHandle) -> bool:
         """Return whether a slot is still this process's to end, whatever became of its trajectory."""
         record = self._slots[handle.slot]
-        is_same = handle == self.handle_of(handle.slot) and record[OWNER] == self._table.memory.peer
-        return bool(is_same and (self._open[handle.slot] or record[STATE] == RESERVED))
+        is_same = handle == self.handle_of(handle.slot) and record[Slot.OWNER] == self._table.memory.peer
+        return bool(is_same and (self._open[handle.slot] or record[Slot.STATE] == SlotState.RESERVED))
 
     def stands(self, handle: OpenHandle) -> bool:
         """Return whether nobody has retired what this process has reserved or published."""
-        return self.is_own(handle) and bool(self._slots[handle.slot, STATE] != RETIRED)
+        return self.is_own(handle) and bool(self._slots[handle.slot, Slot.STATE] != SlotState.EVICTED)
 
     def grow(self, slot: int, num_steps: int) -> None:
         """Publish the first `num_steps` steps, whose rows are written."""
@@ -87,26 +77,28 @@ class OpenSlots:
             slot: Of the trajectory.
             truncated: Whether to mark its last step as truncated, unless it is terminated.
         """
-        if self._slots[slot, STATE] == RESERVED:
+        if self._slots[slot, Slot.STATE] == SlotState.RESERVED:
             self._open[slot] = 0
             self._extents.free(slot)
             return
-        last = int(self._slots[slot, FIRST_ROW] + self._slots[slot, NUM_STEPS]) - 1
-        if truncated and self._truncated is not None and self._slots[slot, STATE] == COMMITTED:
+        last = int(self._slots[slot, Slot.FIRST_ROW] + self._slots[slot, Slot.NUM_STEPS]) - 1
+        if truncated and self._truncated is not None and self._slots[slot, Slot.STATE] == SlotState.COMMITTED:
             self._truncated[last] |= self._terminated is None or not self._terminated[last]
-        self._extents.end_growth(slot, self._table.rows_for(int(self._slots[slot, NUM_STEPS])))
+        self._extents.end_growth(slot, self._table.rows_for(int(self._slots[slot, Slot.NUM_STEPS])))
 
     # ---- whoever has died ------------------------------------------------------------------------
 
     def end_abandoned(self) -> None:
         """Free what dead processes had reserved; let what they have published stay, as truncated."""
-        for slot in self._abandoned((self._slots[:, STATE] == RESERVED) | (self._open != 0)).tolist():
+        for slot in self._abandoned(
+            (self._slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0)
+        ).tolist():
             self.end(slot, truncated=True)
 
     def give_up(self, peer: int) -> None:
         """Free what a process had reserved, and end what it let grow."""
-        begun = (self._open != 0) | (self._slots[:, STATE] == RESERVED)
-        for slot in np.nonzero(begun & (self._slots[:, OWNER] == peer))[0].tolist():
+        begun = (self._open != 0) | (self._slots[:, Slot.STATE] == SlotState.RESERVED)
+        for slot in np.nonzero(begun & (self._slots[:, Slot.OWNER] == peer))[0].tolist():
             self.end(slot, truncated=True)
 
     def end_all(self) -> None:
@@ -116,7 +108,7 @@ class OpenSlots:
 
     def _abandoned(self, which: np.ndarray) -> np.ndarray:
         found = np.nonzero(which)[0]
-        owners = self._slots[found, OWNER]
+        owners = self._slots[found, Slot.OWNER]
         dead = [owner for owner in set(owners.tolist()) if not self._table.memory.is_alive(owner)]
         return np.asarray(found[is_among(owners, dead)])
 
@@ -125,6 +117,6 @@ class OpenSlots:
     def recover(self) -> None:
         """Free what the dead had reserved, and the rows behind trajectories that ended while they died."""
         slots = self._slots
-        slots[self._abandoned(slots[:, STATE] == RESERVED), STATE] = FREE
-        ended = (slots[:, STATE] == COMMITTED) & (self._open == 0)
-        slots[ended, NUM_ROWS] = slots[ended, NUM_STEPS] + self._table.rows_for(0)
+        slots[self._abandoned(slots[:, Slot.STATE] == SlotState.RESERVED), Slot.STATE] = SlotState.FREE
+        ended = (slots[:, Slot.STATE] == SlotState.COMMITTED) & (self._open == 0)
+        slots[ended, Slot.NUM_ROWS] = slots[ended, Slot.NUM_STEPS] + self._table.rows_for(0)

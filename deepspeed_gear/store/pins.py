@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.sampling.samplers.step_priorities import StepPriorities
-from deepspeed_gear.sampling.selection import AHEAD, DONE, EPOCH_FIRST, EPOCH_SIZE, NOTHING, SAMPLES
 from deepspeed_gear.store.native_handle import address
-from deepspeed_gear.store.table import FIRST_ROW, GENERATION, NUM_ROWS, PEER_PID, Table
+from deepspeed_gear.store.records import Peer
+from deepspeed_gear.store.stream_records import NEVER_LATE, NOTHING, Head, Position
+from deepspeed_gear.store.table import Table
 
-NEVER_LATE = 1 << 62
 _LAST_DRAWN = "/last_drawn"
 _AT_ONCE = ("random", "stratified", "top", "oldest", "newest")  # kinds whose cuts see what is stored then
 
@@ -43,8 +44,8 @@ class _Reader:
     def is_frozen(self) -> bool:
         """Whether it walks through an epoch, whose items stay until its end."""
         position = self.position
-        walked = position[SAMPLES] + position[DONE] - position[EPOCH_FIRST]
-        return bool(walked < position[EPOCH_SIZE])
+        walked = position[Head.SAMPLES] + position[Position.DONE] - position[Head.EPOCH_FIRST]
+        return bool(walked < position[Head.EPOCH_SIZE])
 
 
 class SelectionPins:
@@ -108,7 +109,7 @@ class SelectionPins:
 
     def _consumed(self, reader: _Reader) -> int:
         """Return the number of cuts that all processes have done with; wait no longer for dead ones."""
-        memory, attached = self._table.memory, self._table.peers[: len(reader.consumed), PEER_PID] != 0
+        memory, attached = self._table.memory, self._table.peers[: len(reader.consumed), Peer.PID] != 0
         drawn = reader.last_drawn.max()
         for peer in np.nonzero((reader.consumed <= drawn) & attached)[0].tolist():
             if not memory.is_alive(peer):
@@ -119,7 +120,7 @@ class SelectionPins:
 
     def forget(self, slot: int) -> None:
         """Take the priorities of a retired slot's rows, so that they can be another's."""
-        first, count = self._table.slots[slot, [FIRST_ROW, NUM_ROWS]].tolist()
+        first, count = self._table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
         for reader in self._readers:
             if reader.steps is not None:
                 reader.steps.forget(first, count)
@@ -141,7 +142,7 @@ class SelectionPins:
     def forget_ahead(self) -> None:
         """Let nobody use what was drawn ahead of a cut: it says where trajectories lay."""
         for reader in self._readers:
-            reader.position[AHEAD] = NOTHING
+            reader.position[Position.AHEAD] = NOTHING
 
     def highest_priorities(self, slots: np.ndarray) -> np.ndarray:
         """Return the priority of each trajectory, or the highest one of its steps. [n] -> [n], float32.
@@ -155,10 +156,10 @@ class SelectionPins:
             found = self._highest_of_rows(values, records)
         else:
             found = values[slots].copy()
-        found[table.views[f"{name}/generations"][slots] != records[:, GENERATION]] = np.inf
+        found[table.views[f"{name}/generations"][slots] != records[:, Slot.GENERATION]] = np.inf
         return found
 
     @staticmethod
     def _highest_of_rows(values: np.ndarray, records: np.ndarray) -> np.ndarray:
-        extents = records[:, [FIRST_ROW, NUM_ROWS]].tolist()
+        extents = records[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
         return np.array([values[first : first + count].max() for first, count in extents], np.float32)

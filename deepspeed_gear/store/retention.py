@@ -8,23 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deepspeed_gear.store.row_allocator import (
-    BY_CALLER,
-    INSERTED,
-    KEEP,
-    NEWEST,
-    NUM_COMMITTED,
-    OLDEST,
-    PENDING,
-    STEPS_COMMITTED,
-    STEPS_INSERTED,
-    STEPS_PENDING,
-)
+from deepspeed_gear.store.records import Control, EvictionCode
 
 Removal = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
-REMOVAL_CODES = {"none": KEEP, "fifo": OLDEST, "lifo": NEWEST}
+REMOVAL_CODES = {"none": EvictionCode.NONE, "fifo": EvictionCode.OLDEST, "lifo": EvictionCode.NEWEST}
 UNLIMITED = (1 << 62) - 1
-TIMES_SAMPLED, PRESENT, VERSION = range(3)  # words of a slot's life; OPEN is the last one
 
 
 @dataclass(frozen=True)
@@ -105,9 +93,9 @@ class RateLimiter:
         Args:
             control: The store's control words. [32], int64.
         """
-        words = NUM_COMMITTED, INSERTED, PENDING
+        words = Control.NUM_COMMITTED, Control.INSERTED, Control.PENDING
         if self.unit == "step":
-            words = STEPS_COMMITTED, STEPS_INSERTED, STEPS_PENDING
+            words = Control.STEPS_COMMITTED, Control.STEPS_INSERTED, Control.STEPS_PENDING
         size, inserted, pending = (int(control[word]) for word in words)
         return size, inserted, pending
 
@@ -141,7 +129,7 @@ class Retention:
     @property
     def removal_code(self) -> int:
         """Return what C++ does by itself."""
-        return REMOVAL_CODES.get(self.removal, BY_CALLER)
+        return REMOVAL_CODES.get(self.removal, EvictionCode.BY_CALLER)
 
     @property
     def rate_words(self) -> tuple[Any, ...]:

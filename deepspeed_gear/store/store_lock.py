@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,9 +18,16 @@ from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.shared_memory import SharedMemory
 
-_LOCKED, _OWNER_DIED, _TIMED_OUT = 0, 1, 2
 _POLL_S = 50e-6
 _REFUSALS = (StoreError, DataError)  # raised before anything has changed
+
+
+class LockResult:
+    """What the native lock returns."""
+
+    LOCKED: Final = 0
+    OWNER_DIED: Final = 1
+    TIMED_OUT: Final = 2
 
 
 class StoreLock:
@@ -91,9 +98,9 @@ class StoreLock:
             self._flock()
             return
         result = self._native.mutex_lock(self._address, self.timeout_s)
-        if result == _OWNER_DIED:
+        if result == LockResult.OWNER_DIED:
             self._native.mutex_consistent(self._address)
-        elif result != _LOCKED:
+        elif result != LockResult.LOCKED:
             self._raise(result)
 
     def _release(self) -> None:
@@ -110,10 +117,10 @@ class StoreLock:
     def _flock(self) -> None:
         until = time.monotonic() + self.timeout_s
         if not self._threads.acquire(timeout=self.timeout_s):
-            self._raise(_TIMED_OUT)
+            self._raise(LockResult.TIMED_OUT)
         while not self._try_flock():
             if time.monotonic() > until:
-                self._raise(_TIMED_OUT)
+                self._raise(LockResult.TIMED_OUT)
             time.sleep(_POLL_S)
 
     def _try_flock(self) -> bool:
@@ -124,7 +131,7 @@ class StoreLock:
         return True
 
     def _raise(self, result: int) -> Any:
-        if result == _TIMED_OUT:
+        if result == LockResult.TIMED_OUT:
             holder = int(self._holder[0])
             stopped = _is_stopped(holder)
             raise StoreError(

@@ -17,6 +17,7 @@ import torch
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.column_arrays import ColumnArrays, as_tensor
 from deepspeed_gear.store.dataset_loading import derive_returns, fill
@@ -24,56 +25,11 @@ from deepspeed_gear.store.futex import FutexEvents
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_handle import open_store
 from deepspeed_gear.store.open_slots import OpenSlots
-from deepspeed_gear.store.row_allocator import (
-    BELL,
-    BORN,
-    COMMITTED,
-    FIRST_ROW,
-    FREE,
-    FREE_ROWS,
-    GENERATION,
-    ID,
-    LOADS,
-    NEXT_ID,
-    NO_SLOT,
-    NUM_COMMITTED,
-    NUM_ROWS,
-    NUM_STEPS,
-    OWNER,
-    RECOVERIES,
-    RESERVED,
-    RETIRED,
-    STATE,
-    STEPS_COMMITTED,
-    NativeRowAllocator,
-    RowAllocator,
-)
+from deepspeed_gear.store.records import Control, Peer, Refusal
+from deepspeed_gear.store.row_allocator import NativeRowAllocator, RowAllocator
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec, table_layout
-
-__all__ = [
-    "BORN",
-    "COMMITTED",
-    "FIRST_ROW",
-    "FREE",
-    "GENERATION",
-    "ID",
-    "NEXT_ID",
-    "NUM_COMMITTED",
-    "NUM_ROWS",
-    "NUM_STEPS",
-    "OWNER",
-    "PEER_PID",
-    "REGISTERED",
-    "RESERVED",
-    "RETIRED",
-    "STATE",
-    "STEPS_COMMITTED",
-    "Table",
-]
-# Words of a peer: oldest policy version of its open trajectories, plus 1; bytes that CUDA knows, plus 1.
-PEER_PID, OLDEST_OPEN, REGISTERED = 0, 1, 2
 
 
 class Table:
@@ -106,7 +62,9 @@ class Table:
         if self.extents is not None:
             self.unfinished = OpenSlots(itself, self.extents)
         # Rung by the next change of a slot if a sampler listens.
-        self.bells = FutexEvents(self.control[BELL : BELL + 1].view(np.uint32).reshape(1, 2), ops.native)
+        self.bells = FutexEvents(
+            self.control[Control.EVENT : Control.EVENT + 1].view(np.uint32).reshape(1, 2), ops.native
+        )
 
     @classmethod
     def create(
@@ -182,8 +140,8 @@ class Table:
 
     def claim_peer(self, peer: int) -> None:
         """Write down which process an index belongs to, for error texts."""
-        self.peers[peer, [OLDEST_OPEN, REGISTERED]] = 0
-        self.peers[peer, PEER_PID] = os.getpid()
+        self.peers[peer, [Peer.OLDEST_OPEN, Peer.REGISTERED]] = 0
+        self.peers[peer, Peer.PID] = os.getpid()
 
     @property
     def has_living_rank(self) -> bool:
@@ -258,24 +216,26 @@ class Table:
 
     @property
     def num_trajectories(self) -> int:
-        return int(self.control[NUM_COMMITTED])
+        return int(self.control[Control.NUM_COMMITTED])
 
     @property
     def num_steps(self) -> int:
-        return int(self.control[STEPS_COMMITTED])
+        return int(self.control[Control.STEPS_COMMITTED])
 
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each id, -1 where it is not stored. Wants the lock; one pass over the slots."""
         if self.spec.dataset is not None:
             at = np.asarray(ids, np.int64) - self.spec.first_id
             held = (at >= 0) & (at < len(self.slots))
-            held[held] = self.slots[at[held], STATE] == COMMITTED
+            held[held] = self.slots[at[held], Slot.STATE] == SlotState.COMMITTED
             return np.where(held, at, -1)
         if len(ids) == 1:
-            at = np.nonzero((self.slots[:, ID] == ids[0]) & (self.slots[:, STATE] == COMMITTED))[0]
+            at = np.nonzero(
+                (self.slots[:, Slot.ID] == ids[0]) & (self.slots[:, Slot.STATE] == SlotState.COMMITTED)
+            )[0]
             return at if len(at) else np.array([-1])
-        committed_slots = np.nonzero(self.slots[:, STATE] == COMMITTED)[0]
-        stored = self.slots[committed_slots, ID]
+        committed_slots = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        stored = self.slots[committed_slots, Slot.ID]
         order = np.argsort(stored)
         at = np.searchsorted(stored, ids, sorter=order)
         at = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(len(ids), np.int64)
@@ -284,7 +244,7 @@ class Table:
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
         """Return views of a trajectory's rows, each column as long as it really is."""
-        first, steps = int(self.slots[slot, FIRST_ROW]), int(self.slots[slot, NUM_STEPS])
+        first, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
         return {column.name: self._rows_of(column, slot, first, steps) for column in self.spec.schema}
 
     def _rows_of(self, column: Column, slot: int, first: int, steps: int) -> np.ndarray:
@@ -318,10 +278,10 @@ class Table:
     def full(self, refusal: int, num_steps: int) -> StoreFullError:
         """Return the error of a trajectory that finds no room."""
         name = f"table {self.spec.name}"
-        if refusal == NO_SLOT:
+        if refusal == Refusal.NO_SLOT:
             rule, remedy = f"must have a free slot of {len(self.slots)}", "raise capacity_trajectories"
             return StoreFullError(name, rule, None, remedy)
-        free, longest = int(self.control[FREE_ROWS]), self._extents.longest_run
+        free, longest = int(self.control[Control.FREE_ROWS]), self._extents.longest_run
         return StoreFullError(
             name,
             f"must have {self.rows_for(num_steps)} free rows in a run",
@@ -331,7 +291,7 @@ class Table:
 
     def write(self, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Fill a reserved slot's rows. Needs no lock: they belong to this process."""
-        first, steps = int(self.slots[slot, FIRST_ROW]), int(self.slots[slot, NUM_STEPS])
+        first, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
         for column in self.spec.schema:
             self._rows_of(column, slot, first, steps)[...] = arrays[column.name]
         derive_returns(self, np.array([[first, steps]], np.int64))
@@ -344,12 +304,12 @@ class Table:
             born: Number of the global batch that is cut next.
         """
         record = self.slots[slot]
-        assert record[STATE] == RESERVED, record
-        return self._extents.commit(slot, int(record[NUM_STEPS]), int(record[NUM_ROWS]), born)
+        assert record[Slot.STATE] == SlotState.RESERVED, record
+        return self._extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
 
     def retire(self, slot: int) -> None:
         """End a committed trajectory; its extent is freed by `free` when nobody needs it. Wants the lock."""
-        assert self.slots[slot, STATE] == COMMITTED
+        assert self.slots[slot, Slot.STATE] == SlotState.COMMITTED
         self._extents.retire(slot)
 
     def free(self, slots: np.ndarray) -> None:
@@ -371,17 +331,17 @@ class Table:
         """Derive everything anew after slots and rows were replaced. Wants the lock.
 
         Args:
-            next_id: The counter that ids are made from: of this shard, as `control[NEXT_ID]` holds it.
+            next_id: The counter that ids are made from, of this shard (Control.NEXT_ID).
         """
-        self.control[NEXT_ID] = next_id
-        self.control[LOADS] += 1
+        self.control[Control.NEXT_ID] = next_id
+        self.control[Control.LOADS] += 1
         if self.extents is not None:
             self.extents.rebuild()
-        used = self.slots[self.slots[:, STATE] != FREE]
-        derive_returns(self, np.ascontiguousarray(used[:, [FIRST_ROW, NUM_STEPS]]))
+        used = self.slots[self.slots[:, Slot.STATE] != SlotState.FREE]
+        derive_returns(self, np.ascontiguousarray(used[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]]))
 
     def _run_recoveries(self) -> None:
-        self.control[RECOVERIES] += 1
+        self.control[Control.RECOVERIES] += 1
         self._recover()
         for recover in self._recoveries:
             recover()
@@ -390,17 +350,17 @@ class Table:
         if self.extents is None:
             return
         self.unfinished.recover()
-        used = self.slots[self.slots[:, STATE] == COMMITTED, ID]
+        used = self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID]
         count = (self.spec.shard or Shard()).count
         behind = int(used.max(initial=-1)) // count + 1
-        self.control[NEXT_ID] = max(int(self.control[NEXT_ID]), behind)
+        self.control[Control.NEXT_ID] = max(int(self.control[Control.NEXT_ID]), behind)
         self.extents.rebuild()
 
     def count(self) -> None:
         """Derive the numbers of what is stored from the slots. Wants the lock."""
-        committed = self.slots[:, STATE] == COMMITTED
-        self.control[NUM_COMMITTED] = int(committed.sum())
-        self.control[STEPS_COMMITTED] = int(self.slots[committed, NUM_STEPS].sum())
+        committed = self.slots[:, Slot.STATE] == SlotState.COMMITTED
+        self.control[Control.NUM_COMMITTED] = int(committed.sum())
+        self.control[Control.STEPS_COMMITTED] = int(self.slots[committed, Slot.NUM_STEPS].sum())
 
     def _open_extents(self) -> RowAllocator:
         """Return the lists of free rows and slots, changed by C++ where there is the native module."""

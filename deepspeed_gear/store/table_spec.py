@@ -8,13 +8,13 @@ from typing import Any
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import StoreError
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.memory_layout import SLOT_WORDS, Layout, Region, read_meaning
+from deepspeed_gear.store.memory_layout import Layout, Region, read_meaning
+from deepspeed_gear.store.records import Control, Peer, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED, Retention
-from deepspeed_gear.store.row_allocator import LINK_WORDS
 from deepspeed_gear.store.shared_memory import opened_file
 
-CONTROL_WORDS, PEER_WORDS, LIFE_WORDS = 32, 8, 4
 NOTE_BYTES = 512  # what a process says of how its batches get to its device
 STALE_BINS = 48  # of lengths of dropped trajectories: powers of two
 LEAST_FREE = 32  # a table moves extents as long as more than one of so many rows is free
@@ -135,16 +135,16 @@ class TableSpec:
     def regions(self) -> list[Region]:
         """Return what lies in shared memory."""
         regions = [
-            Region("control", "int64", (CONTROL_WORDS,)),
-            Region("peers", "int64", (self.num_peers + self.num_writers, PEER_WORDS)),
+            Region("control", "int64", (Control.NUM_WORDS,)),
+            Region("peers", "int64", (self.num_peers + self.num_writers, Peer.NUM_WORDS)),
             Region("collect", "uint8", (self.num_peers, NOTE_BYTES)),
-            Region("slots", "int64", (self.num_slots, SLOT_WORDS)),
+            Region("slots", "int64", (self.num_slots, Slot.NUM_WORDS)),
         ]
         if self.dataset is None:
             regions += [
-                Region("links", "int64", (self.num_slots + 2, LINK_WORDS)),
+                Region("links", "int64", (self.num_slots + 2, SlotLink.NUM_WORDS)),
                 Region("log", "int64", (max(LEAST_LOG, self.num_slots),)),
-                Region("life", "int64", (self.num_slots, LIFE_WORDS)),
+                Region("life", "int64", (self.num_slots, SlotRetention.NUM_WORDS)),
                 Region("stale", "int64", (2, STALE_BINS)),
             ]
         if self.in_memory:

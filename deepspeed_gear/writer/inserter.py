@@ -10,12 +10,11 @@ import numpy as np
 
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.sampling.selection import KEY
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.retention import PRESENT
-from deepspeed_gear.store.row_allocator import BY_CALLER, LOCK_BROKEN, LOCK_TIMEOUT, MUST_RECOVER, NOT_FINITE
-from deepspeed_gear.store.table import OLDEST_OPEN, Table
+from deepspeed_gear.store.records import EvictionCode, Peer, Refusal, SlotRetention
+from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.table import Table
 
 Check = Callable[[dict[str, np.ndarray]], None]
 Committed = Callable[[int], None]
@@ -71,9 +70,18 @@ class Inserter:
             return None
         plain = not self._readers.have_step_priorities and not self._readers.orders
         rate = life.rate_words
-        code = life.removal_code if plain else (BY_CALLER if life.removal != "none" else life.removal_code)
+        code = (
+            life.removal_code
+            if plain
+            else (EvictionCode.BY_CALLER if life.removal != "none" else life.removal_code)
+        )
         native.store_life(self.table.handle, self._readers.pins, code, rate)
-        whole = plain and code != BY_CALLER and self._committed is None and not self.table.spec.return_to_go
+        whole = (
+            plain
+            and code != EvictionCode.BY_CALLER
+            and self._committed is None
+            and not self.table.spec.return_to_go
+        )
         return native if whole else None
 
     # ---- adding ----------------------------------------------------------------------------------
@@ -142,7 +150,7 @@ class Inserter:
 
     def _again(self, columns: list[Any], num_steps: int, refusal: int, slot: int) -> int:
         """Go on where the native module could not."""
-        if refusal == NOT_FINITE:
+        if refusal == Refusal.NOT_FINITE:
             if slot >= 0:
                 with self.table.lock:
                     self.table.free(np.array([slot]))
@@ -151,7 +159,7 @@ class Inserter:
         if slot >= 0:  # written already: only the commit is missing
             with self.table.lock:
                 return self._commit(slot)
-        if refusal in (LOCK_TIMEOUT, LOCK_BROKEN, MUST_RECOVER):
+        if refusal in (Refusal.LOCK_TIMEOUT, Refusal.LOCK_BROKEN, Refusal.MUST_RECOVER):
             with self.table.lock:  # names the holder, or repairs
                 pass
         return self._add_plainly([np.asarray(column) for column in columns], num_steps)
@@ -173,7 +181,7 @@ class Inserter:
             raise
         with self.table.lock:
             number = self._commit(slot)
-            self.table.views["life"][slot, PRESENT] = present
+            self.table.views["life"][slot, SlotRetention.PRESENT] = present
             return number
 
     @property
@@ -190,7 +198,7 @@ class Inserter:
         else:
             self._open.pop(id(writer), None)
         oldest = min(self._open.values(), default=-1)
-        self.table.peers[self.table.memory.peer, OLDEST_OPEN] = oldest + 1
+        self.table.peers[self.table.memory.peer, Peer.OLDEST_OPEN] = oldest + 1
 
     def reserve(self, num_steps: int, inserts: int | None = None) -> int:
         """Take a slot for a trajectory of at most so many steps, waiting for room; as `add`.
@@ -213,7 +221,7 @@ class Inserter:
         return self._commit(slot)
 
     def _commit(self, slot: int) -> int:
-        number = self.table.commit(slot, 0 if self._position is None else int(self._position[KEY]))
+        number = self.table.commit(slot, 0 if self._position is None else int(self._position[Head.KEY]))
         if self._committed is not None:
             try:
                 self._committed(slot)

@@ -10,10 +10,10 @@ import numpy as np
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.store.eviction import quiet
-from deepspeed_gear.store.retention import PRESENT
-from deepspeed_gear.store.row_allocator import OPEN
-from deepspeed_gear.store.table import NUM_STEPS, Table
+from deepspeed_gear.store.records import SlotRetention
+from deepspeed_gear.store.table import Table
 
 
 def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float) -> None:
@@ -47,20 +47,22 @@ def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float
         if slot < 0:
             raise StoreError(f"{name}: id", "must be stored on this node", number, "it may have gone already")
         life = table.views["life"]
-        if life[slot, OPEN]:
+        if life[slot, SlotRetention.OPEN]:
             raise DataError(f"{name}: id {number}", "must have ended to get late columns", None)
-        if life[slot, PRESENT] & bits:
-            written = [column for column in arrays if life[slot, PRESENT] & schema.late_bits([column])]
+        if life[slot, SlotRetention.PRESENT] & bits:
+            written = [
+                column for column in arrays if life[slot, SlotRetention.PRESENT] & schema.late_bits([column])
+            ]
             raise DataError(f"{name}: column {written[0]}", "must be written once", f"id {number} has it")
         _write(table, slot, arrays)
-        life[slot, PRESENT] |= bits  # the commit point
+        life[slot, SlotRetention.PRESENT] |= bits  # the commit point
         assert table.extents is not None
         table.extents.note(slot)
 
 
 def _write(table: Table, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
     """Check lengths, then write. Wants the lock."""
-    rows, steps = table.rows(slot), int(table.slots[slot, NUM_STEPS])
+    rows, steps = table.rows(slot), int(table.slots[slot, Slot.NUM_STEPS])
     for column, array in arrays.items():
         if rows[column].shape != array.shape:
             rule = f"must have the rows of {steps} steps"

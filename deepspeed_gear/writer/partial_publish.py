@@ -12,9 +12,10 @@ import numpy as np
 
 from deepspeed_gear.data.trajectory_checks import no_values
 from deepspeed_gear.errors import DataError
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.open_slots import OpenHandle
-from deepspeed_gear.store.row_allocator import AHEAD, FIRST_ROW
+from deepspeed_gear.store.records import Refusal
 from deepspeed_gear.writer.inserter import Inserter
 
 
@@ -131,7 +132,7 @@ class Publisher:
                     self._begin(part)
             longer = ahead
             if ahead:
-                self._inserter.room.wait(AHEAD, ahead[0].num_new, until)
+                self._inserter.room.wait(Refusal.RATE_LIMITED, ahead[0].num_new, until)
 
     def _grow(self, part: PublishedPart) -> bool:
         """Publish new steps of what is published; return whether that is done with. Wants the lock.
@@ -185,7 +186,7 @@ class Publisher:
     def _write(self, part: PublishedPart, slot: int) -> None:
         """Write the steps that are not published yet, where nobody reads. Wants the lock."""
         table, known, before = self._table, part.growing.published, part.growing.first
-        at = int(table.slots[slot, FIRST_ROW])
+        at = int(table.slots[slot, Slot.FIRST_ROW])
         for column in table.spec.schema:
             stored = table.columns[column.name]
             if column.rows == "1":

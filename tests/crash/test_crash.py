@@ -21,11 +21,11 @@ from store_support import StoreScene, check_whole, every_death, priority_rule, s
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.retention import Retention
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, STATE
 from deepspeed_gear.writer.inserter import Inserter
 
 LENGTHS = [3, 1, 4, 2, 5]
@@ -53,7 +53,7 @@ def test_death_while_adding(backend: str, stride: int) -> None:
 
     for scene in every_death(make, act, stride):
         check_whole(scene.table, scene.streams)
-        ids = scene.table.slots[scene.table.slots[:, STATE] == COMMITTED, ID].tolist()
+        ids = scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
         assert sorted(ids) in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5])
         if 5 in ids:
             rows = scene.table.rows(int(scene.table.slots_of(np.array([5]))[0]))
@@ -74,7 +74,9 @@ def test_death_while_removing(backend: str, stride: int) -> None:
 
     for scene in every_death(make, act, stride):
         check_whole(scene.table, scene.streams)
-        ids = set(scene.table.slots[scene.table.slots[:, STATE] == COMMITTED, ID].tolist())
+        ids = set(
+            scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
+        )
         assert {0, 2, 4} <= ids <= {0, 1, 2, 3, 4}
         assert {found[0] for found in sampled(scene.streams[0], 0)} <= ids
         for _ in range(5 - len(ids)):
@@ -200,7 +202,9 @@ def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
         check_whole(scene.table, scene.streams)
         stream = scene.streams[0]
         stream.masses.ask(1)
-        ids = set(scene.table.slots[scene.table.slots[:, STATE] == COMMITTED, ID].tolist())
+        ids = set(
+            scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
+        )
         assert {found[0] for found in sampled(stream, 1)} <= ids
         Inserter(scene.table, SelectionPins(scene.table), 5.0).add(trajectory(6, 20))  # no row is lost
         check_whole(scene.table, scene.streams)
@@ -218,7 +222,7 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
         stream = scene.streams[0]
         stream.masses.ask(0)
         sampled(stream, 0)
-        for number, first, steps in scene.table.slots[:5, [ID, FIRST_ROW, NUM_STEPS]].tolist():
+        for number, first, steps in scene.table.slots[:5, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist():
             stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
         stream.masses.recover()
         table_edits.remove(scene.table, [1, 3])
@@ -233,13 +237,13 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
     for scene in every_death(make, act, 28):
         table, stream = scene.table, scene.streams[0]
         with table.lock:  # who locks it after a death repairs it
-            stored = table.slots[table.slots[:, STATE] == COMMITTED]
-        away += int((stored[:, FIRST_ROW] >= table.spec.capacity_rows).sum())
+            stored = table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED]
+        away += int((stored[:, Slot.FIRST_ROW] >= table.spec.capacity_rows).sum())
         check_whole(table, scene.streams)
-        assert {0, 2, 4} <= set(stored[:, ID].tolist()) <= {0, 2, 4, 5}
+        assert {0, 2, 4} <= set(stored[:, Slot.ID].tolist()) <= {0, 2, 4, 5}
         stream.masses.ask(1)
         assert {found[0] for found in sampled(stream, 1)} <= {0, 2, 4, 5}
-        for number, first, steps in stored[:, [ID, FIRST_ROW, NUM_STEPS]].tolist():
+        for number, first, steps in stored[:, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist():
             rows = slice(first, first + steps)
             assert table.columns["code"][rows].tolist() == [number * STEP + step for step in range(steps)]
             if number != 5:
@@ -276,9 +280,9 @@ def test_death_beside_the_point_of_a_move(backend: str, step: str) -> None:
 
     assert exit_status(in_child(die)) == -signal.SIGKILL
     with scene.table.lock:
-        assert scene.table.slots[1, FIRST_ROW] == (6 if step == "copy" else 20)
+        assert scene.table.slots[1, Slot.FIRST_ROW] == (6 if step == "copy" else 20)
     check_whole(scene.table, scene.streams)
     row_slots = scene.table.views["stream/train/row_slots"]
-    first = int(scene.table.slots[1, FIRST_ROW])
+    first = int(scene.table.slots[1, Slot.FIRST_ROW])
     assert (row_slots[first : first + 6] == 1).all()
     scene.close()

@@ -22,10 +22,10 @@ from process_support import exit_status, in_child, kill
 from store_support import StoreScene, check_whole, every_death, priority_rule, stream_spec
 
 from deepspeed_gear.errors import StoreError, StoreFullError
-from deepspeed_gear.ops.constants import BY_ID, tree_levels
+from deepspeed_gear.ops.constants import tree_levels
+from deepspeed_gear.ops.records import LogEntry, Slot
 from deepspeed_gear.replay import table_edits
-from deepspeed_gear.sampling.priority_log import HEAD, TAIL
-from deepspeed_gear.store.table import FIRST_ROW, GENERATION
+from deepspeed_gear.sampling.priority_log import LogEnds
 
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "9" if LONG else "19"))
@@ -44,11 +44,11 @@ def scene_of(backend: str, unit: str = "step", **options: Any) -> StoreScene:
 def handles(table: Any, items: list[Item]) -> np.ndarray:
     """Return slot, generation and anchor of items that are stored. [n, 3]."""
     slots = table.slots_of(np.array([number for number, _ in items]))
-    found = np.stack([slots, table.slots[slots, GENERATION], [a for _, a in items]], axis=1)
+    found = np.stack([slots, table.slots[slots, Slot.GENERATION], [a for _, a in items]], axis=1)
     return found[slots >= 0]
 
 
-def report(stream: Any, items: list[Item], priorities: list[float], order: Any = BY_ID) -> None:
+def report(stream: Any, items: list[Item], priorities: list[float], order: Any = LogEntry.BY_ID) -> None:
     stream.masses.reports.add_items(handles(stream.table, items), np.array(priorities, np.float32), order)
 
 
@@ -117,10 +117,10 @@ def test_death_while_reporting(backend: str, stride: int) -> None:
     for scene in every_death(make, act, max(1, stride // 2)):
         stream = scene.streams[0]
         sampled(stream, 1)
-        first = scene.table.slots[2, FIRST_ROW]
+        first = scene.table.slots[2, Slot.FIRST_ROW]
         found = stream.masses.values[first : first + 3].tolist()
         assert found in ([1.0] * 3, [5.0] * 3, [6.0] * 3)
-        assert stream.masses.values[scene.table.slots[0, FIRST_ROW]] == 3
+        assert stream.masses.values[scene.table.slots[0, Slot.FIRST_ROW]] == 3
         seen.add(found[0])
         check_whole(scene.table, scene.streams)
     assert seen == {1.0, 5.0, 6.0}
@@ -201,7 +201,7 @@ def test_random_deaths(backend: str, unit: str) -> None:
     def value(peer: int) -> float:
         with scene.table.lock:
             slot = int(scene.table.slots_of(np.array([peer]))[0])
-            item = scene.table.slots[slot, FIRST_ROW] if unit == "step" else slot
+            item = scene.table.slots[slot, Slot.FIRST_ROW] if unit == "step" else slot
             return float(stream.masses.values[item])
 
     children = {
@@ -227,7 +227,7 @@ def test_random_deaths(backend: str, unit: str) -> None:
     assert stream.position[0] > begin + deaths
     found = sampled(stream, int(stream.position[0]))  # the lock is free, and all reports are applied
     check_whole(scene.table, scene.streams)
-    assert all(ends[HEAD] == ends[TAIL] for ends in np.asarray(stream.masses.reports.ends))
+    assert all(ends[LogEnds.HEAD] == ends[LogEnds.TAIL] for ends in np.asarray(stream.masses.reports.ends))
     assert len(found) == 10
     for peer in range(1, peers + 1):
         assert value(peer) in (accepted[peer], accepted[peer] + 1)

@@ -9,7 +9,7 @@ import torch
 from gather_support import NONE, Field, SameBits, check, gather, random_bits
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import SOURCE_TIMESTEP
+from deepspeed_gear.ops.records import Source
 
 Launched = Callable[[], list[int]]
 LAUNCH_BYTES = 6 << 20  # as gather.cu
@@ -28,7 +28,7 @@ def fields_of_some_sizes() -> list[Field]:
         Field(random_bits(torch.uint8, ROWS, 7056), offset=-8, length=16, mask=0, dtype=torch.bfloat16),
         Field(random_bits(torch.float32, ROWS, 1000), offset=-3, length=10, pad="edge"),
         Field(random_bits(torch.float32, ROWS, 3), offset=-3, length=10, after_n_step=1, mask=1),
-        Field(NONE, SOURCE_TIMESTEP, -3, 10, dtype=torch.int64),
+        Field(NONE, Source.TIMESTEP, -3, 10, dtype=torch.int64),
     ]
 
 

@@ -22,29 +22,20 @@ from op_wrappers import scaling
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops import reference as meaning
-from deepspeed_gear.ops.constants import (
-    ALIGN_IN_PLACE,
-    ALIGN_LEFT,
-    ALIGN_RIGHT,
-    SOURCE_POSITION,
-    SOURCE_STEPS,
-    SOURCE_STEPS_PLUS_ONE,
-    SOURCE_TIMESTEP,
-    SOURCE_TRAJECTORY,
-)
+from deepspeed_gear.ops.records import Align, Source
 from deepspeed_gear.schema import DTYPES
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 33])
 @pytest.mark.parametrize("length", [1, 3, 8, 50])
-@pytest.mark.parametrize("align", [ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT])
+@pytest.mark.parametrize("align", [Align.IN_PLACE, Align.LEFT, Align.RIGHT])
 def test_windows(
     reference: Ops, native: Ops, same_bits: SameBits, count: int, length: int, align: int
 ) -> None:
     torch.manual_seed(count * 100 + length)
     column = random_bits(torch.float32, NUM_ROWS, 3)
     for source, offset, pad in itertools.product(
-        (SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE), (-60, -length, -3, -1, 0, 1, 2, 60), (0.0, -0.0, 7.5, "edge")
+        (Source.STEPS, Source.STEPS_PLUS_ONE), (-60, -length, -3, -1, 0, 1, 2, 60), (0.0, -0.0, 7.5, "edge")
     ):
         field = Field(column, source, offset, length, align, pad=pad, mask=0)
         _, mask, counters = check(reference, native, same_bits, [field], resolutions_of(count))
@@ -133,20 +124,20 @@ def test_many_fields_at_once(
     observation = random_bits(torch.float32, NUM_ROWS, 2, 3)
     window = {"offset": -4, "length": 9}
     fields = [
-        Field(observation, SOURCE_STEPS_PLUS_ONE, offset=-4, length=5, mask=0, pad="edge"),
+        Field(observation, Source.STEPS_PLUS_ONE, offset=-4, length=5, mask=0, pad="edge"),
         Field(random_bits(torch.bool, NUM_ROWS), **window, mask=1),  # type: ignore[arg-type]
-        Field(random_bits(torch.int16, NUM_ROWS), **window, mask=1, align=ALIGN_IN_PLACE),  # type: ignore[arg-type]
-        Field(random_bits(torch.float64, len(LENGTHS), 4), SOURCE_TRAJECTORY, mask=2),
-        Field(observation, SOURCE_STEPS_PLUS_ONE, after_n_step=1, mask=3),
-        Field(observation, SOURCE_STEPS, after_n_step=1, offset=-2, length=6, align=ALIGN_RIGHT, pad="edge"),
+        Field(random_bits(torch.int16, NUM_ROWS), **window, mask=1, align=Align.IN_PLACE),  # type: ignore[arg-type]
+        Field(random_bits(torch.float64, len(LENGTHS), 4), Source.TRAJECTORY, mask=2),
+        Field(observation, Source.STEPS_PLUS_ONE, after_n_step=1, mask=3),
+        Field(observation, Source.STEPS, after_n_step=1, offset=-2, length=6, align=Align.RIGHT, pad="edge"),
         *(
-            Field(NONE, SOURCE_TIMESTEP, -4, 9, align, pad=pad, dtype=torch.int64)
-            for align in (ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT)
+            Field(NONE, Source.TIMESTEP, -4, 9, align, pad=pad, dtype=torch.int64)
+            for align in (Align.IN_PLACE, Align.LEFT, Align.RIGHT)
             for pad in (-1.0, "edge")
         ),
         *(
-            Field(NONE, SOURCE_POSITION, offset, 9, align, follows, dtype=torch.int64)
-            for align in (ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT)
+            Field(NONE, Source.POSITION, offset, 9, align, follows, dtype=torch.int64)
+            for align in (Align.IN_PLACE, Align.LEFT, Align.RIGHT)
             for offset, follows in ((-4, 0), (-60, 0), (0, 1))
         ),
     ]
@@ -169,7 +160,7 @@ def test_parts_of_windows(
     floats, bytes_ = random_bits(torch.float32, NUM_ROWS, 5), random_bits(torch.uint8, NUM_ROWS, 3)
     scale = scaling(*torch.randn(2, 5, dtype=torch.float64), torch.float32, torch.bfloat16)
     n_steps, resolutions = torch.randint(1, 6, (count,)), resolutions_of(count)
-    aligns = (ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT)
+    aligns = (Align.IN_PLACE, Align.LEFT, Align.RIGHT)
     firsts = sorted({*range(0, length - part + 1, part), length - part})
     for first, align, offset in itertools.product(firsts, aligns, (-60, -length, -3, 0, 2, 60)):
         window: dict[str, Any] = {
@@ -181,11 +172,11 @@ def test_parts_of_windows(
         }
         fields = [
             Field(floats, mask=0, pad=7.5, **window),
-            Field(floats, SOURCE_STEPS_PLUS_ONE, after_n_step=1, pad="edge", mask=1, **window),
+            Field(floats, Source.STEPS_PLUS_ONE, after_n_step=1, pad="edge", mask=1, **window),
             Field(bytes_, pad="edge", mask=0, **window),
             Field(floats, pad="edge", dtype=torch.bfloat16, shift=scale[0], gain=scale[1], mask=2, **window),
-            Field(NONE, SOURCE_TIMESTEP, pad="edge", dtype=torch.int64, mask=3, **window),
-            Field(NONE, SOURCE_POSITION, dtype=torch.int64, mask=4, **window),
+            Field(NONE, Source.TIMESTEP, pad="edge", dtype=torch.int64, mask=3, **window),
+            Field(NONE, Source.POSITION, dtype=torch.int64, mask=4, **window),
         ]
         found = check(reference, native, same_bits, fields, resolutions, n_steps)
         *masks, counters = found[len(fields) :]
@@ -204,10 +195,10 @@ def test_order_changes_nothing(
     column = random_bits(torch.float32, NUM_ROWS, 5)
     fields = [
         Field(column, offset=-2, length=7, pad="edge", mask=0),
-        Field(column, SOURCE_STEPS_PLUS_ONE, after_n_step=1, mask=1, dtype=torch.float16),
-        Field(random_bits(torch.uint8, len(LENGTHS), 3), SOURCE_TRAJECTORY),
-        Field(NONE, SOURCE_TIMESTEP, -3, 5, dtype=torch.int64, after_n_step=1),
-        Field(NONE, SOURCE_POSITION, 0, 5, dtype=torch.int64),
+        Field(column, Source.STEPS_PLUS_ONE, after_n_step=1, mask=1, dtype=torch.float16),
+        Field(random_bits(torch.uint8, len(LENGTHS), 3), Source.TRAJECTORY),
+        Field(NONE, Source.TIMESTEP, -3, 5, dtype=torch.int64, after_n_step=1),
+        Field(NONE, Source.POSITION, 0, 5, dtype=torch.int64),
     ]
     expected = gather(reference, fields, resolutions, n_steps)
     by_row = resolutions[:, 3].argsort(stable=True)
@@ -285,9 +276,9 @@ def test_final_row_and_slots_are_checked(request: pytest.FixtureRequest, name: s
     resolutions = torch.tensor([[0, 4, 0, 2, 3, 0, 0, 0]])
     column = torch.zeros(5, 2)
     gather(ops, [Field(column, offset=3, pad="edge")], resolutions)
-    gather(ops, [Field(column, SOURCE_TRAJECTORY)], resolutions)
-    final = Field(column, SOURCE_STEPS_PLUS_ONE, offset=3, pad="edge")
-    for field in (final, Field(column[:4], SOURCE_TRAJECTORY)):
+    gather(ops, [Field(column, Source.TRAJECTORY)], resolutions)
+    final = Field(column, Source.STEPS_PLUS_ONE, offset=3, pad="edge")
+    for field in (final, Field(column[:4], Source.TRAJECTORY)):
         with pytest.raises((ValueError, RuntimeError), match="must lie in the columns"):
             gather(ops, [field], resolutions)
 
@@ -297,7 +288,7 @@ def test_final_row_and_slots_are_checked(request: pytest.FixtureRequest, name: s
     [
         (Field(torch.zeros(50, 2), length=0), "length"),
         (Field(torch.zeros(50, 2), offset=1 << 41), "offset"),
-        (Field(torch.zeros(50, 2), SOURCE_TRAJECTORY, length=2), "per trajectory"),
+        (Field(torch.zeros(50, 2), Source.TRAJECTORY, length=2), "per trajectory"),
         (Field(torch.zeros(50, dtype=torch.int8), pad=128.0, offset=-1), "whole number"),
         (Field(torch.zeros(50, dtype=torch.int64), pad=0.5, offset=-1), "whole number"),
         (Field(torch.zeros(50, dtype=torch.bool), pad=2.0, offset=-1), "whole number"),
@@ -308,7 +299,7 @@ def test_final_row_and_slots_are_checked(request: pytest.FixtureRequest, name: s
         (Field(torch.zeros(50, 2), length=5, first=5, count=1), "first and count must be a part"),
         (Field(torch.zeros(50, 2), length=5, first=0, count=6), "first and count must be a part"),
         (Field(torch.zeros(50, 2), length=5, first=(1 << 63) - 1, count=5), "first and count must be a part"),
-        (Field(torch.zeros(50, 2), SOURCE_TRAJECTORY, first=1, count=1), "first and count must be a part"),
+        (Field(torch.zeros(50, 2), Source.TRAJECTORY, first=1, count=1), "first and count must be a part"),
     ],
 )
 @pytest.mark.parametrize("name", ["reference", "cpu"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops import reference as meaning
-from deepspeed_gear.ops.constants import ALIGN_RIGHT
+from deepspeed_gear.ops.records import Align
 from deepspeed_gear.schema import DTYPES
 
 ALLOWED = [
@@ -64,7 +64,7 @@ def test_every_alignment_and_length(
     values = random_bits(dtype, rows)
     columns = [at_offset(values, offset) for offset in range(0, 16, dtype.itemsize)]
     fields = [
-        Field(column, offset=-70, length=71, align=ALIGN_RIGHT, dtype=DTYPES[target]) for column in columns
+        Field(column, offset=-70, length=71, align=Align.RIGHT, dtype=DTYPES[target]) for column in columns
     ]
     out = check(reference, native, same_bits, fields, resolutions)
     assert all(same_bits(one, out[0]) for one in out[: len(fields)])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import COMMITTED, tree_size
+from deepspeed_gear.ops.constants import tree_size
+from deepspeed_gear.ops.records import SlotState
 
 OUTSIDE = pytest.raises(RuntimeError, match="index that leads outside")
 
@@ -105,7 +106,7 @@ def test_what_is_no_priority(kernels_on_host: Ops, bad: float) -> None:
     log, resolutions = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)
     with OUTSIDE:
         kernels_on_host.report_(log, resolutions, torch.tensor([1.0, bad]), 0, 0)
-    slots = torch.tensor([[COMMITTED, 1, 0, 0, 4, 4, 0, 0]])
+    slots = torch.tensor([[SlotState.COMMITTED, 1, 0, 0, 4, 4, 0, 0]])
     updates = torch.tensor([[0, 1, 0, 0x3F800000], [-1, 0, 0, bits]])  # also of a trajectory that is gone
     kept = [torch.zeros(tree_size(1), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)]
     kept += [torch.zeros(1), torch.zeros(5, dtype=torch.int64)]
@@ -116,7 +117,9 @@ def test_what_is_no_priority(kernels_on_host: Ops, bad: float) -> None:
 
 @pytest.mark.parametrize(("word", "value"), [(3, -3), (3, 8), (3, 1 << 62)])
 def test_item_of_an_update(kernels_on_host: Ops, word: int, value: int) -> None:
-    slots = torch.tensor([[COMMITTED, 1, 0, 0, 4, 4, 0, 0], [COMMITTED, 1, 0, 4, 4, 4, 0, 0]])
+    slots = torch.tensor(
+        [[SlotState.COMMITTED, 1, 0, 0, 4, 4, 0, 0], [SlotState.COMMITTED, 1, 0, 4, 4, 4, 0, 0]]
+    )
     updates = torch.tensor([[0, 1, 1, 0x3F800000], [1, 1, 2, 0x3F800000]])
     kept = [torch.zeros(tree_size(8), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)]
     kept += [torch.zeros(8), torch.zeros(5, dtype=torch.int64)]

@@ -22,33 +22,22 @@ from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import (
-    ALIGN_IN_PLACE,
-    ALIGN_LEFT,
-    ALIGN_RIGHT,
-    NO_SAMPLE,
-    R_NUMBER,
-    SOURCE_POSITION,
-    SOURCE_STEPS,
-    SOURCE_STEPS_PLUS_ONE,
-    SOURCE_TIMESTEP,
-    SOURCE_TRAJECTORY,
-)
+from deepspeed_gear.ops.records import Align, Resolution, Source
 
-EMPTY = [NO_SAMPLE, NO_SAMPLE, 0, 0, 0, 0, 0]
+EMPTY = [Resolution.NO_SAMPLE, Resolution.NO_SAMPLE, 0, 0, 0, 0, 0]
 
 
 def mixed(count: int) -> tuple[Tensor, Tensor]:
     """Records of which some are no samples, and which."""
     resolutions, is_none = resolutions_of(count), torch.rand(count) < 0.4
     is_none[:1] = True
-    resolutions[is_none, :R_NUMBER] = torch.tensor(EMPTY)
-    resolutions[:, R_NUMBER] = torch.arange(count) + 7
+    resolutions[is_none, : Resolution.SAMPLE_NUMBER] = torch.tensor(EMPTY)
+    resolutions[:, Resolution.SAMPLE_NUMBER] = torch.arange(count) + 7
     return resolutions, is_none
 
 
 @pytest.mark.parametrize("count", [1, 7, 33])
-@pytest.mark.parametrize("align", [ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT])
+@pytest.mark.parametrize("align", [Align.IN_PLACE, Align.LEFT, Align.RIGHT])
 def test_all_that_is_collected_is_padding(
     reference: Ops, native: Ops, same_bits: SameBits, count: int, align: int
 ) -> None:
@@ -65,18 +54,18 @@ def test_all_that_is_collected_is_padding(
         for pad in (0.0, -0.0, 2.0, "edge"):
             fields += [
                 Field(floats, pad=pad, **window),
-                Field(floats, SOURCE_STEPS_PLUS_ONE, pad=pad, after_n_step=1, **window),
+                Field(floats, Source.STEPS_PLUS_ONE, pad=pad, after_n_step=1, **window),
                 Field(bytes_, pad=pad, **window),
                 Field(random_bits(torch.int16, NUM_ROWS), pad=pad, **window),
                 Field(floats, pad=pad, **window, **scaled),
                 Field(bytes_, pad=pad, dtype=torch.int64, **window),
-                Field(NONE, SOURCE_TIMESTEP, pad=pad, dtype=torch.int64, **window),
-                Field(NONE, SOURCE_POSITION, pad=pad, dtype=torch.int64, after_n_step=1, **window),
+                Field(NONE, Source.TIMESTEP, pad=pad, dtype=torch.int64, **window),
+                Field(NONE, Source.POSITION, pad=pad, dtype=torch.int64, after_n_step=1, **window),
             ]
     for pad in (0.0, 2.0, "edge"):
         fields += [
-            Field(per_trajectory, SOURCE_TRAJECTORY, pad=pad),
-            Field(per_trajectory, SOURCE_TRAJECTORY, pad=pad, dtype=torch.float32),
+            Field(per_trajectory, Source.TRAJECTORY, pad=pad),
+            Field(per_trajectory, Source.TRAJECTORY, pad=pad, dtype=torch.float32),
         ]
     for mask, field in enumerate(fields):
         field.mask = mask
@@ -84,7 +73,7 @@ def test_all_that_is_collected_is_padding(
     found = check(reference, native, same_bits, fields, resolutions, n_steps)
     for field, out, mask in zip(fields, found, found[len(fields) :], strict=False):
         assert not mask[is_none].any()
-        if field.source == SOURCE_POSITION:
+        if field.source == Source.POSITION:
             expected: Any = torch.arange(field.first, field.first + field.rows)[:, None]
         else:
             expected = torch.tensor(0.0 if isinstance(field.pad, str) else field.pad + 0.0)
@@ -111,7 +100,7 @@ def test_n_step_returns_are_0(reference: Ops, native: Ops, same_bits: SameBits, 
 @pytest.mark.parametrize(
     ("word", "value"), [(0, 0), (0, -2), (1, 99), (1, -2), (2, 1), (3, 1), (3, -1), (4, -1), (5, 1), (6, 1)]
 )
-@pytest.mark.parametrize("source", [SOURCE_STEPS, SOURCE_TRAJECTORY])
+@pytest.mark.parametrize("source", [Source.STEPS, Source.TRAJECTORY])
 @pytest.mark.parametrize("backend", ["reference", "cpu", "kernels_on_host"])
 def test_a_record_that_differs_from_it_is_refused(
     request: pytest.FixtureRequest, backend: str, source: int, word: int, value: int

@@ -12,26 +12,8 @@ from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import (
-    ANY_SLOT,
-    BY_ID,
-    R_FIRST_ROW,
-    R_ID,
-    R_NUMBER,
-    R_SLOT,
-    REPORT_BATCH,
-    REPORT_NUMBER,
-    S_GOAL,
-    S_N_STEPS,
-    S_NEED,
-    S_PEER,
-    SHARD_BITS,
-    U_ANCHOR,
-    U_GENERATION,
-    U_PRIORITY,
-    U_SLOT,
-    UNKNOWN,
-)
+from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
+from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, RowSample
 from deepspeed_gear.sampling.priority_log import NEVER
 
 MOST_32, MOST_BACK = (1 << 32) - 1, (1 << 16) - 1
@@ -70,7 +52,7 @@ def test_draws_arrive_as_they_were_made(
     words, count, offset = np.random.default_rng(num_nodes), 33, 5
     owner = torch.from_numpy(words.integers(0, num_nodes, count))
     records, goals = resolutions(count, words), torch.from_numpy(words.integers(-1, 9, count))
-    records[:, R_NUMBER] = 100 + torch.arange(count)
+    records[:, Resolution.SAMPLE_NUMBER] = 100 + torch.arange(count)
     steps = torch.arange(count) * 7
     readers = torch.tensor([[0, -1, -1], [*range(num_nodes), -1, -1][:3], [num_nodes - 1, -1, -1]])
     need_of = torch.full((num_nodes, 3), -1, dtype=torch.int16)
@@ -110,20 +92,20 @@ def test_draws_arrive_as_they_were_made(
         ring, origins, samples, which = took[1]
         known = torch.isin(torch.arange(count), asked) | (owner == node)
         expected = records.clone()
-        expected[owner != node, R_FIRST_ROW] = 0  # known where they go
+        expected[owner != node, Resolution.FIRST_ROW] = 0  # known where they go
         assert torch.equal(ring[known], expected[known])
-        assert (ring[~known, R_ID] == UNKNOWN).all()
-        assert torch.equal(origins[known], (owner << SHARD_BITS | records[:, R_SLOT])[known])
+        assert (ring[~known, Resolution.ID] == UNKNOWN).all()
+        assert torch.equal(origins[known], (owner << SHARD_BITS | records[:, Resolution.SLOT])[known])
         wanted = (needs >= 0) & ((owner != node) | takes_own)
         assert sorted(which.tolist()) == torch.nonzero(wanted)[:, 0].tolist()
-        assert torch.equal(samples[:, S_PEER], owner[which])
-        theirs = torch.cat([part[part[:, S_PEER] == node] for part in outgoing])
-        theirs[:, S_GOAL] = -1  # drawn where they go
+        assert torch.equal(samples[:, RowSample.PEER], owner[which])
+        theirs = torch.cat([part[part[:, RowSample.PEER] == node] for part in outgoing])
+        theirs[:, RowSample.GOAL] = -1  # drawn where they go
         mine = samples.clone()
-        mine[:, S_PEER] = node
+        mine[:, RowSample.PEER] = node
         assert sorted(mine.tolist()) == sorted(theirs.tolist())
-        assert not has_steps or torch.equal(samples[:, S_N_STEPS], steps[which])
-        assert torch.equal(samples[:, S_NEED], needs[which].long())
+        assert not has_steps or torch.equal(samples[:, RowSample.N_STEPS], steps[which])
+        assert torch.equal(samples[:, RowSample.NEED], needs[which].long())
 
 
 @st.composite
@@ -134,11 +116,11 @@ def reports(draw: st.DrawFn) -> tuple[Tensor, int]:
     for row in found:
         by_id, is_known = draw(st.booleans()), draw(st.booleans())
         slot = draw(st.integers(0, ANY_SLOT - 1)) if is_known or not by_id else ANY_SLOT
-        row[U_SLOT] = draw(st.integers(0, 3)) << SHARD_BITS | slot
-        row[U_GENERATION] = draw(words_62 if slot == ANY_SLOT else words_32)
-        row[U_ANCHOR], row[U_PRIORITY] = draw(words_32), draw(words_32)
-        row[REPORT_BATCH] = latest - draw(st.integers(0, MOST_BACK - 1) | st.sampled_from([MOST_BACK - 1]))
-        row[REPORT_NUMBER] = BY_ID if by_id else draw(st.integers(0, (1 << 48) - 3))
+        row[PriorityUpdate.SLOT] = draw(st.integers(0, 3)) << SHARD_BITS | slot
+        row[PriorityUpdate.GENERATION] = draw(words_62 if slot == ANY_SLOT else words_32)
+        row[PriorityUpdate.ANCHOR], row[PriorityUpdate.PRIORITY] = draw(words_32), draw(words_32)
+        row[LogEntry.BATCH] = latest - draw(st.integers(0, MOST_BACK - 1) | st.sampled_from([MOST_BACK - 1]))
+        row[LogEntry.SAMPLE_NUMBER] = LogEntry.BY_ID if by_id else draw(st.integers(0, (1 << 48) - 3))
     return found, latest
 
 
@@ -148,10 +130,10 @@ def test_reports(drawn: tuple[Tensor, int]) -> None:
     for ops in (PLAIN, FAST):
         packed, ends = op_wrappers.pack_reports(made, latest, 4, ops=ops)
         found = op_wrappers.unpack_reports(packed, latest, ops=ops)
-        shard = made[:, U_SLOT] >> SHARD_BITS
+        shard = made[:, PriorityUpdate.SLOT] >> SHARD_BITS
         expected = made[torch.argsort(shard, stable=True)]
-        expected[:, U_SLOT] &= ANY_SLOT
-        expected[expected[:, U_SLOT] == ANY_SLOT, U_SLOT] = -1
+        expected[:, PriorityUpdate.SLOT] &= ANY_SLOT
+        expected[expected[:, PriorityUpdate.SLOT] == ANY_SLOT, PriorityUpdate.SLOT] = -1
         assert torch.equal(found, expected), "by shard, in their order"
         assert ends.tolist() == [int((shard <= index).sum()) for index in range(4)]
 
@@ -161,7 +143,7 @@ def test_reports(drawn: tuple[Tensor, int]) -> None:
 def test_batches_that_lie_far_back_are_not_told_apart(ops: Ops, batch: int) -> None:
     latest, report = 1_000_000, torch.tensor([[3, 1, 2, 4, batch, 9]])
     packed, _ = op_wrappers.pack_reports(report, latest, 1, ops=ops)
-    report[0, REPORT_BATCH] = latest - MOST_BACK
+    report[0, LogEntry.BATCH] = latest - MOST_BACK
     assert torch.equal(op_wrappers.unpack_reports(packed, latest, ops=ops), report)
 
 

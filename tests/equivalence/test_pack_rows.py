@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT, SLOT_FIRST_ROW
+from deepspeed_gear.ops.records import Resolution, Slot
 
 ROW_BYTES = (1, 2, 4, 8, 12, 16, 44, 61, 4096)
 STEPS, TRAJECTORIES, HEAD = 50, 7, 24
@@ -60,7 +60,7 @@ def scene(count: int, length: int) -> Scene:
     rows = STEPS * TRAJECTORIES
     stored = [torch.randint(0, 256, (rows * size,), dtype=torch.uint8) for size in ROW_BYTES]
     slots = torch.zeros(TRAJECTORIES, 8, dtype=torch.int64)
-    slots[:, SLOT_FIRST_ROW] = torch.arange(TRAJECTORIES) * STEPS
+    slots[:, Slot.FIRST_ROW] = torch.arange(TRAJECTORIES) * STEPS
     samples = torch.zeros(count, 7, dtype=torch.int64)
     samples[:, 0], samples[:, 2] = torch.randint(0, 2, (count,)), torch.randint(0, TRAJECTORIES, (count,))
     samples[:, 3], samples[:, 4] = STEPS, torch.randint(0, STEPS, (count,))
@@ -87,7 +87,9 @@ def test_what_is_packed_arrives(reference: Ops, cpu: Ops, native: Ops, count: in
     messages, room = [message[:first], message[first:]], [2, STEPS * TRAJECTORIES * 2, 0, 14, 100, 1000]
     for ops in (reference, native, cpu.on_host()):
         arrivals, ring, _ = of.unpack(ops, messages, room)
-        for sample, (slot, shift) in zip(of.given[0], ring[:, (R_SLOT, R_FIRST_ROW)].tolist(), strict=True):
+        for sample, (slot, shift) in zip(
+            of.given[0], ring[:, (Resolution.SLOT, Resolution.FIRST_ROW)].tolist(), strict=True
+        ):
             assert 1000 <= slot < 1014
             for step in range(max(0, int(sample[4]) - length + 1), int(sample[4]) + 1):
                 row, at = int(sample[2]) * STEPS + step, shift - 100 + step
@@ -121,7 +123,7 @@ def test_any_layout(reference: Ops, native: Ops, count: int, seed: int) -> None:
     num_peers, num_needs, num_slots, steps = 1 + seed % 4, 1 + seed % 3, 9, 21
     windows, members, columns = any_layout(num_needs)
     slots = torch.zeros(num_slots, 8, dtype=torch.int64)
-    slots[:, SLOT_FIRST_ROW] = torch.randperm(num_slots) * (steps + 1)
+    slots[:, Slot.FIRST_ROW] = torch.randperm(num_slots) * (steps + 1)
     lengths = torch.randint(1, steps + 1, (num_slots,))
     slot, peer = torch.randint(0, num_slots, (count,)), torch.randint(0, num_peers, (count,))
     anchor = (torch.rand(count) * lengths[slot]).long()
@@ -201,7 +203,7 @@ def test_rows_outside_are_refused_before_any_is_copied(request: pytest.FixtureRe
         of.given[0][0, 2], of.given[0][0, 4] = TRAJECTORIES - 1, STEPS - 1
         with pytest.raises(REFUSED, match=f"rows of samples must lie in the columns|{OUTSIDE}"):
             of.pack(ops, room_of(sizes) + 512, stored=stored)
-    of.slots[:, SLOT_FIRST_ROW] = -STEPS
+    of.slots[:, Slot.FIRST_ROW] = -STEPS
     with pytest.raises(REFUSED, match=f"rows of samples must lie in the columns|{OUTSIDE}"):
         of.pack(ops, room_of(sizes) + 512)
 

@@ -12,17 +12,7 @@ from op_wrappers import powers_of
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import (
-    ALIGN_IN_PLACE,
-    ALIGN_LEFT,
-    ALIGN_RIGHT,
-    R_FIRST_ROW,
-    SOURCE_POSITION,
-    SOURCE_STEPS,
-    SOURCE_STEPS_PLUS_ONE,
-    SOURCE_TIMESTEP,
-    SOURCE_TRAJECTORY,
-)
+from deepspeed_gear.ops.records import Align, Resolution, Source
 
 REFUSED = pytest.raises((ValueError, RuntimeError), match=r"resolution 0 .*must lie in the columns")
 STEPS = 6  # of the trajectory; it has one row more
@@ -36,7 +26,7 @@ def record(anchor: int, first_row: int, num_steps: int = STEPS) -> Tensor:
 
 def steps_of(field: Field, anchor: int, n_step: int = 0) -> list[int]:
     """Return the steps that a window reads, by definition: the real ones, at an edge the nearest."""
-    held = STEPS + (field.source == SOURCE_STEPS_PLUS_ONE)
+    held = STEPS + (field.source == Source.STEPS_PLUS_ONE)
     first = anchor + field.offset + (n_step if field.after_n_step else 0)
     every = range(first, first + field.length)
     if field.pad == "edge":
@@ -54,8 +44,8 @@ def refuses(ops: Ops, fields: list[Field], resolutions: Tensor, n_steps: Tensor 
 
 
 @pytest.mark.parametrize("pad", [0.0, 7.5, "edge"])
-@pytest.mark.parametrize("align", [ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT])
-@pytest.mark.parametrize("source", [SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE])
+@pytest.mark.parametrize("align", [Align.IN_PLACE, Align.LEFT, Align.RIGHT])
+@pytest.mark.parametrize("source", [Source.STEPS, Source.STEPS_PLUS_ONE])
 def test_a_column_of_the_steps_that_are_read(
     native: Ops, reference: Ops, same_bits: SameBits, source: int, align: int, pad: float | str
 ) -> None:
@@ -75,7 +65,7 @@ def test_a_column_of_the_steps_that_are_read(
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("pad", [0.0, "edge"])
-@pytest.mark.parametrize("source", [SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE])
+@pytest.mark.parametrize("source", [Source.STEPS, Source.STEPS_PLUS_ONE])
 def test_one_row_too_few_is_refused(
     request: pytest.FixtureRequest, name: str, source: int, pad: float | str
 ) -> None:
@@ -114,19 +104,19 @@ def test_batch_of_whole_and_partial_trajectories(native: Ops, reference: Ops, sa
     arrived, received = ordinary.clone(), []
     for i, held in enumerate(steps):
         if held is not None:
-            arrived[i, R_FIRST_ROW] = NUM_ROWS + sum(map(len, received)) - held[0]
+            arrived[i, Resolution.FIRST_ROW] = NUM_ROWS + sum(map(len, received)) - held[0]
             received.append(rows[7 + held[0] : 7 + held[1]])
 
     def fields_of(column: Tensor) -> list[Field]:
         per_trajectory = torch.arange(4.0).view(2, 2)
         return [
-            Field(column, SOURCE_STEPS_PLUS_ONE, offset=-1, length=2, pad="edge", mask=0),
+            Field(column, Source.STEPS_PLUS_ONE, offset=-1, length=2, pad="edge", mask=0),
             Field(column[:, 0].contiguous(), offset=0, length=1, mask=1),
-            Field(column, SOURCE_STEPS_PLUS_ONE, after_n_step=1, mask=2),
-            Field(column.double(), offset=-1, length=3, align=ALIGN_RIGHT, pad=2.0, dtype=torch.float32),
-            Field(per_trajectory, SOURCE_TRAJECTORY),
-            Field(NONE, SOURCE_TIMESTEP, -4, 9, dtype=torch.int64),
-            Field(NONE, SOURCE_POSITION, -4, 9, dtype=torch.int64),
+            Field(column, Source.STEPS_PLUS_ONE, after_n_step=1, mask=2),
+            Field(column.double(), offset=-1, length=3, align=Align.RIGHT, pad=2.0, dtype=torch.float32),
+            Field(per_trajectory, Source.TRAJECTORY),
+            Field(NONE, Source.TIMESTEP, -4, 9, dtype=torch.int64),
+            Field(NONE, Source.POSITION, -4, 9, dtype=torch.int64),
         ]
 
     want = gather(reference, fields_of(rows), ordinary, n_steps)
@@ -140,7 +130,7 @@ def test_every_column_is_looked_at(request: pytest.FixtureRequest, name: str) ->
     """Each alone is inside; a column of T rows may read a step that one of T+1 rows does not, and reverse."""
     ops: Ops = request.getfixturevalue(name)
     last = Field(COLUMN[:1], offset=1, pad="edge")  # reads step T - 1
-    final = Field(COLUMN[:1], SOURCE_STEPS_PLUS_ONE, offset=1, pad="edge")  # reads step T
+    final = Field(COLUMN[:1], Source.STEPS_PLUS_ONE, offset=1, pad="edge")  # reads step T
     anchor = STEPS - 1
     gather(ops, [last], record(anchor, -anchor))
     gather(ops, [final], record(anchor, -STEPS))

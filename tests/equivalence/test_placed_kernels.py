@@ -15,7 +15,7 @@ from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, Field
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT
 from deepspeed_gear.config import NStepConfig
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
+from deepspeed_gear.ops.records import Slot
 
 LENGTHS = (1, 4, 9, 30)
 FIELDS: dict[str, Any] = {
@@ -41,7 +41,7 @@ def test_kernels_give_the_batches_of_the_collector(kernels_on_host: Ops, way: st
         for number, steps in enumerate(LENGTHS):
             replay.add(trajectory(number, steps, terminated=True))
         table = replay.tables["main"]
-        first = [int(row) for row in table.slots[: len(LENGTHS), SLOT_FIRST_ROW]]
+        first = [int(row) for row in table.slots[: len(LENGTHS), Slot.FIRST_ROW]]
         records = torch.tensor(
             [
                 [slot, slot, 0, first[slot], steps, anchor, 1, 0]

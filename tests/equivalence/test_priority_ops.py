@@ -21,23 +21,20 @@ from priority_op_cases import (
 )
 from torch import Tensor
 
-from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops import Ops, records
 from deepspeed_gear.ops.constants import (
-    COMMITTED,
     FAN_OUT,
     MOST_MASS_BITS,
     ONE_Q62,
-    R_MASS,
-    RESOLUTION_WORDS,
     minima_levels,
     minima_size,
     most_mass_bits,
 )
-from deepspeed_gear.store import table
+from deepspeed_gear.ops.records import Resolution, SlotState
 
 
 def test_a_committed_slot_is_what_the_store_calls_so() -> None:
-    assert table.COMMITTED == COMMITTED
+    assert records.SlotState.COMMITTED == SlotState.COMMITTED
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -68,7 +65,7 @@ def test_mass_of_no_priority(careful: Ops, kernels_on_host: Ops, bad: float) -> 
 
 @pytest.mark.parametrize("alpha", [-1, ONE_Q62 + 1])
 def test_exponent_outside(careful: Ops, alpha: int) -> None:
-    resolutions = torch.ones(1, RESOLUTION_WORDS, dtype=torch.int64)
+    resolutions = torch.ones(1, Resolution.NUM_WORDS, dtype=torch.int64)
     with pytest.raises(REFUSED, match="alpha must be in"):
         careful.mass_(torch.zeros(1).long(), torch.ones(1), alpha, 40)
     with pytest.raises(REFUSED, match="beta must be in"):
@@ -95,34 +92,34 @@ def test_masses_of_a_full_table_do_not_overflow(num_items: int) -> None:
 @pytest.mark.parametrize("count", [*SIZES, 500])
 def test_importance(reference: Ops, native: Ops, same_bits: SameBits, count: int, beta: int) -> None:
     torch.manual_seed(count)
-    resolutions = torch.randint(0, 1 << 62, (count, RESOLUTION_WORDS))
-    resolutions[:, R_MASS] >>= torch.randint(0, 60, (count,))
-    resolutions[:, R_MASS] += 1
+    resolutions = torch.randint(0, 1 << 62, (count, Resolution.NUM_WORDS))
+    resolutions[:, Resolution.MASS] >>= torch.randint(0, 60, (count,))
+    resolutions[:, Resolution.MASS] += 1
     most = (1 << 63) - 1
     for numerator, num_items in ((1, 1), (1 << 50, 1000), (most, 1), (1, most), (12345, 7)):
         expected, got = torch.full((count,), -1.0), torch.full((count,), -1.0)
         reference.importance_(expected, resolutions, numerator, num_items, beta)
         native.importance_(got, resolutions, numerator, num_items, beta)
         assert same_bits(got, expected)
-        exact = (numerator / (num_items * resolutions[:, R_MASS].double())) ** (beta / ONE_Q62)
+        exact = (numerator / (num_items * resolutions[:, Resolution.MASS].double())) ** (beta / ONE_Q62)
         assert torch.allclose(expected.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_importance_of_the_least_mass_is_one(native: Ops) -> None:
-    resolutions = torch.randint(1, 1 << 40, (50, RESOLUTION_WORDS))
+    resolutions = torch.randint(1, 1 << 40, (50, Resolution.NUM_WORDS))
     weights = torch.zeros(1)
     for row in resolutions:
-        native.importance_(weights, row[None], int(row[R_MASS]), 1, round(0.4 * ONE_Q62))
+        native.importance_(weights, row[None], int(row[Resolution.MASS]), 1, round(0.4 * ONE_Q62))
         assert weights.item() == 1.0
 
 
 def test_importance_refuses(careful: Ops, kernels_on_host: Ops) -> None:
-    resolutions, weights = torch.ones(3, RESOLUTION_WORDS, dtype=torch.int64), torch.full((3,), -1.0)
+    resolutions, weights = torch.ones(3, Resolution.NUM_WORDS, dtype=torch.int64), torch.full((3,), -1.0)
     for numerator, count in ((0, 1), (1, 0), (-1, 1)):
         with pytest.raises(REFUSED, match="numerator and count must be positive"):
             careful.importance_(weights, resolutions, numerator, count, 1)
     for bad in (0, -5):
-        resolutions[1, R_MASS] = bad
+        resolutions[1, Resolution.MASS] = bad
         with pytest.raises(REFUSED, match=rf"mass of resolution 1 must be positive, got {bad}"):
             careful.importance_(weights, resolutions, 1, 1, 1)
         assert (weights == -1).all()
@@ -210,14 +207,14 @@ def test_resolve_rows(reference: Ops, native: Ops, num_slots: int) -> None:
         total = op_wrappers.tree_total(sums, len(row_slots))
     for count in (*SIZES, 200):
         coordinates = torch.randint(0, total, (count,))
-        expected, got = (torch.full((count, RESOLUTION_WORDS), -1) for _ in range(2))
+        expected, got = (torch.full((count, Resolution.NUM_WORDS), -1) for _ in range(2))
         for ops, out in ((reference, expected), (native, got)):
             ops.resolve_rows_(out, sums, slots, row_slots, coordinates, 1 << 40)
         assert torch.equal(got, expected)
         row, slot = expected[:, 3] + expected[:, 5], expected[:, 1]
         assert torch.equal(row_slots[row].long(), slot)
         assert torch.equal(expected[:, (0, 2, 3, 4)], slots[slot][:, (2, 1, 3, 4)])
-        assert torch.equal(expected[:, R_MASS], sums[row])
+        assert torch.equal(expected[:, Resolution.MASS], sums[row])
         assert torch.equal(expected[:, 7], torch.arange(count) + (1 << 40))
         ends = sums[: len(row_slots)].cumsum(0)
         assert torch.equal(row, torch.searchsorted(ends, coordinates, right=True))

@@ -17,25 +17,8 @@ from priority_op_cases import (
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import (
-    APPLIED,
-    CLAMPED,
-    COMMITTED,
-    DRAWABLE,
-    HIGHEST_PRIORITY,
-    NUM_UPDATE_COUNTS,
-    ONE_Q62,
-    R_ANCHOR,
-    R_GENERATION,
-    R_NUMBER,
-    R_SLOT,
-    REPORT_WORDS,
-    RESOLUTION_WORDS,
-    STALE,
-    UNIT_STEP,
-    UNIT_TRAJECTORY,
-    minima_size,
-)
+from deepspeed_gear.ops.constants import ONE_Q62, minima_size
+from deepspeed_gear.ops.records import LogEntry, MassUnit, Resolution, SlotState, UpdateCount
 
 
 def updates_of(slots: Tensor, count: int) -> Tensor:
@@ -64,7 +47,7 @@ class Kept:
         self.minima = torch.zeros(minima_size(num_items) if keeps_minima else 0, dtype=torch.int64)
         if keeps_minima:
             ops.minima_build_(self.minima, self.sums, num_items)
-        self.priorities, self.counts = torch.rand(num_items), torch.zeros(NUM_UPDATE_COUNTS).long()
+        self.priorities, self.counts = torch.rand(num_items), torch.zeros(UpdateCount.NUM_WORDS).long()
 
     def copies(self) -> list[Tensor]:
         return [t.clone() for t in (self.sums, self.minima, self.priorities, self.counts)]
@@ -72,7 +55,7 @@ class Kept:
 
 @pytest.mark.parametrize("alpha", [0, round(0.6 * ONE_Q62), ONE_Q62])
 @pytest.mark.parametrize("keeps_minima", [True, False])
-@pytest.mark.parametrize("unit", [UNIT_TRAJECTORY, UNIT_STEP])
+@pytest.mark.parametrize("unit", [MassUnit.TRAJECTORY, MassUnit.STEP])
 @pytest.mark.parametrize("num_slots", [1, 7, 33, 1025])
 def test_prioritize(
     reference: Ops,
@@ -85,8 +68,8 @@ def test_prioritize(
 ) -> None:
     torch.manual_seed(num_slots)
     slots, row_slots = store_of(torch.randint(1, 9, (num_slots,)).tolist())
-    slots[torch.rand(num_slots) < 0.1, 0] = COMMITTED + 1
-    num_items = len(row_slots) if unit == UNIT_STEP else num_slots
+    slots[torch.rand(num_slots) < 0.1, 0] = SlotState.COMMITTED + 1
+    num_items = len(row_slots) if unit == MassUnit.STEP else num_slots
     kept = Kept(num_items, keeps_minima, reference)
     for count in (*SIZES, 64, 65, 500):
         updates = updates_of(slots, count)
@@ -100,13 +83,13 @@ def test_prioritize(
 
 
 def samples_of(count: int) -> Tensor:
-    return torch.randint(-(1 << 62), 1 << 62, (count, RESOLUTION_WORDS))
+    return torch.randint(-(1 << 62), 1 << 62, (count, Resolution.NUM_WORDS))
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 33, 100])
 def test_report(reference: Ops, native: Ops, size: int) -> None:
     torch.manual_seed(size)
-    expected = torch.randint(-9, 9, (size, REPORT_WORDS))
+    expected = torch.randint(-9, 9, (size, LogEntry.NUM_WORDS))
     got, tail = expected.clone(), (1 << 40) + 5
     for count in (0, 1, 7, 32, 33, 99, 100, 0, 1):
         if count > size:
@@ -118,15 +101,15 @@ def test_report(reference: Ops, native: Ops, size: int) -> None:
         assert torch.equal(got, expected)
         bits = [x & 0xFFFFFFFF for x in priorities.view(torch.int32).tolist()]
         for i, (sample, word) in enumerate(zip(samples.tolist(), bits, strict=True)):
-            update = [sample[R_SLOT], sample[R_GENERATION], sample[R_ANCHOR], word]
-            by_hand[(tail + i) % size] = torch.tensor([*update, count - 2, sample[R_NUMBER]])
+            update = [sample[Resolution.SLOT], sample[Resolution.GENERATION], sample[Resolution.ANCHOR], word]
+            by_hand[(tail + i) % size] = torch.tensor([*update, count - 2, sample[Resolution.SAMPLE_NUMBER]])
         assert torch.equal(got, by_hand)
         tail += count
 
 
 @pytest.mark.parametrize("bad", BAD_PRIORITIES)
 def test_report_of_no_priority_writes_nothing(careful: Ops, bad: float) -> None:
-    log, priorities = torch.full((9, REPORT_WORDS), -1), torch.ones(9)
+    log, priorities = torch.full((9, LogEntry.NUM_WORDS), -1), torch.ones(9)
     priorities[8] = bad
     with pytest.raises(REFUSED, match="priority 8 must be finite and at least 0"):
         careful.report_(log, samples_of(9), priorities, 3, 0)
@@ -134,7 +117,7 @@ def test_report_of_no_priority_writes_nothing(careful: Ops, bad: float) -> None:
 
 
 def test_report_refuses(careful: Ops, cpu: Ops) -> None:
-    log, samples, priorities = torch.zeros(3, REPORT_WORDS).long(), samples_of(4), torch.ones(4)
+    log, samples, priorities = torch.zeros(3, LogEntry.NUM_WORDS).long(), samples_of(4), torch.ones(4)
     with pytest.raises(REFUSED, match="the log must hold 4 reports, got 3"):
         careful.report_(log, samples, priorities, 0, 0)
     with pytest.raises(RuntimeError, match="resolutions must have a row per priority"):
@@ -165,10 +148,10 @@ def test_reports_count_by_batch_and_number(
         order = sorted(order, key=lambda i: keys[i].tolist())
     reports = torch.cat([updates, keys], dim=1)
     expected = kept.copies()
-    reference.prioritize_(*expected, slots, updates[order], 1, UNIT_TRAJECTORY, 40)
+    reference.prioritize_(*expected, slots, updates[order], 1, MassUnit.TRAJECTORY, 40)
     for ops in (reference, native):
         got, given = kept.copies(), reports.clone()
-        ops.prioritize_(*got, slots, given, 1, UNIT_TRAJECTORY, 40)
+        ops.prioritize_(*got, slots, given, 1, MassUnit.TRAJECTORY, 40)
         assert all(map(same_bits, got, expected))
         assert torch.equal(given, reports)
 
@@ -184,15 +167,17 @@ def prioritize_by_hand(
     exact = values.double() ** (alpha / ONE_Q62) * 2**24
     is_clamped = (values > 0) & ((exact < 0.5) | (exact > 1 << 40))
     for i, (index, generation, anchor, _) in enumerate(updates.tolist()):
-        is_current = 0 <= index < len(slots) and slots[index, 0] == COMMITTED
+        is_current = 0 <= index < len(slots) and slots[index, 0] == SlotState.COMMITTED
         if not is_current or slots[index, 1] != generation or not 0 <= anchor < slots[index, 4]:
-            counts[STALE] += 1
+            counts[UpdateCount.STALE] += 1
             continue
-        item = int(slots[index, 3]) + anchor if unit == UNIT_STEP else index
-        counts[APPLIED] += 1
-        counts[CLAMPED] += is_clamped[i]
-        counts[HIGHEST_PRIORITY] = max(int(counts[HIGHEST_PRIORITY]), int(values[i].view(torch.int32)))
-        counts[DRAWABLE] += int(masses[i] > 0) - int(sums[item] > 0)
+        item = int(slots[index, 3]) + anchor if unit == MassUnit.STEP else index
+        counts[UpdateCount.APPLIED] += 1
+        counts[UpdateCount.CLAMPED] += is_clamped[i]
+        counts[UpdateCount.HIGHEST_PRIORITY] = max(
+            int(counts[UpdateCount.HIGHEST_PRIORITY]), int(values[i].view(torch.int32))
+        )
+        counts[UpdateCount.DRAWABLE] += int(masses[i] > 0) - int(sums[item] > 0)
         sums[item], priorities[item] = masses[i], values[i]
     ops.tree_build_(sums, len(priorities))
     if len(minima):
@@ -209,13 +194,13 @@ def test_wrong_priorities_change_nothing(careful: Ops, bad: float) -> None:
     updates[79, 3] = torch.tensor(bad).view(torch.int32).long()
     changed = kept.copies()
     with pytest.raises(REFUSED, match="priority 79 must be finite and at least 0"):
-        careful.prioritize_(*changed, slots, updates, 1, UNIT_TRAJECTORY, 40)
+        careful.prioritize_(*changed, slots, updates, 1, MassUnit.TRAJECTORY, 40)
     assert all(map(torch.equal, changed, kept.copies()))
 
 
 def test_slots_outside_the_items_change_nothing(careful: Ops) -> None:
     slots, row_slots = store_of([3, 4])
-    for unit, num_items in ((UNIT_TRAJECTORY, 1), (UNIT_STEP, len(row_slots) - 8)):
+    for unit, num_items in ((MassUnit.TRAJECTORY, 1), (MassUnit.STEP, len(row_slots) - 8)):
         kept, changed = Kept(num_items, True, careful), []
         updates = torch.tensor([[1, 0, 0, 0], [0, 0, 2, 0]] if unit else [[0, 0, 0, 0], [1, 0, 0, 0]])
         updates[:, 1] = slots[updates[:, 0], 1]

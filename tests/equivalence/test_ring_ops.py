@@ -15,45 +15,17 @@ from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import (
-    BY_BATCH,
-    BY_TABLE,
-    COMMITTED,
-    DRAWABLE,
-    HIGHEST_PRIORITY,
-    HIGHEST_SO_FAR,
-    NO_SAMPLE,
-    NOT_NORMALIZED,
-    ONE_Q62,
-    P_SLOT,
-    PLACED_WORDS,
-    R_ID,
-    R_NUMBER,
-    RING_BATCH,
-    RING_COUNTS,
-    RING_EMPTY,
-    RING_HEAD,
-    RING_NEXT,
-    RING_REFUSED,
-    RING_SAMPLES,
-    RING_STEPS,
-    RING_TAIL,
-    RING_TOTAL,
-    RING_WORDS,
-    SLOT_FIRST_ROW,
-    SLOT_ID,
-    SLOT_NUM_ROWS,
-    SLOT_NUM_STEPS,
-    SLOT_STATE,
-    SOURCE_STEPS,
-    SOURCE_STEPS_PLUS_ONE,
-    SOURCE_TRAJECTORY,
-    STALE,
-    UNIT_LENGTH,
-    UNIT_STEP,
-    UNIT_TRAJECTORY,
-    minima_size,
-    tree_size,
+from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, ONE_Q62, minima_size, tree_size
+from deepspeed_gear.ops.records import (
+    MassUnit,
+    Normalize,
+    PlacedTrajectory,
+    Resolution,
+    RingState,
+    Slot,
+    SlotState,
+    Source,
+    UpdateCount,
 )
 
 ALL_ANCHORS, SOME_ANCHORS, FROM_THE_END = [0, 0, 1, 1 << 40, 0], [1, 1, 2, 3, 0], [0, 1, 2, 1 << 40, 1]
@@ -81,7 +53,7 @@ class Ring:
     def __post_init__(self) -> None:
         items = self.num_rows if self.by_row else self.num_slots
         zeros: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "state": ((RING_WORDS,), torch.int64),
+            "state": ((RingState.NUM_WORDS,), torch.int64),
             "slots": ((self.num_slots, 8), torch.int64),
             "begins": ((self.num_slots,), torch.int64),
             "sums": ((tree_size(items),), torch.int64),
@@ -90,21 +62,21 @@ class Ring:
             "row_slots": ((self.num_rows if self.by_row else 0,), torch.int32),
         }
         self.tensors = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in zeros.items()}
-        self.tensors["state"][RING_COUNTS + HIGHEST_PRIORITY] = ONE
+        self.tensors["state"][RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = ONE
 
     def __getattr__(self, name: str) -> Tensor:
         return self.__dict__["tensors"][name]
 
     @property
     def by_row(self) -> bool:
-        return self.prioritized and self.unit == UNIT_STEP
+        return self.prioritized and self.unit == MassUnit.STEP
 
     @property
     def shape(self) -> list[int]:
         return [self.num_rows, self.num_slots, self.final_row, self.most_steps]
 
     def add(self, lengths: list[int], initial: int = HIGHEST_SO_FAR) -> Tensor:
-        placed = torch.full((len(lengths), PLACED_WORDS), 77)
+        placed = torch.full((len(lengths), PlacedTrajectory.NUM_WORDS), 77)
         named = [
             self.tensors[n] for n in ("state", "slots", "begins", "sums", "minima", "priorities", "row_slots")
         ]
@@ -115,7 +87,7 @@ class Ring:
     def select(self, count: int, draw: list[int], betas: list[int]) -> tuple[Tensor, Tensor]:
         resolutions = torch.zeros(count, 8, dtype=torch.int64)
         weights = torch.zeros(count if self.prioritized else 0)
-        unit = UNIT_TRAJECTORY if self.prioritized and not self.by_row else self.unit
+        unit = MassUnit.TRAJECTORY if self.prioritized and not self.by_row else self.unit
         known = (self.slots, self.sums, self.minima, self.row_slots, torch.tensor(betas))
         self.ops.ring_select_(
             self.state,
@@ -125,13 +97,13 @@ class Ring:
             self.rule,
             self.shape,
             draw,
-            UNIT_STEP if self.by_row else unit,
+            MassUnit.STEP if self.by_row else unit,
         )
         return resolutions, weights
 
     def update(self, resolutions: Tensor, values: Tensor) -> None:
         named = (self.state, self.sums, self.minima, self.priorities, self.slots)
-        unit = UNIT_STEP if self.by_row else UNIT_TRAJECTORY
+        unit = MassUnit.STEP if self.by_row else MassUnit.TRAJECTORY
         self.ops.ring_update_(*named, resolutions, values, self.shape, unit, self.alpha, self.most_bits)
 
     @property
@@ -155,12 +127,12 @@ def rings(kind: tuple[Any, ...], ops: Ops) -> Ring:
 
 
 KINDS = [
-    (UNIT_TRAJECTORY, ALL_ANCHORS, False, False, 0),
-    (UNIT_STEP, SOME_ANCHORS, False, False, 1),
-    (UNIT_LENGTH, ALL_ANCHORS, False, False, 1),
-    (UNIT_TRAJECTORY, SOME_ANCHORS, True, True, 1),
-    (UNIT_STEP, ALL_ANCHORS, True, True, 1),
-    (UNIT_STEP, FROM_THE_END, True, False, 0),
+    (MassUnit.TRAJECTORY, ALL_ANCHORS, False, False, 0),
+    (MassUnit.STEP, SOME_ANCHORS, False, False, 1),
+    (MassUnit.LENGTH, ALL_ANCHORS, False, False, 1),
+    (MassUnit.TRAJECTORY, SOME_ANCHORS, True, True, 1),
+    (MassUnit.STEP, ALL_ANCHORS, True, True, 1),
+    (MassUnit.STEP, FROM_THE_END, True, False, 0),
 ]
 
 
@@ -182,8 +154,8 @@ def test_equals_the_reference(
             assert torch.equal(*placed)
         elif what == "select":
             draw = [seed, argument % 7, 1 + argument % 2, argument % 2, argument % 3 == 0, argument % 3]
-            if draw[5] == BY_TABLE and not both[0].with_minima:
-                draw[5] = BY_BATCH
+            if draw[5] == Normalize.TABLE and not both[0].with_minima:
+                draw[5] = Normalize.BATCH
             found = [ring.select(40, draw, [0, ONE_Q62 // 2, ONE_Q62]) for ring in both]
             assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
             latest.append([pair[0] for pair in found])
@@ -209,28 +181,28 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
         placed = ring.add(argument)
         lengths += [steps for steps in argument if 0 < steps <= 7]
         refused += sum(not 0 <= steps <= 7 for steps in argument)
-        assert (placed[:, P_SLOT] >= 0).tolist() == [0 < steps <= 7 for steps in argument]
+        assert (placed[:, PlacedTrajectory.SLOT] >= 0).tolist() == [0 < steps <= 7 for steps in argument]
         state = ring.state.tolist()
-        stored = ring.slots[ring.slots[:, SLOT_STATE] == COMMITTED]
-        stored = stored[stored[:, SLOT_ID].argsort()]
-        assert state[RING_NEXT] == len(lengths)
-        assert stored[:, SLOT_ID].tolist() == list(range(state[RING_TAIL], len(lengths)))
-        assert stored[:, SLOT_NUM_STEPS].tolist() == lengths[state[RING_TAIL] :]
-        assert state[RING_STEPS] == sum(lengths[state[RING_TAIL] :])
-        assert state[RING_REFUSED] == refused
+        stored = ring.slots[ring.slots[:, Slot.STATE] == SlotState.COMMITTED]
+        stored = stored[stored[:, Slot.ID].argsort()]
+        assert state[RingState.NEXT] == len(lengths)
+        assert stored[:, Slot.ID].tolist() == list(range(state[RingState.TAIL], len(lengths)))
+        assert stored[:, Slot.NUM_STEPS].tolist() == lengths[state[RingState.TAIL] :]
+        assert state[RingState.STEPS] == sum(lengths[state[RingState.TAIL] :])
+        assert state[RingState.REFUSED] == refused
         rows = torch.zeros(50, dtype=torch.int64)
-        for first, count in stored[:, [SLOT_FIRST_ROW, SLOT_NUM_ROWS]].tolist():
+        for first, count in stored[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist():
             rows[first : first + count] += 1
             assert first + count <= 50
         assert int(rows.max()) <= 1
-        wanted = sum(steps + kind[4] for steps in lengths[state[RING_TAIL] :])
+        wanted = sum(steps + kind[4] for steps in lengths[state[RingState.TAIL] :])
         longest = 7 + kind[4]
-        assert state[RING_TAIL] == 0 or len(stored) == 9 or wanted > 50 - 2 * longest
+        assert state[RingState.TAIL] == 0 or len(stored) == 9 or wanted > 50 - 2 * longest
         built = ring.sums.clone()
         items = 50 if ring.by_row else 9
         cpu.tree_build_(built, items)
         assert torch.equal(built, ring.sums)
-        assert int((ring.sums[:items] > 0).sum()) == state[RING_COUNTS + DRAWABLE]
+        assert int((ring.sums[:items] > 0).sum()) == state[RingState.COUNTS + UpdateCount.DRAWABLE]
         if ring.with_minima and minima_size(items):
             least = ring.minima.clone()
             cpu.minima_build_(least, ring.sums, items)
@@ -240,12 +212,12 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
 def test_a_large_ring_that_is_full_many_times_over(native: Ops, cpu: Ops) -> None:
     """Several levels of the tree, adds of many trajectories, and the end of the ring inside an add."""
     torch.manual_seed(0)
-    both = [Ring(ops, 5000, 1500, 1, 9, UNIT_STEP, ALL_ANCHORS, True, True) for ops in (cpu, native)]
+    both = [Ring(ops, 5000, 1500, 1, 9, MassUnit.STEP, ALL_ANCHORS, True, True) for ops in (cpu, native)]
     for _ in range(14):
         lengths = torch.randint(0, 10, (int(torch.randint(1, 300, ())),)).tolist()
         placed = [ring.add(lengths) for ring in both]
         assert torch.equal(*placed)
-        found = [ring.select(300, [1, 2, 1, 0, 0, NOT_NORMALIZED], [ONE_Q62]) for ring in both]
+        found = [ring.select(300, [1, 2, 1, 0, 0, Normalize.NONE], [ONE_Q62]) for ring in both]
         assert torch.equal(found[0][0], found[1][0])
         assert torch.equal(found[0][1], found[1][1])
         values = torch.rand(300)
@@ -262,7 +234,7 @@ def empty(ops: Ops, kind: tuple[Any, ...], why: str) -> Ring:
         ring.add([0, -1, 8])
     elif why == "no priority above 0":
         ring.add([3, 5])
-        resolutions, _ = ring.select(400, [0, 0, 1, 0, 0, NOT_NORMALIZED], [0])
+        resolutions, _ = ring.select(400, [0, 0, 1, 0, 0, Normalize.NONE], [0])
         ring.update(resolutions, torch.zeros(400))
     return ring
 
@@ -294,12 +266,12 @@ def test_many_trajectories_are_placed_at_once(native: Ops, cpu: Ops, reference: 
     for place in places[:: -1 - count // 1000]:
         for rows in (-1, 0, 1):  # of the trajectory at this place that are behind the end
             both = [
-                Ring(ops, num_rows, num_slots, 1, most, UNIT_TRAJECTORY, ALL_ANCHORS, False)
+                Ring(ops, num_rows, num_slots, 1, most, MassUnit.TRAJECTORY, ALL_ANCHORS, False)
                 for ops in (reference if native is cpu else cpu, native)
             ]
             for ring in both:
-                ring.state[RING_HEAD] = 3 * num_rows - int(ahead[place]) + rows
-                ring.state[RING_NEXT] = ring.state[RING_TAIL] = 2 * num_slots - place
+                ring.state[RingState.HEAD] = 3 * num_rows - int(ahead[place]) + rows
+                ring.state[RingState.NEXT] = ring.state[RingState.TAIL] = 2 * num_slots - place
             for added in (lengths, lengths[::-1])[: 1 + (place == count)]:
                 assert torch.equal(*[ring.add(added) for ring in both]), (place, rows)
             for name, tensor in both[0].content.items():
@@ -318,17 +290,23 @@ def test_a_ring_without_masses_gives_none_and_goes_on(
     for normalize in range(3 if kind[3] else 2):
         draw = [3, 1, 2, 1, normalize == 1, normalize]
         for ring in both:
-            first = int(ring.state[RING_SAMPLES])
+            first = int(ring.state[RingState.SAMPLES])
             records, weights = ring.select(33, draw, [ONE_Q62 // 2])
-            assert records[:, :R_NUMBER].tolist() == [[NO_SAMPLE, NO_SAMPLE, 0, 0, 0, 0, 0]] * 33
-            assert records[:, R_NUMBER].tolist() == [(first + i) * 2 + 1 for i in range(33)]
+            assert (
+                records[:, : Resolution.SAMPLE_NUMBER].tolist()
+                == [[Resolution.NO_SAMPLE, Resolution.NO_SAMPLE, 0, 0, 0, 0, 0]] * 33
+            )
+            assert records[:, Resolution.SAMPLE_NUMBER].tolist() == [(first + i) * 2 + 1 for i in range(33)]
             assert same_bits(weights, torch.zeros(33 if kind[2] else 0))
             if kind[2]:
                 ring.update(records, torch.ones(33))
     turns = normalize + 1
     for ring in both:
-        changed = {RING_EMPTY: turns, RING_BATCH: turns, RING_SAMPLES: 33 * turns}
-        changed |= {RING_COUNTS + STALE: 33 * turns * kind[2], RING_TOTAL: -int(before[RING_TOTAL])}
+        changed = {RingState.EMPTY: turns, RingState.BATCH: turns, RingState.SAMPLES: 33 * turns}
+        changed |= {
+            RingState.COUNTS + UpdateCount.STALE: 33 * turns * kind[2],
+            RingState.TOTAL: -int(before[RingState.TOTAL]),
+        }
         expected = before.clone()
         for word, more in changed.items():
             expected[word] += more
@@ -336,7 +314,7 @@ def test_a_ring_without_masses_gives_none_and_goes_on(
         ring.add([4])
     found = [ring.select(40, [3, 1, 2, 1, 0, 1], [ONE_Q62]) for ring in both]
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-    assert both[1].state[RING_EMPTY] == turns
+    assert both[1].state[RingState.EMPTY] == turns
     assert (found[1][0][:, 0] >= 0).all()
     for name, tensor in both[0].content.items():
         assert same_bits(tensor, both[1].content[name]), name
@@ -348,7 +326,7 @@ def test_a_ring_without_masses_gives_none_and_goes_on(
 @settings(max_examples=20, deadline=None)
 def test_rows_are_written_to_their_places(native: Ops, lengths: list[int], width: int, shift: int) -> None:
     reference = load_backend("reference")
-    placed = Ring(reference, 60, 20, 1, 5, UNIT_STEP, ALL_ANCHORS, False).add(lengths)
+    placed = Ring(reference, 60, 20, 1, 5, MassUnit.STEP, ALL_ANCHORS, False).add(lengths)
     n = len(lengths)
     values = [
         torch.randint(0, 256, (n, 5, width), dtype=torch.uint8),
@@ -358,7 +336,7 @@ def test_rows_are_written_to_their_places(native: Ops, lengths: list[int], width
     columns = [torch.zeros(60, width, dtype=torch.uint8), torch.zeros(60, width), torch.zeros(20, 2).double()]
     place = torch.zeros(60 * width + shift, dtype=torch.uint8)[shift:].view(60, width)
     got = [place, columns[1].clone(), columns[2].clone()]
-    sources = [SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE, SOURCE_TRAJECTORY]
+    sources = [Source.STEPS, Source.STEPS_PLUS_ONE, Source.TRAJECTORY]
     reference.scatter_(columns, values, placed, sources)
     native.scatter_(got, values, placed, sources)
     assert all(torch.equal(a, b) for a, b in zip(columns, got, strict=True))
@@ -366,13 +344,13 @@ def test_rows_are_written_to_their_places(native: Ops, lengths: list[int], width
 
 def test_what_cannot_be_is_refused(cpu: Ops, reference: Ops) -> None:
     for ops in (cpu, reference):
-        ring = Ring(ops, 50, 9, 1, 7, UNIT_STEP, ALL_ANCHORS, True)
+        ring = Ring(ops, 50, 9, 1, 7, MassUnit.STEP, ALL_ANCHORS, True)
         with pytest.raises((RuntimeError, ShapeError), match="must fit"):
             ring.add([1] * 6)
         ring.add([3, 5])
-        assert set(ring.select(64, [0, 0, 1, 0, 0, 0], [0])[0][:, R_ID].tolist()) == {0, 1}
+        assert set(ring.select(64, [0, 0, 1, 0, 0, 0], [0])[0][:, Resolution.ID].tolist()) == {0, 1}
         column, values = torch.zeros(50, 2), torch.zeros(1, 7, 2)
         with pytest.raises((RuntimeError, ShapeError), match="must lie in the columns"):
-            ops.scatter_([column], [values], torch.tensor([[0, 45, 6]]), [SOURCE_STEPS])
+            ops.scatter_([column], [values], torch.tensor([[0, 45, 6]]), [Source.STEPS])
         with pytest.raises((RuntimeError, ShapeError), match="must lie in the columns"):
-            ops.scatter_([column], [values], torch.tensor([[0, 0, 8]]), [SOURCE_STEPS])
+            ops.scatter_([column], [values], torch.tensor([[0, 0, 8]]), [Source.STEPS])

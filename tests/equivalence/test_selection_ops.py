@@ -7,14 +7,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import (
-    RESOLUTION_WORDS,
-    SLOT_COMMITTED,
-    UNIT_LENGTH,
-    UNIT_STEP,
-    UNIT_TRAJECTORY,
-    tree_size,
-)
+from deepspeed_gear.ops.constants import tree_size
+from deepspeed_gear.ops.records import MassUnit, Resolution, SlotState
 
 SIZES = (0, 1, 7, 33)
 TOTALS = (1, 2, 3, 1000, (1 << 32) - 1, 1 << 32, (1 << 62) - 1, (1 << 63) - 1)
@@ -78,7 +72,7 @@ def test_tree(reference: Ops, native: Ops, num_items: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-@pytest.mark.parametrize("unit", [UNIT_TRAJECTORY, UNIT_STEP, UNIT_LENGTH])
+@pytest.mark.parametrize("unit", [MassUnit.TRAJECTORY, MassUnit.STEP, MassUnit.LENGTH])
 @pytest.mark.parametrize("num_slots", [1, 33, 1500])
 def test_slot_masses(reference: Ops, native: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> None:
     torch.manual_seed(num_slots)
@@ -92,8 +86,12 @@ def test_slot_masses(reference: Ops, native: Ops, rule: tuple[int, ...], unit: i
         found = both(reference, native, "slot_masses_", sums, slots, log, first, last, rule, unit)
         for slot in {int(log[i % 50]) for i in range(first, last)}:
             steps, some = int(slots[slot, 4]), anchors[slot]
-            mass = {UNIT_TRAJECTORY: bool(some), UNIT_STEP: len(some), UNIT_LENGTH: steps * bool(some)}[unit]
-            assert found[slot] == (mass if slots[slot, 0] == SLOT_COMMITTED else 0)
+            mass = {
+                MassUnit.TRAJECTORY: bool(some),
+                MassUnit.STEP: len(some),
+                MassUnit.LENGTH: steps * bool(some),
+            }[unit]
+            assert found[slot] == (mass if slots[slot, 0] == SlotState.COMMITTED else 0)
         assert torch.equal(both(reference, native, "tree_build_", found, num_slots), found)
 
 
@@ -111,14 +109,14 @@ def test_changes_outside_the_log_are_refused(request: pytest.FixtureRequest, nam
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-@pytest.mark.parametrize("unit", [UNIT_TRAJECTORY, UNIT_STEP])
+@pytest.mark.parametrize("unit", [MassUnit.TRAJECTORY, MassUnit.STEP])
 @pytest.mark.parametrize("num_slots", [1, 7, 33, 1500])
 def test_resolve(reference: Ops, native: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> None:
     torch.manual_seed(num_slots)
     slots = torch.randint(0, 1 << 62, (num_slots, 8))
     slots[:, 4] = torch.randint(1, 40, (num_slots,))
     anchors = anchors_by_hand(rule, slots[:, 4].tolist())
-    masses = torch.tensor([len(a) if unit == UNIT_STEP else 3 * bool(a) for a in anchors])
+    masses = torch.tensor([len(a) if unit == MassUnit.STEP else 3 * bool(a) for a in anchors])
     if not masses.any():
         slots[0, 4], masses[0] = 40, 1
         anchors = anchors_by_hand(rule, slots[:, 4].tolist())
@@ -131,7 +129,7 @@ def test_resolve(reference: Ops, native: Ops, rule: tuple[int, ...], unit: int, 
         torch.arange(0, total, total // 300 + 1),
     ):
         count = len(coordinates)
-        out = torch.full((count, RESOLUTION_WORDS), -1)
+        out = torch.full((count, Resolution.NUM_WORDS), -1)
         resolved = both(
             reference, native, "resolve_", out, sums, slots, coordinates, rule, unit, 5, 1, 1 << 40
         )

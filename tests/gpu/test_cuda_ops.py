@@ -13,17 +13,8 @@ from op_cases import ALL_ANCHORS, COUNT, ON_DEVICE, arguments, assert_equal, mov
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import (
-    BY_TABLE,
-    COMMITTED,
-    NUM_UPDATE_COUNTS,
-    ONE_Q62,
-    RING_WORDS,
-    SOURCE_STEPS,
-    SOURCE_STEPS_PLUS_ONE,
-    minima_size,
-    tree_size,
-)
+from deepspeed_gear.ops.constants import ONE_Q62, minima_size, tree_size
+from deepspeed_gear.ops.records import Normalize, RingState, SlotState, Source, UpdateCount
 
 # The first test builds both ops, where that has not been done before.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -58,7 +49,9 @@ def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> N
     found = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         random = torch.Generator().manual_seed(count)
-        kept = [torch.zeros(size, dtype=torch.int64) for size in (RING_WORDS, (shape[1], 8), shape[1])]
+        kept = [
+            torch.zeros(size, dtype=torch.int64) for size in (RingState.NUM_WORDS, (shape[1], 8), shape[1])
+        ]
         kept += [torch.zeros(size(num_items), dtype=torch.int64) for size in (tree_size, minima_size)]
         kept += [torch.zeros(num_items), torch.zeros(num_items, dtype=torch.int32)]
         kept = [tensor.to(device) for tensor in kept]
@@ -67,14 +60,14 @@ def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> N
         records = torch.zeros(2, 65, 8, dtype=torch.int64, device=device)
         weights = torch.zeros(2, 65, device=device)
         betas = torch.tensor([alpha], device=device)
-        draw, known = [5, 1, 1, 0, 0, BY_TABLE], (slots, sums, minima, row_slots, betas, rule, shape)
+        draw, known = [5, 1, 1, 0, 0, Normalize.TABLE], (slots, sums, minima, row_slots, betas, rule, shape)
         ops.ring_select_(state, records[0], weights[0], *known, draw, 1)
         for _ in range(3):
             lengths = torch.randint(-1, 6, (count,), generator=random).to(device)
             placed = torch.zeros(count, 5, dtype=torch.int64, device=device)
             ops.ring_add_(*kept, placed, lengths, rule, shape, 1, alpha, 0x3F800000, 24)
             values = torch.rand(count, 5, 3, generator=random).to(device)
-            ops.scatter_([column], [values], placed, [SOURCE_STEPS_PLUS_ONE])
+            ops.scatter_([column], [values], placed, [Source.STEPS_PLUS_ONE])
         ops.ring_select_(state, records[1], weights[1], *known, draw, 1)
         reported = torch.rand(65, generator=random).to(device)
         ops.ring_update_(state, sums, minima, priorities, slots, records[1], reported, shape, 1, alpha, 24)
@@ -211,7 +204,7 @@ def test_many_reports_at_once(cuda: Ops, num_items: int) -> None:
     """Thousands of threads meet at few items; what they leave is what one after the other leaves."""
     torch.manual_seed(num_items)
     slots, count = torch.zeros(num_items, 8, dtype=torch.int64), 300_000
-    slots[:, 0], slots[:, 4] = COMMITTED, 1
+    slots[:, 0], slots[:, 4] = SlotState.COMMITTED, 1
     reports = torch.zeros(count, 6, dtype=torch.int64)
     reports[:, 0], reports[:, 3] = (
         torch.randint(0, num_items, (count,)),
@@ -219,7 +212,7 @@ def test_many_reports_at_once(cuda: Ops, num_items: int) -> None:
     )
     reports[:, 4:] = torch.randint(0, 50, (count, 2))
     sums, minima = (torch.zeros(size(num_items), dtype=torch.int64) for size in (tree_size, minima_size))
-    kept = [sums, minima, torch.zeros(num_items), torch.zeros(NUM_UPDATE_COUNTS, dtype=torch.int64)]
+    kept = [sums, minima, torch.zeros(num_items), torch.zeros(UpdateCount.NUM_WORDS, dtype=torch.int64)]
     got = moved(kept, DEVICE)
     cuda.prioritize_(*kept, slots, reports, ONE_Q62 // 2, 0, 30)  # by the CPU
     cuda.prioritize_(*got, moved(slots, DEVICE), moved(reports, DEVICE), ONE_Q62 // 2, 0, 30)
@@ -236,7 +229,7 @@ def test_column_beyond_4_gib(cuda: Ops) -> None:
     resolutions = torch.tensor([[0, 0, 0, rows - 40, 40, 5, 0, 0]], device=DEVICE)
     none = torch.empty(0)
     out, counters = torch.zeros(1, 20, dtype=torch.uint8, device=DEVICE), torch.zeros(3, dtype=torch.int64)
-    spec = [SOURCE_STEPS, 0, 20, 0, 0, 0, 1, -1, 0, 20]
+    spec = [Source.STEPS, 0, 20, 0, 0, 0, 1, -1, 0, 20]
     cuda.gather_([out], [], counters.to(DEVICE), [column], [none], [none], resolutions, None, spec, [0.0], 1)
     assert torch.equal(out[0].cpu(), torch.arange(5, 25, dtype=torch.uint8))
 

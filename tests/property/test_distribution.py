@@ -13,7 +13,7 @@ from scipy.stats import chi2, norm
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import R_ANCHOR, R_SLOT, UNIT_STEP, UNIT_TRAJECTORY
+from deepspeed_gear.ops.records import MassUnit, Resolution
 
 ALL_ANCHORS = (0, 0, 1, 1 << 40, 0)
 MANY = 1 << 25
@@ -54,12 +54,12 @@ def test_neighbouring_samples_streams_and_seeds_are_independent(native: Ops) -> 
         assert chi_square(table, torch.full((bins**2,), count / bins**2)) > 1e-3
 
 
-@pytest.mark.parametrize("unit", [UNIT_TRAJECTORY, UNIT_STEP])
+@pytest.mark.parametrize("unit", [MassUnit.TRAJECTORY, MassUnit.STEP])
 def test_trajectories_and_steps(native: Ops, unit: int) -> None:
     """A trajectory in proportion to its mass, then a step of it uniformly; or every step alike."""
     torch.manual_seed(0)
     lengths = torch.randint(1, 30, (500,))
-    masses = lengths if unit == UNIT_STEP else torch.randint(1, 10, (500,))
+    masses = lengths if unit == MassUnit.STEP else torch.randint(1, 10, (500,))
     slots = torch.zeros(500, 8, dtype=torch.int64)
     slots[:, 4] = lengths
     sums = op_wrappers.tree(masses, ops=native)
@@ -67,10 +67,12 @@ def test_trajectories_and_steps(native: Ops, unit: int) -> None:
     coordinates = op_wrappers.draw(3, 0, 0, total, count, ops=native)
     hits = op_wrappers.resolve(sums, slots, coordinates, ALL_ANCHORS, unit=unit, seed=3, ops=native)
     first = lengths.cumsum(0) - lengths
-    steps = torch.bincount(first[hits[:, R_SLOT]] + hits[:, R_ANCHOR], minlength=int(lengths.sum())).double()
+    steps = torch.bincount(
+        first[hits[:, Resolution.SLOT]] + hits[:, Resolution.ANCHOR], minlength=int(lengths.sum())
+    ).double()
     share = masses / total / lengths
     assert chi_square(steps, count * share.double().repeat_interleave(lengths)) > 1e-3
-    trajectories = torch.bincount(hits[:, R_SLOT], minlength=500).double()
+    trajectories = torch.bincount(hits[:, Resolution.SLOT], minlength=500).double()
     assert chi_square(trajectories, count * masses.double() / total) > 1e-3
 
 
@@ -86,8 +88,8 @@ class TestManyEqualItems:
 
     def resolve(self, native: Ops, tree: tuple[Tensor, Tensor], coordinates: Tensor) -> Tensor:
         out = torch.empty(len(coordinates), 8, dtype=torch.int64)
-        native.resolve_(out, *tree, coordinates, ALL_ANCHORS, UNIT_STEP, 0, 0, 0)
-        return out[:, R_SLOT]
+        native.resolve_(out, *tree, coordinates, ALL_ANCHORS, MassUnit.STEP, 0, 0, 0)
+        return out[:, Resolution.SLOT]
 
     def test_every_item_has_its_coordinate(self, native: Ops, tree: tuple[Tensor, Tensor]) -> None:
         assert op_wrappers.tree_total(tree[0], MANY) == MANY
@@ -122,5 +124,5 @@ class TestManyEqualItems:
         out = torch.empty(CHUNK, 8, dtype=torch.int64)
         for first in range(0, MANY, CHUNK):
             coordinates = torch.arange(first, first + CHUNK)
-            native.resolve_(out, sums, slots, coordinates, ALL_ANCHORS, UNIT_STEP, 0, 0, 0)
-            assert torch.equal(out[:, R_SLOT] * 1000 + out[:, R_ANCHOR], coordinates)
+            native.resolve_(out, sums, slots, coordinates, ALL_ANCHORS, MassUnit.STEP, 0, 0, 0)
+            assert torch.equal(out[:, Resolution.SLOT] * 1000 + out[:, Resolution.ANCHOR], coordinates)

@@ -10,51 +10,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.store.memory_layout import SLOT_WORDS
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.native_handle import address
+from deepspeed_gear.store.records import Control, Refusal, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED
-from deepspeed_gear.store.row_allocator import (
-    AFTER,
-    BEFORE,
-    CHANGED,
-    COMMITTED,
-    FIRST_ROW,
-    FREE,
-    FREE_ROWS,
-    FREE_SLOT,
-    ID,
-    INSERTED,
-    LINK_WORDS,
-    NEWER,
-    NEXT_ID,
-    NO_ROWS,
-    NO_SLOT,
-    NUM_COMMITTED,
-    NUM_ROWS,
-    NUM_STEPS,
-    OLDER,
-    OPEN,
-    PENDING,
-    RECOVERIES,
-    RESERVED,
-    RETIRED,
-    ROWS_HELD,
-    SCATTERED,
-    STATE,
-    STEPS_COMMITTED,
-    STEPS_INSERTED,
-    STEPS_PENDING,
-    NativeRowAllocator,
-    RowAllocator,
-)
-from deepspeed_gear.store.table_spec import CONTROL_WORDS, LIFE_WORDS
+from deepspeed_gear.store.row_allocator import NativeRowAllocator, RowAllocator
 
 PEER, IDS = 3, (1, 2)
 
 
 def arrays_of(num_slots: int, log_size: int) -> tuple[np.ndarray, ...]:
-    shapes = (CONTROL_WORDS,), (num_slots, SLOT_WORDS), (num_slots + 2, LINK_WORDS), (log_size,)
-    life = np.ones((num_slots, LIFE_WORDS), np.int64)  # a commit sets it to 0
+    shapes = (
+        (Control.NUM_WORDS,),
+        (num_slots, Slot.NUM_WORDS),
+        (num_slots + 2, SlotLink.NUM_WORDS),
+        (log_size,),
+    )
+    life = np.ones((num_slots, SlotRetention.NUM_WORDS), np.int64)  # a commit sets it to 0
     return (*(np.zeros(shape, np.int64) for shape in shapes), life)
 
 
@@ -84,10 +56,10 @@ def ring(extents: RowAllocator, sentinel: int, on: int, back: int) -> list[int]:
 
 
 def free_slots(extents: RowAllocator) -> list[int]:
-    found, slot = [], int(extents.control[FREE_SLOT])
+    found, slot = [], int(extents.control[Control.FREE_SLOT])
     while slot >= 0:
         found.append(slot)
-        slot = int(extents.links[slot, AFTER])
+        slot = int(extents.links[slot, SlotLink.AFTER])
     return found
 
 
@@ -121,7 +93,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         taken = np.zeros(self.num_rows + 1, bool)
         taken[-1] = True
         for slot in self.held:
-            first, count = self.plain.slots[slot, [FIRST_ROW, NUM_ROWS]].tolist()
+            first, count = self.plain.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
             taken[first : first + count] = True
         return int(np.diff(np.nonzero(np.append(True, taken))[0]).max()) - 1
 
@@ -130,38 +102,38 @@ class ExtentsMachine(RuleBasedStateMachine):
         free, longest = self.num_rows - sum(rows for _, rows, _ in self.held.values()), self._longest_run()
         slot = self._on_both("reserve", num_rows, max(1, num_rows - 1))
         if len(self.held) == self.num_slots:
-            assert slot == NO_SLOT
+            assert slot == Refusal.NO_SLOT
         elif num_rows > free:
-            assert slot == NO_ROWS
+            assert slot == Refusal.NO_ROWS
         elif num_rows > longest:
-            assert slot == SCATTERED
+            assert slot == Refusal.SCATTERED
         else:
             assert 0 <= slot < self.num_slots
             assert slot not in self.held
-            self.held[slot] = RESERVED, num_rows, max(1, num_rows - 1)
+            self.held[slot] = SlotState.RESERVED, num_rows, max(1, num_rows - 1)
 
-    @precondition(lambda self: self._of(RESERVED))
+    @precondition(lambda self: self._of(SlotState.RESERVED))
     @rule(data=st.data(), born=st.integers(0, 9))
     def commit(self, data: st.DataObject, born: int) -> None:
-        slot = data.draw(st.sampled_from(self._of(RESERVED)))
+        slot = data.draw(st.sampled_from(self._of(SlotState.RESERVED)))
         num_rows = data.draw(st.integers(1, self.held[slot][1]))
         number = self._on_both("commit", slot, num_rows, num_rows, born)
         assert number == self.inserted * IDS[1] + IDS[0]
-        self.held[slot] = COMMITTED, num_rows, num_rows
+        self.held[slot] = SlotState.COMMITTED, num_rows, num_rows
         self.old.append(slot)
         self.noted.append(slot)
         self.inserted, self.steps_inserted = self.inserted + 1, self.steps_inserted + num_rows
 
-    @precondition(lambda self: self._of(RESERVED))
+    @precondition(lambda self: self._of(SlotState.RESERVED))
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         """Commit the beginning of a trajectory that keeps its rows to grow."""
-        slot = data.draw(st.sampled_from(self._of(RESERVED)))
+        slot = data.draw(st.sampled_from(self._of(SlotState.RESERVED)))
         for extents in self.both:
-            extents.life[slot, OPEN] = 1
+            extents.life[slot, SlotRetention.OPEN] = 1
         rows = self.held[slot][1]
         self._on_both("commit", slot, 1, rows, 0)
-        self.held[slot] = COMMITTED, rows, 1
+        self.held[slot] = SlotState.COMMITTED, rows, 1
         self.old.append(slot)
         self.noted.append(slot)
         self.open.add(slot)
@@ -184,7 +156,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.open)))
         state, rows, steps = self.held[slot]
         self._on_both("end_growth", slot, steps)
-        self.held[slot] = state, steps if state == COMMITTED else rows, steps
+        self.held[slot] = state, steps if state == SlotState.COMMITTED else rows, steps
         self.open.remove(slot)
 
     @precondition(lambda self: self.old)
@@ -192,33 +164,33 @@ class ExtentsMachine(RuleBasedStateMachine):
     def retire(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(self.old))
         self._on_both("retire", slot)
-        self.held[slot] = RETIRED, *self.held[slot][1:]
+        self.held[slot] = SlotState.EVICTED, *self.held[slot][1:]
         self.old.remove(slot)
         self.gone.append(slot)
         self.noted.append(slot)
 
     def _can_be_freed(self) -> list[int]:
-        return self._of(RESERVED) + [slot for slot in self.gone if slot not in self.open]
+        return self._of(SlotState.RESERVED) + [slot for slot in self.gone if slot not in self.open]
 
     @precondition(lambda self: self._can_be_freed())
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(self._can_be_freed()))
         self._on_both("free", slot)
-        if self.held.pop(slot)[0] == RETIRED:
+        if self.held.pop(slot)[0] == SlotState.EVICTED:
             self.gone.remove(slot)
 
     @rule()
     def rebuild(self) -> None:
         """Order by id: of those that are retired this is all that the slot table knows."""
         self._on_both("rebuild")
-        self.gone.sort(key=lambda slot: int(self.plain.slots[slot, ID]))
+        self.gone.sort(key=lambda slot: int(self.plain.slots[slot, Slot.ID]))
 
     @invariant()
     def same_in_both(self) -> None:
         if not hasattr(self, "plain"):
             return
-        words = np.arange(CONTROL_WORDS) != RECOVERIES
+        words = np.arange(Control.NUM_WORDS) != Control.RECOVERIES
         assert (self.plain.control[words] == self.native.control[words]).all()
         for name in ("slots", "links", "log", "life"):
             assert (getattr(self.plain, name) == getattr(self.native, name)).all(), name
@@ -229,22 +201,26 @@ class ExtentsMachine(RuleBasedStateMachine):
             return
         extents, control, slots = self.plain, self.plain.control, self.plain.slots
         for slot in range(self.num_slots):
-            state, rows, steps = self.held.get(slot, (FREE, 0, 0))
-            assert slots[slot, STATE] == state
-            if state != FREE:
-                assert slots[slot, [NUM_ROWS, NUM_STEPS]].tolist() == [rows, steps]
-        by_address = ring(extents, extents.ends, AFTER, BEFORE)
+            state, rows, steps = self.held.get(slot, (SlotState.FREE, 0, 0))
+            assert slots[slot, Slot.STATE] == state
+            if state != SlotState.FREE:
+                assert slots[slot, [Slot.NUM_ROWS, Slot.NUM_STEPS]].tolist() == [rows, steps]
+        by_address = ring(extents, extents.ends, SlotLink.AFTER, SlotLink.BEFORE)
         assert sorted(by_address) == sorted(self.held)
         end = 0
         for slot in by_address:
-            assert slots[slot, FIRST_ROW] >= end
-            end = int(slots[slot, FIRST_ROW] + slots[slot, NUM_ROWS])
+            assert slots[slot, Slot.FIRST_ROW] >= end
+            end = int(slots[slot, Slot.FIRST_ROW] + slots[slot, Slot.NUM_ROWS])
         assert end <= self.num_rows
-        assert control[FREE_ROWS] == self.num_rows - sum(rows for _, rows, _ in self.held.values())
+        assert control[Control.FREE_ROWS] == self.num_rows - sum(rows for _, rows, _ in self.held.values())
         assert extents.longest_run == self._longest_run()
         assert sorted([*free_slots(extents), *self.held]) == list(range(self.num_slots))
-        assert ring(extents, extents.ends, NEWER, OLDER) == self.old
-        assert extents.retired().tolist() == ring(extents, extents.retired_ends, NEWER, OLDER) == self.gone
+        assert ring(extents, extents.ends, SlotLink.NEWER, SlotLink.OLDER) == self.old
+        assert (
+            extents.retired().tolist()
+            == ring(extents, extents.retired_ends, SlotLink.NEWER, SlotLink.OLDER)
+            == self.gone
+        )
         grown = [slot for slot in self.old if slot not in self.open]
         assert extents.oldest() == (grown[0] if grown else -1)
         assert extents.newest() == (grown[-1] if grown else -1)
@@ -254,15 +230,22 @@ class ExtentsMachine(RuleBasedStateMachine):
         if not hasattr(self, "plain"):
             return
         control = self.plain.control
-        assert control[NUM_COMMITTED] == len(self.old)
-        assert control[STEPS_COMMITTED] == sum(self.held[slot][2] for slot in self.old)
-        held = [rows for state, rows, _ in self.held.values() if state in (RESERVED, COMMITTED)]
-        assert control[ROWS_HELD] == sum(held)
-        assert control[[INSERTED, STEPS_INSERTED]].tolist() == [self.inserted, self.steps_inserted]
-        assert control[NEXT_ID] == self.inserted
-        reserved = [self.held[slot][2] for slot in self._of(RESERVED)]
-        assert control[[PENDING, STEPS_PENDING]].tolist() == [len(reserved), sum(reserved)]
-        assert control[CHANGED] == len(self.noted)
+        assert control[Control.NUM_COMMITTED] == len(self.old)
+        assert control[Control.STEPS_COMMITTED] == sum(self.held[slot][2] for slot in self.old)
+        held = [
+            rows
+            for state, rows, _ in self.held.values()
+            if state in (SlotState.RESERVED, SlotState.COMMITTED)
+        ]
+        assert control[Control.ROWS_HELD] == sum(held)
+        assert control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist() == [
+            self.inserted,
+            self.steps_inserted,
+        ]
+        assert control[Control.NEXT_ID] == self.inserted
+        reserved = [self.held[slot][2] for slot in self._of(SlotState.RESERVED)]
+        assert control[[Control.PENDING, Control.STEPS_PENDING]].tolist() == [len(reserved), sum(reserved)]
+        assert control[Control.CHANGED] == len(self.noted)
         seen = max(0, len(self.noted) - len(self.plain.log))
         assert self.plain.changed_since(seen).tolist() == sorted(set(self.noted[seen:]))
         if seen:
@@ -275,16 +258,25 @@ class ExtentsMachine(RuleBasedStateMachine):
             return
         arrays = [getattr(self.plain, name).copy() for name in ("control", "slots", "links", "log", "life")]
         arrays[2][:] = 12345
-        derived = [FREE_ROWS, NUM_COMMITTED, STEPS_COMMITTED, ROWS_HELD, PENDING, STEPS_PENDING]
-        arrays[0][[FREE_SLOT, *derived]] = 12345
+        derived = [
+            Control.FREE_ROWS,
+            Control.NUM_COMMITTED,
+            Control.STEPS_COMMITTED,
+            Control.ROWS_HELD,
+            Control.PENDING,
+            Control.STEPS_PENDING,
+        ]
+        arrays[0][[Control.FREE_SLOT, *derived]] = 12345
         copy = RowAllocator(*arrays, self.num_rows, IDS, PEER)
         copy.rebuild()
         assert sorted(free_slots(copy)) == sorted(free_slots(self.plain))
         ends = self.plain.ends
-        assert ring(copy, ends, AFTER, BEFORE) == ring(self.plain, ends, AFTER, BEFORE)
-        assert ring(copy, ends, NEWER, OLDER) == self.old
+        assert ring(copy, ends, SlotLink.AFTER, SlotLink.BEFORE) == ring(
+            self.plain, ends, SlotLink.AFTER, SlotLink.BEFORE
+        )
+        assert ring(copy, ends, SlotLink.NEWER, SlotLink.OLDER) == self.old
         assert sorted(copy.retired().tolist()) == sorted(self.gone)
-        words = [*derived, NEXT_ID, CHANGED, INSERTED, STEPS_INSERTED]
+        words = [*derived, Control.NEXT_ID, Control.CHANGED, Control.INSERTED, Control.STEPS_INSERTED]
         assert (copy.control[words] == self.plain.control[words]).all()
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import NotReadyError
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.compaction import cheapest_run
 from deepspeed_gear.store.pins import SelectionPins
+from deepspeed_gear.store.records import Control, Refusal, SlotRetention
 from deepspeed_gear.store.retention import Retention
-from deepspeed_gear.store.row_allocator import CUTTING, FREE_ROWS, OPEN, RESERVED, SCATTERED
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, NUM_STEPS, STATE
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, spare_rows_for
 from deepspeed_gear.writer.inserter import Inserter
 
@@ -40,11 +40,11 @@ def priority_of(number: int, step: int) -> float:
 def check_rows(scene: StoreScene) -> None:
     """Every row, and what is derived from it, is of the trajectory that says to lie there."""
     table = scene.table
-    for slot in np.nonzero(table.slots[:, STATE] == COMMITTED)[0].tolist():
-        number, steps = int(table.slots[slot, ID]), int(table.slots[slot, NUM_STEPS])
+    for slot in np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0].tolist():
+        number, steps = int(table.slots[slot, Slot.ID]), int(table.slots[slot, Slot.NUM_STEPS])
         wanted, rows = trajectory(number, steps), table.rows(slot)
         assert all(np.array_equal(rows[name], wanted[name]) for name in rows), number
-        first = int(table.slots[slot, FIRST_ROW])
+        first = int(table.slots[slot, Slot.FIRST_ROW])
         returns = wanted["reward"][::-1].cumsum()[::-1]
         assert np.array_equal(table.held(RETURN_TO_GO)[first : first + steps], returns)
 
@@ -55,7 +55,7 @@ def take(scene: StoreScene, key: int) -> np.ndarray:
     stream.masses.ask(key)
     records = np.array(stream.take(key).resolutions.numpy())
     check_drawn(scene, records)
-    assert (table.slots[records[:, 1], STATE] == COMMITTED).all()
+    assert (table.slots[records[:, 1], Slot.STATE] == SlotState.COMMITTED).all()
     return records
 
 
@@ -75,8 +75,8 @@ def set_priorities(scene: StoreScene, records: np.ndarray) -> dict[tuple[int, in
 def check_priorities(scene: StoreScene, known: dict[tuple[int, int], float]) -> None:
     """Each step has the priority that was reported for it, or the first one."""
     masses, table = scene.streams[0].masses, scene.table
-    for slot in np.nonzero(masses.applied * (table.slots[:, STATE] == COMMITTED))[0].tolist():
-        number, first, steps = table.slots[slot, [ID, FIRST_ROW, NUM_STEPS]].tolist()
+    for slot in np.nonzero(masses.applied * (table.slots[:, Slot.STATE] == SlotState.COMMITTED))[0].tolist():
+        number, first, steps = table.slots[slot, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist()
         wanted = [known.get((number, step), 0.5) for step in range(steps)]
         assert masses.values[first : first + steps].tolist() == wanted
 
@@ -114,7 +114,7 @@ def test_a_store_of_random_lengths_is_almost_full(removal: str) -> None:
     by, chance, levels = Inserter(scene.table, SelectionPins(scene.table), 0.0), np.random.default_rng(0), []
     for number, steps in enumerate(chance.integers(1, 41, 600).tolist()):
         by.add(trajectory(number, steps))
-        levels.append(1 - int(scene.table.control[FREE_ROWS]) / 4000)
+        levels.append(1 - int(scene.table.control[Control.FREE_ROWS]) / 4000)
     assert min(levels[300:]) >= 0.95
     check_rows(scene)
     check_whole(scene.table, [])
@@ -146,7 +146,7 @@ def reserve(scene: StoreScene, num_steps: int = 10) -> tuple[int, int]:
 def test_moving_lets_nobody_go() -> None:
     scene = scattered()
     slot, left = reserve(scene)
-    assert scene.table.slots[slot, STATE] == RESERVED
+    assert scene.table.slots[slot, Slot.STATE] == SlotState.RESERVED
     assert left == 6
     check_rows(scene)
     check_whole(scene.table, scene.streams)
@@ -158,18 +158,18 @@ def test_what_must_stay_stays(why: str) -> None:
     scene = scattered(spare_rows=7) if why == "too long" else scattered()
     table = scene.table
     if why == "open":
-        table.views["life"][:, OPEN] = 1
+        table.views["life"][:, SlotRetention.OPEN] = 1
     elif why == "drawn":
         scene.streams[0].last_drawn[:] = 0
     elif why == "reserved":
-        table.slots[table.slots[:, STATE] == COMMITTED, STATE] = RESERVED
+        table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.STATE] = SlotState.RESERVED
     elif why == "cutting":
-        table.control[CUTTING] = 1
+        table.control[Control.SELECTING] = 1
     before = table.slots.copy()
     with table.lock:
         room = Inserter(table, SelectionPins(table), 0.0).room
         assert table.extents is not None
-        assert table.extents.reserve(11, 10) == SCATTERED
+        assert table.extents.reserve(11, 10) == Refusal.SCATTERED
         assert not (room.mover.pays(11) and room.mover.make_run(11))
     assert (table.slots == before).all()
     scene.close()
@@ -187,8 +187,8 @@ def test_an_extent_that_was_left_in_the_spare_rows_comes_home() -> None:
     check_rows(scene)
     check_whole(table, scene.streams)
     assert reserve(scene)[1] == 6
-    ends = table.slots[:, FIRST_ROW] + table.slots[:, NUM_ROWS]
-    assert ends[table.slots[:, STATE] != 0].max() <= table.spec.capacity_rows
+    ends = table.slots[:, Slot.FIRST_ROW] + table.slots[:, Slot.NUM_ROWS]
+    assert ends[table.slots[:, Slot.STATE] != 0].max() <= table.spec.capacity_rows
     check_rows(scene)
     scene.close()
 

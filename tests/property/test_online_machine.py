@@ -25,7 +25,7 @@ from process_support import exit_status, in_child
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.store.row_allocator import FREE_ROWS, NUM_COMMITTED, PENDING, ROWS_HELD
+from deepspeed_gear.store.records import Control
 from deepspeed_gear.writer import late_columns
 
 SCHEMA = Schema(
@@ -388,12 +388,14 @@ class OnlineMachine(RuleBasedStateMachine):
         with self.table.lock:
             self.writer._inserter.room.free_retired()
         control, closed = self.table.control, [h for h in self.stored.values() if not h.is_open]
-        assert control[NUM_COMMITTED] == len(self.stored)
-        assert control[PENDING] == 0
+        assert control[Control.NUM_COMMITTED] == len(self.stored)
+        assert control[Control.PENDING] == 0
         grow = len(self.stored) - len(closed)
-        assert control[ROWS_HELD] == sum(h.steps + 1 for h in closed) + grow * (LONGEST + 1)
+        assert control[Control.ROWS_HELD] == sum(h.steps + 1 for h in closed) + grow * (LONGEST + 1)
         retired = self.table.slots[self.table.retired(), 5].sum()
-        assert control[FREE_ROWS] + control[ROWS_HELD] + retired == self.table.spec.capacity_rows
+        assert (
+            control[Control.FREE_ROWS] + control[Control.ROWS_HELD] + retired == self.table.spec.capacity_rows
+        )
 
     def teardown(self) -> None:
         if hasattr(self, "replay"):

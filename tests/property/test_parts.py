@@ -15,8 +15,10 @@ from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.distributed.dataset_shards import non_empty, shard_of_node
 from deepspeed_gear.distributed.read_needs import shards_of
 from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.store.memory_layout import RunIdentity
-from deepspeed_gear.store.table import ID, NEXT_ID, Table
+from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -72,8 +74,8 @@ def rows_of(
     )
     try:
         ids = np.arange(shard.first, shard.end)
-        assert table.control[NEXT_ID] == dataset.num_trajectories_of_whole
-        assert table.slots[:, ID].tolist() == ids.tolist()
+        assert table.control[Control.NEXT_ID] == dataset.num_trajectories_of_whole
+        assert table.slots[:, Slot.ID].tolist() == ids.tolist()
         assert table.slots_of(ids).tolist() == list(range(len(ids)))
         return {name: table.held(name).copy() for name in (*dataset.schema.names, RETURN_TO_GO)}
     finally:

@@ -14,10 +14,10 @@ from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import reference
-from deepspeed_gear.ops.constants import BY_ID, FOR_COORDINATE, MOST_MASS_BITS, ONE_Q62
+from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
+from deepspeed_gear.ops.records import LogEntry, RandomPurpose, Slot, SlotState
 from deepspeed_gear.replay import table_edits
-from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, GENERATION, ID, STATE
+from deepspeed_gear.store.stream_records import Head
 
 NUM_SLOTS, NUM_ROWS, KEY_OF_STREAM, NUM_PEERS = 5, 40, 7, 3
 ALPHAS = (0.0, 0.3, 0.6, 1.0)
@@ -30,7 +30,7 @@ priorities = st.sampled_from([0.0, -0.0, 1e-40, 0.25, 1.0, 7.5, 1e4]) | st.float
 
 def philox(seed: int, first: int, total: int, count: int) -> list[int]:
     """Return floor(word * total / 2^128) in Python's integers."""
-    high, low = reference.philox(seed, torch.arange(count) + first, KEY_OF_STREAM, FOR_COORDINATE)
+    high, low = reference.philox(seed, torch.arange(count) + first, KEY_OF_STREAM, RandomPurpose.COORDINATE)
     words = [(h % 2**64 << 64) + low_ % 2**64 for h, low_ in zip(high.tolist(), low.tolist(), strict=True)]
     return [word * total >> 128 for word in words]
 
@@ -137,8 +137,8 @@ class PriorityMachine(RuleBasedStateMachine):
         steps = [data.draw(st.integers(0, self.stored[n] - 1)) if self.unit == "step" else 0 for n in ids]
         table = self.tables[peer]
         slots = table.slots_of(np.array(ids))
-        updates = np.stack([slots, table.slots[slots, GENERATION], steps], axis=1)
-        self._report(peer, updates, values, BY_ID, list(zip(ids, steps, strict=True)))
+        updates = np.stack([slots, table.slots[slots, Slot.GENERATION], steps], axis=1)
+        self._report(peer, updates, values, LogEntry.BY_ID, list(zip(ids, steps, strict=True)))
 
     @rule(alpha=st.sampled_from(ALPHAS))
     def change_alpha(self, alpha: float) -> None:
@@ -203,11 +203,15 @@ class PriorityMachine(RuleBasedStateMachine):
     def _order(self) -> list[Item]:
         """Return the items in stored order."""
         slots = self.scene.table.slots
-        used = [int(s) for s in np.nonzero(slots[:, STATE] == COMMITTED)[0]]
+        used = [int(s) for s in np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0]]
         if self.unit == "trajectory":
-            return [(int(slots[s, ID]), 0) for s in used]
-        used.sort(key=lambda s: int(slots[s, FIRST_ROW]))
-        return [(int(slots[s, ID]), step) for s in used for step in range(self.stored[int(slots[s, ID])])]
+            return [(int(slots[s, Slot.ID]), 0) for s in used]
+        used.sort(key=lambda s: int(slots[s, Slot.FIRST_ROW]))
+        return [
+            (int(slots[s, Slot.ID]), step)
+            for s in used
+            for step in range(self.stored[int(slots[s, Slot.ID])])
+        ]
 
     def _check(self, head: np.ndarray, records: np.ndarray, total: int) -> None:
         order = self._order()
@@ -234,8 +238,8 @@ class PriorityMachine(RuleBasedStateMachine):
             self.normalize
         ]
         divisor = len(positive) if self.normalize is None else 1
-        assert [int(head[w]) for w in (NUMERATOR, DIVISOR)] == [numerator, divisor]
-        assert int(head[EXPONENT]) == int(0.4 * ONE_Q62)
+        assert [int(head[w]) for w in (Head.NUMERATOR, Head.DIVISOR)] == [numerator, divisor]
+        assert int(head[Head.EXPONENT]) == int(0.4 * ONE_Q62)
 
     @invariant()
     def whole(self) -> None:

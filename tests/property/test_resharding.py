@@ -11,58 +11,44 @@ from hypothesis import strategies as st
 from deepspeed_gear.checkpoint import reshard
 from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision
 from deepspeed_gear.errors import StoreFullError
-from deepspeed_gear.ops.constants import (
-    ANY_SLOT,
-    APPLIED,
-    BY_ID,
-    HIGHEST_PRIORITY,
-    NUM_UPDATE_COUNTS,
-    R_ID,
-    R_SLOT,
-    REPORT_BATCH,
-    REPORT_NUMBER,
-    REPORT_WORDS,
-    RESOLUTION_WORDS,
-    SHARD_BITS,
-    SLOT_WORDS,
-    U_GENERATION,
-    U_SLOT,
-    UNKNOWN,
-)
-from deepspeed_gear.sampling.selection import COUNT, HEAD_WORDS, KEY
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_ROWS, RETIRED, STATE
+from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
+from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
+from deepspeed_gear.store.stream_records import Head
 
 BATCH = 5
 
 
 def stored(random: np.random.Generator, count: int) -> np.ndarray:
     """Make records whose orders of slots, rows and ids are all different."""
-    records = random.integers(0, 9, (count, SLOT_WORDS))
-    records[:, STATE] = np.where(random.random(count) < 0.8, COMMITTED, RETIRED)
-    records[:, NUM_ROWS] = random.integers(1, 6, count)
-    records[:, ID] = random.permutation(3 * count)[:count]
+    records = random.integers(0, 9, (count, Slot.NUM_WORDS))
+    records[:, Slot.STATE] = np.where(random.random(count) < 0.8, SlotState.COMMITTED, SlotState.EVICTED)
+    records[:, Slot.NUM_ROWS] = random.integers(1, 6, count)
+    records[:, Slot.ID] = random.permutation(3 * count)[:count]
     order = random.permutation(count)
-    records[order, FIRST_ROW] = 2 * np.cumsum(records[order, NUM_ROWS])  # with gaps
+    records[order, Slot.FIRST_ROW] = 2 * np.cumsum(records[order, Slot.NUM_ROWS])  # with gaps
     return records
 
 
 def content_of(random: np.random.Generator, records: np.ndarray, by_step: bool, cuts: int) -> dict[str, Any]:
     """Make the content of a stream with priorities, as one store saves it."""
-    count, items = len(records), int(records[:, NUM_ROWS].sum()) if by_step else len(records)
-    log = random.integers(0, 9, (7 if count else 0, REPORT_WORDS))
-    log[:, U_SLOT] = random.integers(0, max(count, 1), len(log))
-    by_id = np.isin(log[:, U_SLOT], np.nonzero(records[:, STATE] == COMMITTED)[0]) & (
-        random.random(len(log)) < 0.4
+    count, items = len(records), int(records[:, Slot.NUM_ROWS].sum()) if by_step else len(records)
+    log = random.integers(0, 9, (7 if count else 0, LogEntry.NUM_WORDS))
+    log[:, PriorityUpdate.SLOT] = random.integers(0, max(count, 1), len(log))
+    by_id = np.isin(
+        log[:, PriorityUpdate.SLOT], np.nonzero(records[:, Slot.STATE] == SlotState.COMMITTED)[0]
+    ) & (random.random(len(log)) < 0.4)
+    log[:, LogEntry.SAMPLE_NUMBER] = np.where(by_id, LogEntry.BY_ID, 10 + np.arange(len(log)))
+    log[by_id, PriorityUpdate.GENERATION] = records[log[by_id, PriorityUpdate.SLOT], Slot.ID]
+    log[by_id, PriorityUpdate.SLOT] = -1
+    heads = random.integers(0, 9, (cuts, Head.NUM_WORDS))
+    heads[:, Head.KEY], heads[:, Head.COUNT] = (
+        4 + np.arange(cuts),
+        random.integers(0, BATCH + 1, cuts) if count else 0,
     )
-    log[:, REPORT_NUMBER] = np.where(by_id, BY_ID, 10 + np.arange(len(log)))
-    log[by_id, U_GENERATION] = records[log[by_id, U_SLOT], ID]
-    log[by_id, U_SLOT] = -1
-    heads = random.integers(0, 9, (cuts, HEAD_WORDS))
-    heads[:, KEY], heads[:, COUNT] = 4 + np.arange(cuts), random.integers(0, BATCH + 1, cuts) if count else 0
-    ring = random.integers(0, 9, (cuts, BATCH, RESOLUTION_WORDS))
-    ring[..., R_SLOT] = random.integers(0, max(count, 1), (cuts, BATCH))
-    ring[np.arange(BATCH) >= heads[:, COUNT, None]] = 0
-    counts = random.integers(0, 9, NUM_UPDATE_COUNTS)
+    ring = random.integers(0, 9, (cuts, BATCH, Resolution.NUM_WORDS))
+    ring[..., Resolution.SLOT] = random.integers(0, max(count, 1), (cuts, BATCH))
+    ring[np.arange(BATCH) >= heads[:, Head.COUNT, None]] = 0
+    counts = random.integers(0, 9, UpdateCount.NUM_WORDS)
     return {
         "queued": random.integers(-1, 9, count),
         "bases": random.integers(0, 9, count),
@@ -70,7 +56,7 @@ def content_of(random: np.random.Generator, records: np.ndarray, by_step: bool, 
         "draws": random.integers(0, 9, items).astype(np.int32),
         "counts": counts,
         "alpha": np.array([3]),
-        "log": log[np.lexsort((log[:, REPORT_NUMBER], log[:, REPORT_BATCH]))],
+        "log": log[np.lexsort((log[:, LogEntry.SAMPLE_NUMBER], log[:, LogEntry.BATCH]))],
         "position": random.integers(0, 9, 11),
         "heads": heads,
         "ring": ring,
@@ -95,13 +81,26 @@ def assert_same(one: SavedShard, other: SavedShard) -> None:
     """Compare content. Where rows lie does not matter; of reports the order of those of one item does."""
     assert one.slots is not None
     assert other.slots is not None
-    words = [word for word in range(SLOT_WORDS) if word != FIRST_ROW]
+    words = [word for word in range(Slot.NUM_WORDS) if word != Slot.FIRST_ROW]
     np.testing.assert_array_equal(one.slots[:, words], other.slots[:, words])
     for name, array in one.streams["train"].items():
         pair = [array, other.streams["train"][name]]
         if name == "log":
             pair = [
-                log[np.lexsort(log[:, [U_GENERATION, U_SLOT, REPORT_NUMBER, REPORT_BATCH]].T)] for log in pair
+                log[
+                    np.lexsort(
+                        log[
+                            :,
+                            [
+                                PriorityUpdate.GENERATION,
+                                PriorityUpdate.SLOT,
+                                LogEntry.SAMPLE_NUMBER,
+                                LogEntry.BATCH,
+                            ],
+                        ].T
+                    )
+                ]
+                for log in pair
             ]
         np.testing.assert_array_equal(*pair, err_msg=name)
 
@@ -119,7 +118,7 @@ def test_any_shards_of_a_table_are_the_whole_again(
     assert again.next_id >= whole.next_id
     assert_same(whole, again)
     assert again.slots is not None
-    order = np.lexsort((records[:, FIRST_ROW], division.owner))  # rows follow shards
+    order = np.lexsort((records[:, Slot.FIRST_ROW], division.owner))  # rows follow shards
     np.testing.assert_array_equal(reshard.in_rows(again.slots), order)
 
 
@@ -167,19 +166,22 @@ def test_a_shard_names_slots_of_its_store_and_knows_its_own_samples_only() -> No
     division = reshard.divide_rows("main", records, False, [(12, 1000)] * 3)
     shards = shards_of(whole, division, 3, True)
     ring, heads = whole.streams["train"]["ring"], whole.streams["train"]["heads"]
-    drawn = np.arange(BATCH) < heads[:, COUNT, None]
+    drawn = np.arange(BATCH) < heads[:, Head.COUNT, None]
     for index, shard in enumerate(shards):
         content = shard.streams["train"]
         own = drawn & (reshard.owners_of(whole.streams["train"], division) == index)
-        assert (content["ring"][drawn & ~own][:, R_ID] == UNKNOWN).all()
+        assert (content["ring"][drawn & ~own][:, Resolution.ID] == UNKNOWN).all()
         np.testing.assert_array_equal(
-            division.chosen(index)[content["ring"][own][:, R_SLOT]], ring[own][:, R_SLOT]
+            division.chosen(index)[content["ring"][own][:, Resolution.SLOT]], ring[own][:, Resolution.SLOT]
         )
-        assert (content["log"][:, U_SLOT] >> SHARD_BITS == index).all()
+        assert (content["log"][:, PriorityUpdate.SLOT] >> SHARD_BITS == index).all()
         assert shard.next_id * 3 + index >= 40
-        assert content["counts"][HIGHEST_PRIORITY] == whole.streams["train"]["counts"][HIGHEST_PRIORITY]
-    applied = [int(shard.streams["train"]["counts"][APPLIED]) for shard in shards]
-    assert applied == [whole.streams["train"]["counts"][APPLIED], 0, 0]
+        assert (
+            content["counts"][UpdateCount.HIGHEST_PRIORITY]
+            == whole.streams["train"]["counts"][UpdateCount.HIGHEST_PRIORITY]
+        )
+    applied = [int(shard.streams["train"]["counts"][UpdateCount.APPLIED]) for shard in shards]
+    assert applied == [whole.streams["train"]["counts"][UpdateCount.APPLIED], 0, 0]
     assert sum(len(shard.streams["train"]["log"]) for shard in shards) == 7
 
 
@@ -188,24 +190,27 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
     empty = np.empty(0, np.int64)
 
     def shard(ids: list[int], numbers: list[int], words: list[tuple[int, int, int]]) -> SavedShard:
-        records = np.zeros((len(ids), SLOT_WORDS), np.int64)
-        records[:, STATE], records[:, ID], records[:, NUM_ROWS] = COMMITTED, ids, 2
-        records[:, FIRST_ROW] = 2 * np.arange(len(ids))
+        records = np.zeros((len(ids), Slot.NUM_WORDS), np.int64)
+        records[:, Slot.STATE], records[:, Slot.ID], records[:, Slot.NUM_ROWS] = SlotState.COMMITTED, ids, 2
+        records[:, Slot.FIRST_ROW] = 2 * np.arange(len(ids))
         content = content_of(np.random.default_rng(1), records, False, 0)
-        content["log"] = np.zeros((len(words), REPORT_WORDS), np.int64)
+        content["log"] = np.zeros((len(words), LogEntry.NUM_WORDS), np.int64)
         for entry, (index, slot, generation) in zip(content["log"], words, strict=True):
-            entry[U_SLOT], entry[U_GENERATION] = index << SHARD_BITS | slot, generation
-            entry[REPORT_NUMBER] = BY_ID if slot == ANY_SLOT else slot
+            entry[PriorityUpdate.SLOT], entry[PriorityUpdate.GENERATION] = (
+                index << SHARD_BITS | slot,
+                generation,
+            )
+            entry[LogEntry.SAMPLE_NUMBER] = LogEntry.BY_ID if slot == ANY_SLOT else slot
         return SavedShard(records, np.array(numbers), 5, {"train": content})
 
     first = shard([0, 2], [3, 7], [(1, 9, 1), (1, ANY_SLOT, 5), (1, 2, 1), (0, 7, 4)])
     whole = reshard.merge([first, shard([1, 3, 5], [0, 8, 9], [])])
     log = whole.streams["train"]["log"]
-    assert log[:, [U_SLOT, U_GENERATION]].tolist() == [[1, 4], [4, 1], [-1, 5]]
+    assert log[:, [PriorityUpdate.SLOT, PriorityUpdate.GENERATION]].tolist() == [[1, 4], [4, 1], [-1, 5]]
     division = ShardDivision.of(np.array([0, 0, 0, 0, 1]))
     parts = [reshard.part_of(whole, "train", division, index, None)["log"] for index in range(2)]
-    assert (parts[0][:, U_SLOT] & ANY_SLOT).tolist() == [1]
-    assert (parts[1][:, U_SLOT] & ANY_SLOT).tolist() == [0, ANY_SLOT]
+    assert (parts[0][:, PriorityUpdate.SLOT] & ANY_SLOT).tolist() == [1]
+    assert (parts[1][:, PriorityUpdate.SLOT] & ANY_SLOT).tolist() == [0, ANY_SLOT]
     assert whole.positions_of(np.array([5, 4, 2, -1])).tolist() == [4, -1, 1, -1]
     assert whole.positions_of(empty).tolist() == []
 
@@ -214,9 +219,9 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
 def test_a_table_is_divided_wherever_whole_trajectories_fit(
     rows: list[int], count: int, slots: int, most: int
 ) -> None:
-    records = np.zeros((len(rows), SLOT_WORDS), np.int64)
-    records[:, NUM_ROWS] = rows
-    records[:, FIRST_ROW] = np.cumsum(rows) - rows
+    records = np.zeros((len(rows), Slot.NUM_WORDS), np.int64)
+    records[:, Slot.NUM_ROWS] = rows
+    records[:, Slot.FIRST_ROW] = np.cumsum(rows) - rows
     used, filled, shards = 0, 0, 1  # as many as fit into each, one after the other
     for length in rows:
         if used + 1 > slots or filled + length > most:
@@ -235,7 +240,7 @@ def test_a_table_is_divided_wherever_whole_trajectories_fit(
     for index in range(count):
         chosen = division.chosen(index)
         assert len(chosen) <= slots
-        assert records[chosen, NUM_ROWS].sum() <= most
+        assert records[chosen, Slot.NUM_ROWS].sum() <= most
 
 
 def test_a_data_set_is_divided_by_the_bounds_of_its_ids() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from deepspeed_gear.distributed.row_exchange.row_exchange import most_rows
 from deepspeed_gear.distributed.row_exchange.row_reads import RowLayout, RowReads, WindowRead, layout_of
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import R_FIRST_ROW, R_SLOT, RESOLUTION_WORDS, SLOT_FIRST_ROW, SLOT_WORDS
+from deepspeed_gear.ops.records import Resolution, Slot
 
 FINAL_ROW = {"a": 0, "b": 1, "c": 0}
 ROW_BYTES = {"a": 4, "b": 12, "c": 1, "t": 8, "u": 3}
@@ -128,11 +128,11 @@ def taken_by(
 ) -> Taken:
     count = len(samples)
     arrivals = [torch.zeros((200 + count) * ROW_BYTES[name], dtype=torch.uint8) for name in layout.names]
-    ring = torch.zeros(count, RESOLUTION_WORDS, dtype=torch.int64)
+    ring = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
     room = FIRST[0], 190, FIRST[1], 50, *FIRST_OF_ALL
     given = heard, torch.arange(count), words_of(samples, peer), *layout[1:], HEADS[: len(heard)]
     sizes, needed = op_wrappers.unpack_rows(arrivals, ring, *given, room, ops=ops)
-    lies = (ring[:, (R_FIRST_ROW, R_SLOT)] - torch.tensor(FIRST_OF_ALL)).tolist()
+    lies = (ring[:, (Resolution.FIRST_ROW, Resolution.SLOT)] - torch.tensor(FIRST_OF_ALL)).tolist()
     return Taken(arrivals, lies, *needed.tolist(), sizes.tolist())
 
 
@@ -150,8 +150,8 @@ def empty_messages(num_nodes: int) -> list[torch.Tensor]:
 
 def stores_of(scene: Scene, layout: RowLayout) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
     """Return the slot table of all nodes, and the bytes of each node's columns."""
-    slots = torch.zeros(11, SLOT_WORDS, dtype=torch.int64)
-    slots[:, SLOT_FIRST_ROW] = 1 + 4 * torch.arange(11)
+    slots = torch.zeros(11, Slot.NUM_WORDS, dtype=torch.int64)
+    slots[:, Slot.FIRST_ROW] = 1 + 4 * torch.arange(11)
     make = torch.Generator().manual_seed(1)
     sizes = [ROOM * ROW_BYTES[name] for name in layout.names]
     stores = [
@@ -197,7 +197,7 @@ def test_each_row_travels_once_to_where_windows_look_for_it(scene: Scene, random
         assert plan.num_rows <= len(mine) * limit_of(scene)
         assert plan.num_trajectories == len({(s.holder, s.slot) for s in mine})
         for sample, (shift, which) in zip(mine, plan.lies, strict=True):
-            first = int(slots[sample.slot, SLOT_FIRST_ROW])
+            first = int(slots[sample.slot, Slot.FIRST_ROW])
             wanted = [(column, shift + row, first + row) for column, row in wanted_by(sample, scene.needs)]
             wanted += [(t, which, sample.slot) for t in scene.needs[sample.need].per_trajectory]
             for column, at, row in wanted:
@@ -246,7 +246,7 @@ def test_samples_outside_are_refused(word: int, value: int) -> None:
     layout = layout_of([RowReads((WindowRead("a", 0, 1),))], ROW_BYTES)
     sample = [0, 0, 1, 3, 1, 0, -1]
     sample[word] = value
-    slots, stored = torch.zeros(4, SLOT_WORDS, dtype=torch.int64), torch.zeros(99, dtype=torch.uint8)
+    slots, stored = torch.zeros(4, Slot.NUM_WORDS, dtype=torch.int64), torch.zeros(99, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="sample 0 must be a step of a trajectory"):
         op_wrappers.pack_rows(
             [stored], torch.tensor([sample]), *layout[1:], HEADS[:2], slots, ops=BACKENDS[1]

@@ -13,11 +13,11 @@ from scipy import stats
 from store_support import StoreScene, priority_rule, stream_spec
 
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import R_MASS, tree_size
+from deepspeed_gear.ops.constants import tree_size
+from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.mass_rules import AgeWindow
 from deepspeed_gear.sampling.stream_kinds import stratify_
-from deepspeed_gear.store.table import FIRST_ROW
 
 BATCH, NUM_BATCHES = 20_000, 6
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
@@ -117,7 +117,7 @@ def test_light_items_beside_heavy_ones_have_their_coordinates(scenes: Any) -> No
     rows = torch.empty(62, 8, dtype=torch.int64)
     stream.masses.resolve(rows, torch.arange(62), 0)
     assert rows[:, 1].tolist() == [0] * 2 + [1] * 4 + [2] * 8 + [3] * 16 + [4] * 32
-    assert (rows[:, R_MASS] == 2 ** (rows[:, 1] + 1)).all()
+    assert (rows[:, Resolution.MASS] == 2 ** (rows[:, 1] + 1)).all()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
@@ -141,7 +141,7 @@ def test_weights(scenes: Any, kind: str, unit: str) -> None:
     rows = counted(scene, by_row=True)
     wanted = np.zeros(scene.spec.num_rows)
     for number, steps in enumerate(lengths):
-        first = scene.table.slots[number, FIRST_ROW]
+        first = scene.table.slots[number, Slot.FIRST_ROW]
         wanted[first : first + steps] = shares[number] / steps
     assert p_value(rows, wanted) > 1e-3
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import UNIT_STEP
+from deepspeed_gear.ops.records import MassUnit
 
 MOST = (1 << 62) - 1
 ANY_ANCHOR = (0, 0, 1, MOST, 0)
@@ -26,7 +26,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 def descend(ops: Ops, sums: Tensor, num_items: int, coordinates: list[int]) -> list[tuple[int, int]]:
     """Item and rest of every coordinate, through the op: where the unit is a step, the rest is the anchor."""
     slots = torch.zeros(num_items, 8, dtype=torch.int64)
-    out = op_wrappers.resolve(sums, slots, torch.tensor(coordinates), ANY_ANCHOR, unit=UNIT_STEP, ops=ops)
+    out = op_wrappers.resolve(sums, slots, torch.tensor(coordinates), ANY_ANCHOR, unit=MassUnit.STEP, ops=ops)
     return [(item, rest) for item, rest in out[:, (1, 5)].tolist()]
 
 

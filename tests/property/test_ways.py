@@ -14,21 +14,12 @@ from hypothesis import strategies as st
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.batching.gather import Gatherer
-from deepspeed_gear.batching.transfer.copy_engine import (
-    BYTES,
-    COLUMN,
-    FROM,
-    TO,
-    Window,
-    fetch,
-    pieces_of,
-    split,
-)
+from deepspeed_gear.batching.transfer.copy_engine import CopyPiece, Window, fetch, pieces_of, split
 from deepspeed_gear.batching.transfer.cuda_streams import HostStream
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, WAYS
 from deepspeed_gear.config import NStepConfig, ResolvedField
-from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.ops.reference.gather import bounds
 from deepspeed_gear.store.table import Table
 
@@ -106,7 +97,7 @@ def records_of(table: Table, draw: st.DrawFn) -> torch.Tensor:
     count, rows = draw(st.integers(1, 9)), []
     for number in range(count):
         slot = draw(st.integers(0, len(LENGTHS) - 1))
-        first = int(table.slots[slot, SLOT_FIRST_ROW])
+        first = int(table.slots[slot, Slot.FIRST_ROW])
         rows.append([slot, slot, 0, first, LENGTHS[slot], draw(st.integers(0, LENGTHS[slot] - 1)), 1, number])
     return torch.tensor(rows)
 
@@ -205,12 +196,19 @@ def test_pieces_are_the_real_rows(
     cuts = np.unique(data.draw(st.lists(st.integers(1, 700), max_size=5))).astype(np.int64)
     found = fetch(window, records)
     pieces = pieces_of(found, records, 4, 11, 1000, cuts)
-    assert (pieces[:, COLUMN] == 4).all()
-    assert (pieces[:, BYTES] > 0).all()
-    copied = {piece[TO] + i: piece[FROM] + i for piece in pieces.tolist() for i in range(piece[BYTES])}
-    assert len(copied) == pieces[:, BYTES].sum()
+    assert (pieces[:, CopyPiece.COLUMN] == 4).all()
+    assert (pieces[:, CopyPiece.NUM_BYTES] > 0).all()
+    copied = {
+        piece[CopyPiece.TARGET] + i: piece[CopyPiece.SOURCE] + i
+        for piece in pieces.tolist()
+        for i in range(piece[CopyPiece.NUM_BYTES])
+    }
+    assert len(copied) == pieces[:, CopyPiece.NUM_BYTES].sum()
     for cut in cuts:  # a copy ends there, or is elsewhere
-        assert not ((pieces[:, FROM] < cut) & (pieces[:, FROM] + pieces[:, BYTES] > cut)).any()
+        assert not (
+            (pieces[:, CopyPiece.SOURCE] < cut)
+            & (pieces[:, CopyPiece.SOURCE] + pieces[:, CopyPiece.NUM_BYTES] > cut)
+        ).any()
     expected = {}
     for i, (_, _, _, begin, steps, anchor, _, _) in enumerate(rows):
         span = bounds(offset, length, align, torch.tensor([anchor]), torch.tensor([steps + final]))
@@ -230,9 +228,16 @@ def test_split_keeps_every_byte(spans: list[tuple[int, int]], cuts: set[int]) ->
     limits = np.array(sorted(cuts), np.int64)
 
     def bytes_of(some: np.ndarray) -> dict[int, int]:
-        return {p[TO] + k: p[FROM] + k for p in some.tolist() for k in range(p[BYTES])}
+        return {
+            p[CopyPiece.TARGET] + k: p[CopyPiece.SOURCE] + k
+            for p in some.tolist()
+            for k in range(p[CopyPiece.NUM_BYTES])
+        }
 
     parts = split(pieces.reshape(-1, 4).copy(), limits)
     assert bytes_of(parts) == bytes_of(pieces.reshape(-1, 4))
     for cut in cuts:
-        assert not ((parts[:, FROM] < cut) & (parts[:, FROM] + parts[:, BYTES] > cut)).any()
+        assert not (
+            (parts[:, CopyPiece.SOURCE] < cut)
+            & (parts[:, CopyPiece.SOURCE] + parts[:, CopyPiece.NUM_BYTES] > cut)
+        ).any()

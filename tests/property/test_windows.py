@@ -12,18 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import (
-    ALIGN_IN_PLACE,
-    ALIGN_LEFT,
-    ALIGN_RIGHT,
-    PAD_EDGE,
-    PAD_VALUE,
-    SOURCE_POSITION,
-    SOURCE_STEPS,
-    SOURCE_STEPS_PLUS_ONE,
-    SOURCE_TIMESTEP,
-    SOURCE_TRAJECTORY,
-)
+from deepspeed_gear.ops.records import Align, Pad, Source
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
@@ -73,7 +62,7 @@ def window_by_hand(first: int, length: int, rows: int, align: int) -> list[tuple
     if not real:
         return [(0 if first < 0 else rows - 1, False)] * length
     missing = length - len(real)
-    in_front = {ALIGN_IN_PLACE: real[0] - first, ALIGN_LEFT: 0, ALIGN_RIGHT: missing}[align]
+    in_front = {Align.IN_PLACE: real[0] - first, Align.LEFT: 0, Align.RIGHT: missing}[align]
     front, behind = [(real[0], False)] * in_front, [(real[-1], False)] * (missing - in_front)
     return [*front, *((row, True) for row in real), *behind]
 
@@ -82,9 +71,9 @@ def window_by_hand(first: int, length: int, rows: int, align: int) -> list[tuple
     table=tables(),
     offset=st.integers(-14, 14),
     length=st.integers(1, 12),
-    align=st.sampled_from([ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT]),
+    align=st.sampled_from([Align.IN_PLACE, Align.LEFT, Align.RIGHT]),
     pad=st.sampled_from([0.0, -3.0, "edge"]),
-    source=st.sampled_from([SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE]),
+    source=st.sampled_from([Source.STEPS, Source.STEPS_PLUS_ONE]),
 )
 def test_window(
     ops: Ops, table: Table, offset: int, length: int, align: int, pad: float | str, source: int
@@ -94,7 +83,7 @@ def test_window(
         column, table.resolutions, source=source, offset=offset, length=length, align=align, pad=pad, ops=ops
     )
     for j, (i, anchor) in enumerate(table.anchors):
-        rows = table.lengths[i] + (source == SOURCE_STEPS_PLUS_ONE)
+        rows = table.lengths[i] + (source == Source.STEPS_PLUS_ONE)
         expected = window_by_hand(anchor + offset, length, rows, align)
         assert mask[j].tolist() == [real for _, real in expected]
         for place, (row, real) in enumerate(expected):
@@ -113,14 +102,14 @@ class Kind(NamedTuple):
 
 
 KINDS = [
-    Kind(SOURCE_STEPS, 3, torch.float32, torch.float32),
-    Kind(SOURCE_STEPS_PLUS_ONE, 2, torch.uint8, torch.uint8),
-    Kind(SOURCE_STEPS, 1, torch.bool, torch.float32),
-    Kind(SOURCE_STEPS, 1, torch.int16, torch.int64),
-    Kind(SOURCE_STEPS, 1, torch.float32, torch.float32, scaled=True),  # as return_to_go
-    Kind(SOURCE_STEPS_PLUS_ONE, 5, torch.float64, torch.bfloat16, scaled=True),
-    Kind(SOURCE_TIMESTEP),
-    Kind(SOURCE_POSITION),
+    Kind(Source.STEPS, 3, torch.float32, torch.float32),
+    Kind(Source.STEPS_PLUS_ONE, 2, torch.uint8, torch.uint8),
+    Kind(Source.STEPS, 1, torch.bool, torch.float32),
+    Kind(Source.STEPS, 1, torch.int16, torch.int64),
+    Kind(Source.STEPS, 1, torch.float32, torch.float32, scaled=True),  # as return_to_go
+    Kind(Source.STEPS_PLUS_ONE, 5, torch.float64, torch.bfloat16, scaled=True),
+    Kind(Source.TIMESTEP),
+    Kind(Source.POSITION),
 ]
 
 
@@ -138,7 +127,7 @@ class Window(NamedTuple):
 def divided_windows(draw: st.DrawFn) -> tuple[Window, int]:
     """A window, and the number of equal parts into which it is divided."""
     parts, part = draw(st.integers(1, 6)), draw(st.integers(1, 5))
-    align = draw(st.sampled_from([ALIGN_IN_PLACE, ALIGN_LEFT, ALIGN_RIGHT]))
+    align = draw(st.sampled_from([Align.IN_PLACE, Align.LEFT, Align.RIGHT]))
     window = Window(
         draw(st.integers(-32, 14)),
         parts * part,
@@ -161,7 +150,7 @@ def collect(
     out = torch.full((len(resolutions), count, kind.elements), 1).to(kind.dtype)
     mask = torch.ones(len(resolutions), count, dtype=torch.bool)
     counters = torch.zeros(3, dtype=torch.int64)
-    pad, value = (PAD_EDGE, 0.0) if isinstance(window.pad, str) else (PAD_VALUE, window.pad)
+    pad, value = (Pad.EDGE, 0.0) if isinstance(window.pad, str) else (Pad.VALUE, window.pad)
     spec = [kind.source, window.offset, window.length, window.align, window.after_n_step, pad]
     spec += [kind.elements, 0, first, count]
     ops.gather_(
@@ -188,13 +177,13 @@ def test_parts_are_the_window(ops: Ops, table: Table, divided: tuple[Window, int
         assert num_bytes == values.numel() * values.element_size()
     assert [sum(column) for column in zip(*(f[2] for f in found), strict=True)] == counts
     assert mask.tolist() == expected_mask(table, kind.source, window)
-    if kind.source == SOURCE_POSITION:
+    if kind.source == Source.POSITION:
         assert torch.equal(whole[:, :, 0], torch.arange(window.length).repeat(len(whole), 1))
 
 
 def expected_mask(table: Table, source: int, window: Window) -> list[list[bool]]:
     """Return where the whole windows are real."""
-    more, masks = int(source == SOURCE_STEPS_PLUS_ONE), []
+    more, masks = int(source == Source.STEPS_PLUS_ONE), []
     for j, (i, anchor) in enumerate(table.anchors):
         first = anchor + window.offset + window.after_n_step * (j % 4 + 1)
         places = window_by_hand(first, window.length, table.lengths[i] + more, window.align)
@@ -206,7 +195,7 @@ def expected_mask(table: Table, source: int, window: Window) -> list[list[bool]]
 def test_single_step_and_trajectory_row(ops: Ops, table: Table, offset: int) -> None:
     column, each = torch.arange(table.num_rows), torch.arange(len(table.lengths)) * 10
     values, real = op_wrappers.gather(column, table.resolutions, offset=offset, pad=-1, ops=ops)
-    rows, there = op_wrappers.gather(each, table.resolutions, source=SOURCE_TRAJECTORY, ops=ops)
+    rows, there = op_wrappers.gather(each, table.resolutions, source=Source.TRAJECTORY, ops=ops)
     assert rows.tolist() == [10 * i for i, _ in table.anchors]
     assert there.all()
     for j, (i, anchor) in enumerate(table.anchors):

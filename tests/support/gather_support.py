@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import (
-    ALIGN_IN_PLACE,
-    PAD_EDGE,
-    PAD_VALUE,
-    SOURCE_POSITION,
-    SOURCE_STEPS,
-    SOURCE_TIMESTEP,
-)
+from deepspeed_gear.ops.records import Align, Pad, Source
 
 SameBits = Callable[[Tensor, Tensor], bool]
 LENGTHS = (1, 2, 5, 40, 3, 11)  # steps of the trajectories; each has one row more
@@ -57,10 +50,10 @@ class Field:
     """One field of a gather."""
 
     column: Tensor
-    source: int = SOURCE_STEPS
+    source: int = Source.STEPS
     offset: int = 0
     length: int = 1
-    align: int = ALIGN_IN_PLACE
+    align: int = Align.IN_PLACE
     after_n_step: int = 0
     pad: float | str = 0.0
     mask: int = -1
@@ -72,7 +65,7 @@ class Field:
 
     @property
     def elements(self) -> int:
-        return 1 if self.source in (SOURCE_TIMESTEP, SOURCE_POSITION) else self.column[0].numel()
+        return 1 if self.source in (Source.TIMESTEP, Source.POSITION) else self.column[0].numel()
 
     @property
     def rows(self) -> int:
@@ -80,7 +73,7 @@ class Field:
 
     @property
     def spec(self) -> list[int]:
-        pad = PAD_EDGE if self.pad == "edge" else PAD_VALUE
+        pad = Pad.EDGE if self.pad == "edge" else Pad.VALUE
         numbers = [self.source, self.offset, self.length, self.align, self.after_n_step, pad]
         return [*numbers, self.elements, self.mask, self.first, self.rows]
 

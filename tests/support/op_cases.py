@@ -9,21 +9,15 @@ from op_wrappers import powers_of
 from torch import Tensor
 
 from deepspeed_gear.ops import fake_ops, load_backend
-from deepspeed_gear.ops.constants import (
-    BY_TABLE,
-    COMMITTED,
-    HIGHEST_PRIORITY,
-    NUM_UPDATE_COUNTS,
-    ONE_Q62,
-    PLACED_WORDS,
-    RING_COUNTS,
-    RING_WORDS,
-    SOURCE_STEPS,
-    SOURCE_STEPS_PLUS_ONE,
-    SOURCE_TRAJECTORY,
-    UNIT_STEP,
-    minima_size,
-    tree_size,
+from deepspeed_gear.ops.constants import ONE_Q62, minima_size, tree_size
+from deepspeed_gear.ops.records import (
+    MassUnit,
+    Normalize,
+    PlacedTrajectory,
+    RingState,
+    SlotState,
+    Source,
+    UpdateCount,
 )
 
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
@@ -49,7 +43,7 @@ def resolutions_of(count: int, slots: int = NUM_SLOTS, length: int = LENGTH) -> 
 
 
 def window(column: Tensor, offset: int, length: int) -> list[int]:
-    return [SOURCE_STEPS, offset, length, 0, 0, 0, column[0].numel(), 0, 0, length]
+    return [Source.STEPS, offset, length, 0, 0, 0, column[0].numel(), 0, 0, length]
 
 
 def plan_of_rows() -> tuple[Tensor, ...]:
@@ -98,7 +92,7 @@ def arguments(name: str) -> tuple[Any, ...]:
     row_slots = (torch.arange(NUM_SLOTS) // 5).to(torch.int32)
     minima, alpha = torch.zeros(minima_size(NUM_SLOTS), dtype=torch.int64), round(0.6 * ONE_Q62)
     mended = minima.clone()
-    table[:, 0], table[:, 1] = COMMITTED, 3
+    table[:, 0], table[:, 1] = SlotState.COMMITTED, 3
     reference, priorities = load_backend("reference"), (torch.rand(NUM_SLOTS) * 8).floor()
     reference.minima_build_(mended, built, NUM_SLOTS)
     reports = torch.randint(0, 5, (500, 6))
@@ -106,7 +100,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         3 - (torch.rand(500) < 0.1).long(),
         torch.rand(500).view(torch.int32).long(),
     )
-    counts, two, three = (torch.zeros(n, dtype=torch.int64) for n in (NUM_UPDATE_COUNTS, 2, 3))
+    counts, two, three = (torch.zeros(n, dtype=torch.int64) for n in (UpdateCount.NUM_WORDS, 2, 3))
     weighed = torch.cat((resolutions[:, :6], masses[:COUNT, None] + 1, resolutions[:, 7:]), dim=1)
     return {
         "draw_": (out, 5, 1, 100, (1 << 62) - 1),
@@ -168,19 +162,22 @@ def rows_of(slots: Tensor) -> Tensor:
 def ring_arguments(name: str) -> tuple[Any, ...]:
     """Arguments of an op of a table on one device, prioritized by step, that is full and has lost some."""
     reference, most = load_backend("reference"), RING_SHAPE[3]
-    state, placed = torch.zeros(RING_WORDS, dtype=torch.int64), torch.zeros(200, PLACED_WORDS).long()
-    state[RING_COUNTS + HIGHEST_PRIORITY] = int(torch.tensor(1.0).view(torch.int32))
+    state, placed = (
+        torch.zeros(RingState.NUM_WORDS, dtype=torch.int64),
+        torch.zeros(200, PlacedTrajectory.NUM_WORDS).long(),
+    )
+    state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = int(torch.tensor(1.0).view(torch.int32))
     slots, begins = torch.zeros(NUM_SLOTS, 8).long(), torch.zeros(NUM_SLOTS).long()
     rows, num_slots = RING_SHAPE[:2]
     sums, minima = torch.zeros(tree_size(rows)).long(), torch.zeros(minima_size(rows)).long()
     priorities, row_slots = torch.zeros(rows), torch.zeros(rows, dtype=torch.int32)
     adding = [state, slots, begins, sums, minima, priorities, row_slots, placed]
-    rest = (ALL_ANCHORS, RING_SHAPE, UNIT_STEP, ALPHA, -1, 24)
+    rest = (ALL_ANCHORS, RING_SHAPE, MassUnit.STEP, ALPHA, -1, 24)
     for _ in range(7):
         reference.ring_add_(*adding, torch.randint(-1, most + 2, (len(placed),)), *rest)
     resolutions, weights = torch.zeros(300, 8, dtype=torch.int64), torch.zeros(300)
     known = slots, sums, minima, row_slots, torch.tensor([0, ONE_Q62 // 2, ONE_Q62])
-    selecting = (ALL_ANCHORS, RING_SHAPE, [1, 2, 1, 0, 0, BY_TABLE], UNIT_STEP)
+    selecting = (ALL_ANCHORS, RING_SHAPE, [1, 2, 1, 0, 0, Normalize.TABLE], MassUnit.STEP)
     if name == "ring_update_":
         reference.ring_select_(state, resolutions, weights, *known, *selecting)
     values = [
@@ -193,7 +190,7 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
         torch.zeros(rows, 3),
         torch.zeros(num_slots, 2).double(),
     ]
-    sources = [SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE, SOURCE_TRAJECTORY]
+    sources = [Source.STEPS, Source.STEPS_PLUS_ONE, Source.TRAJECTORY]
     reported = torch.rand(300) * 3
     reported[::50] = -1.0  # no priority: it changes nothing
     return {
@@ -208,7 +205,7 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
             resolutions,
             reported,
             RING_SHAPE,
-            UNIT_STEP,
+            MassUnit.STEP,
             ALPHA,
             24,
         ),
@@ -233,7 +230,7 @@ def assert_equal(got: Any, expected: Any) -> None:
     """Compare every tensor, of a ring's state what has a meaning behind the call."""
     for a, b in zip(tensors_of(got), tensors_of(expected), strict=True):
         found, wanted = a.cpu(), b.cpu()
-        if found.shape == (RING_WORDS,):
+        if found.shape == (RingState.NUM_WORDS,):
             found, wanted = found.clone(), wanted.clone()
             found[SCRATCH] = wanted[SCRATCH] = 0
         assert torch.equal(found, wanted)

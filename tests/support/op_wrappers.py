@@ -10,21 +10,22 @@ from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend, reference
 from deepspeed_gear.ops.constants import (
-    ALIGN_IN_PLACE,
-    FIELD_INTS,
     MOST_MASS_BITS,
     ONE_Q62,
-    PAD_EDGE,
-    PAD_VALUE,
-    REPORT_WORDS,
-    RESOLUTION_WORDS,
-    SAMPLE_WORDS,
-    SOURCE_STEPS,
-    UNIT_TRAJECTORY,
     minima_levels,
     minima_size,
     tree_levels,
     tree_size,
+)
+from deepspeed_gear.ops.records import (
+    Align,
+    GatherField,
+    LogEntry,
+    MassUnit,
+    Pad,
+    Resolution,
+    RowSample,
+    Source,
 )
 
 _SCALING_ELEMENTS = 128
@@ -66,14 +67,14 @@ def resolve(
     coordinates: Tensor,
     rule: Sequence[int],
     *,
-    unit: int = UNIT_TRAJECTORY,
+    unit: int = MassUnit.TRAJECTORY,
     seed: int = 0,
     stream: int = 0,
     first: int = 0,
     ops: Ops | None = None,
 ) -> Tensor:
     """Find the trajectory and the anchor that each coordinate hits."""
-    resolutions = torch.empty(len(coordinates), RESOLUTION_WORDS, dtype=torch.int64)
+    resolutions = torch.empty(len(coordinates), Resolution.NUM_WORDS, dtype=torch.int64)
     run = (ops or load_backend()).resolve_
     run(resolutions, sums, slots, coordinates, list(rule), unit, seed, stream, first)
     return resolutions
@@ -116,10 +117,10 @@ def gather(
     column: Tensor,
     resolutions: Tensor,
     *,
-    source: int = SOURCE_STEPS,
+    source: int = Source.STEPS,
     offset: int = 0,
     length: int | None = None,
-    align: int = ALIGN_IN_PLACE,
+    align: int = Align.IN_PLACE,
     pad: float | str = 0.0,
     dtype: torch.dtype | None = None,
     first: int = 0,
@@ -132,9 +133,9 @@ def gather(
     steps = 1 if length is None else length
     rows_wanted = steps - first if count is None else count
     elements = math.prod(column.shape[1:])
-    kind = PAD_EDGE if pad == "edge" else PAD_VALUE
+    kind = Pad.EDGE if pad == "edge" else Pad.VALUE
     spec = [source, offset, steps, align, 0, kind, elements, 0, first, rows_wanted]
-    assert len(spec) == FIELD_INTS
+    assert len(spec) == GatherField.NUM_WORDS
     out = torch.empty(len(resolutions), rows_wanted, *column.shape[1:], dtype=target)
     mask = torch.empty(len(resolutions), rows_wanted, dtype=torch.bool)
     none = torch.empty(0)
@@ -176,7 +177,7 @@ def send_draws(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find what other nodes need of this node's draws."""
     most = len(records) * readers.shape[1]
-    samples = torch.empty(most, SAMPLE_WORDS, dtype=torch.int64)
+    samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
     packed = torch.empty(most, _PACKED_WORDS + (steps is not None), dtype=torch.int64)
     ends = torch.empty(len(need_of), dtype=torch.int64)
     given = (records, own, steps, goals, readers, need_of, offset, index, int(takes_own))
@@ -202,12 +203,12 @@ def take_draws(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Put the resolutions of a cut together."""
     ring, origins = (
-        torch.empty(count, RESOLUTION_WORDS, dtype=torch.int64),
+        torch.empty(count, Resolution.NUM_WORDS, dtype=torch.int64),
         torch.zeros(count, dtype=torch.int64),
     )
     most = len(records) + len(asked)
     samples, which = (
-        torch.empty(most, SAMPLE_WORDS, dtype=torch.int64),
+        torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64),
         torch.empty(most, dtype=torch.int64),
     )
     found = torch.zeros(1, dtype=torch.int64)
@@ -228,7 +229,7 @@ def pack_reports(
 
 def unpack_reports(packed: Tensor, latest: int, *, ops: Ops | None = None) -> Tensor:
     """Unpack reports: a slot that is not known is -1, with the id in place of the generation."""
-    reports = torch.empty(len(packed), REPORT_WORDS, dtype=torch.int64)
+    reports = torch.empty(len(packed), LogEntry.NUM_WORDS, dtype=torch.int64)
     (ops or load_backend()).unpack_reports_(reports, packed, latest)
     return reports
 
@@ -330,7 +331,7 @@ def resolve_rows(
     ops: Ops | None = None,
 ) -> Tensor:
     """Find the row that each coordinate hits in a tree over the store's rows, and whose step it is."""
-    resolutions = torch.empty(len(coordinates), RESOLUTION_WORDS, dtype=torch.int64)
+    resolutions = torch.empty(len(coordinates), Resolution.NUM_WORDS, dtype=torch.int64)
     (ops or load_backend()).resolve_rows_(resolutions, sums, slots, row_slots, coordinates, first)
     return resolutions
 
@@ -358,7 +359,7 @@ def prioritize(
     updates: Tensor,
     alpha: float,
     *,
-    unit: int = UNIT_TRAJECTORY,
+    unit: int = MassUnit.TRAJECTORY,
     most_bits: int = MOST_MASS_BITS,
     ops: Ops | None = None,
 ) -> None:

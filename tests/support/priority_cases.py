@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.ops.constants import BY_ID
-from deepspeed_gear.store.table import GENERATION
+from deepspeed_gear.ops.records import LogEntry, Slot
 
 LENGTHS = [3, 1, 7, 33, 5]
 ONE = 1 << 24  # the mass of priority 1
@@ -17,10 +16,10 @@ Item = tuple[int, int]
 def handles(stream: Any, items: list[Item]) -> np.ndarray:
     """Return slot, generation and anchor of items. [n, 3]."""
     slots = stream.table.slots_of(np.array([number for number, _ in items]))
-    return np.stack([slots, stream.table.slots[slots, GENERATION], [a for _, a in items]], axis=1)
+    return np.stack([slots, stream.table.slots[slots, Slot.GENERATION], [a for _, a in items]], axis=1)
 
 
-def report(stream: Any, items: list[Item], priorities: Any, order: Any = BY_ID) -> None:
+def report(stream: Any, items: list[Item], priorities: Any, order: Any = LogEntry.BY_ID) -> None:
     values = np.broadcast_to(np.asarray(priorities, np.float32), len(items))
     stream.masses.reports.add_items(handles(stream, items), values, order)
 

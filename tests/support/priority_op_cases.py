@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import COMMITTED, ONE_Q62, tree_size
+from deepspeed_gear.ops.constants import ONE_Q62, tree_size
+from deepspeed_gear.ops.records import SlotState
 
 SIZES = (0, 1, 7, 33)
 NUM_ITEMS = (0, 1, 7, 31, 32, 33, 1023, 1024, 1025, 33000)
@@ -41,7 +42,7 @@ def tree_of(masses: Tensor, ops: Ops) -> Tensor:
 def store_of(lengths: list[int], gap: int = 2) -> tuple[Tensor, Tensor]:
     """Slots in falling order of their rows, with unused rows between them; and the slot of each row."""
     slots = torch.randint(0, 1 << 40, (len(lengths), 8))
-    slots[:, 0] = COMMITTED
+    slots[:, 0] = SlotState.COMMITTED
     row_slots = torch.full((sum(lengths) + gap * len(lengths),), -1, dtype=torch.int32)
     first = len(row_slots)
     for i, length in enumerate(lengths):

@@ -12,7 +12,7 @@ from gear_support import STEP, config_of, trajectory
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.actors.inference_loader import InferenceLoader, InferenceRequest
-from deepspeed_gear.store.table import COMMITTED, ID, STATE
+from deepspeed_gear.ops.records import Slot, SlotState
 
 ANSWERS, ASKS = ("action", "code"), ("observation", "task")
 
@@ -141,7 +141,9 @@ def simulate(
 
 def stored(replay: Replay) -> list[dict[str, torch.Tensor]]:
     table = replay.tables["main"]
-    return replay.read(np.sort(table.slots[table.slots[:, STATE] == COMMITTED, ID]).tolist())
+    return replay.read(
+        np.sort(table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID]).tolist()
+    )
 
 
 def check_whole(replay: Replay, length: Callable[[int, int], int]) -> dict[int, int]:

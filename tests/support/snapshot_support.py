@@ -12,8 +12,8 @@ import numpy as np
 from deepspeed_gear.checkpoint import reshard, save_folders
 from deepspeed_gear.checkpoint.save_folders import MANIFEST
 from deepspeed_gear.checkpoint.table_files import read_table
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.table import FIRST_ROW, NUM_ROWS
 
 
 def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
     found = read_table(folder)
     whole, manifest = found.whole, found.manifests[0]
     assert whole.slots is not None
-    room = [(len(whole.slots), int(whole.slots[:, NUM_ROWS].sum()))] * count
+    room = [(len(whole.slots), int(whole.slots[:, Slot.NUM_ROWS].sum()))] * count
     division = reshard.divide_rows("main", whole.slots, by_rows, room)
     for index in range(count):
         part, chosen = folder / f"shard-{index}", division.chosen(index)
@@ -37,7 +37,10 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
         np.save(part / "slots.npy", reshard.packed(records))
         np.save(part / "numbers.npy", np.arange(len(chosen)))
         order = reshard.in_rows(records)
-        rows = [np.arange(first, first + n) for first, n in records[order][:, [FIRST_ROW, NUM_ROWS]].tolist()]
+        rows = [
+            np.arange(first, first + n)
+            for first, n in records[order][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
+        ]
         for column in Schema.from_json(manifest["schema"]):
             data = np.load(folder / f"column.{column.name}.npy")
             chosen_rows = chosen if column.rows == "1" else np.concatenate([np.empty(0, np.int64), *rows])

@@ -130,33 +130,22 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
 
 def check_whole(table: Any, streams: Sequence[Any]) -> None:
     """Check that everything derived in a store agrees with its slot table; takes the lock."""
+    from deepspeed_gear.ops.records import Slot, SlotState
     from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
-    from deepspeed_gear.sampling.selection import NOTHING
-    from deepspeed_gear.sampling.sum_tree import NUM_DIRTY
-    from deepspeed_gear.store.row_allocator import FREE_ROWS
-    from deepspeed_gear.store.table import (
-        COMMITTED,
-        FIRST_ROW,
-        FREE,
-        ID,
-        NEXT_ID,
-        NUM_COMMITTED,
-        NUM_ROWS,
-        NUM_STEPS,
-        STATE,
-        STEPS_COMMITTED,
-    )
+    from deepspeed_gear.sampling.sum_tree import TreeChanges
+    from deepspeed_gear.store.records import Control
+    from deepspeed_gear.store.stream_records import NOTHING
 
     with table.lock:
         slots, control = table.slots, table.control
-        committed = np.nonzero(slots[:, STATE] == COMMITTED)[0]
-        assert control[NUM_COMMITTED] == len(committed)
-        assert control[STEPS_COMMITTED] == slots[committed, NUM_STEPS].sum()
-        ids = slots[committed, ID]
+        committed = np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        assert control[Control.NUM_COMMITTED] == len(committed)
+        assert control[Control.STEPS_COMMITTED] == slots[committed, Slot.NUM_STEPS].sum()
+        ids = slots[committed, Slot.ID]
         assert len(np.unique(ids)) == len(ids)
-        assert control[NEXT_ID] > ids.max(initial=-1)
-        used = slots[slots[:, STATE] != FREE]
-        extents = sorted(used[:, [FIRST_ROW, NUM_ROWS]].tolist())
+        assert control[Control.NEXT_ID] > ids.max(initial=-1)
+        used = slots[slots[:, Slot.STATE] != SlotState.FREE]
+        extents = sorted(used[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist())
         ends = [0, *(first + count for first, count in extents)]
         assert all(first >= end for (first, _), end in zip(extents, ends, strict=False))
         at_home = [
@@ -165,7 +154,7 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
             if first != table.spec.capacity_rows
         ]
         assert max(at_home, default=0) <= table.spec.capacity_rows
-        assert control[FREE_ROWS] == table.spec.capacity_rows - used[:, NUM_ROWS].sum()
+        assert control[Control.FREE_ROWS] == table.spec.capacity_rows - used[:, Slot.NUM_ROWS].sum()
         for stream in streams:
             masses = stream.masses
             masses.take_changes()
@@ -173,7 +162,7 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
             stream.ops.tree_build_(sums, masses.num_items)
             assert sums.equal(masses.sums), "an inner node is not the sum of its children"
             waiting = np.nonzero(masses.queued != NOTHING)[0]
-            dirty = masses._dirty[: masses.words[NUM_DIRTY]]
+            dirty = masses._dirty[: masses.words[TreeChanges.NUM_QUEUED]]
             assert sorted(dirty.tolist()) == waiting.tolist()
             effective = np.where(masses.queued != NOTHING, masses.queued, masses.applied)
             wanted = np.zeros(len(slots), np.int64)
@@ -192,19 +181,22 @@ def check_priorities_whole(masses: Any) -> None:
     import torch
 
     from deepspeed_gear.ops import reference
-    from deepspeed_gear.ops.constants import DRAWABLE
-    from deepspeed_gear.sampling.samplers.prioritized import ALPHA
+    from deepspeed_gear.ops.records import UpdateCount
+    from deepspeed_gear.sampling.sum_tree import TreeChanges
 
     leaves = torch.empty(masses.num_items, dtype=torch.int64)
     reference.mass_(
-        leaves, torch.from_numpy(masses.values.copy()), int(masses.words[ALPHA]), masses.rule.most_bits
+        leaves,
+        torch.from_numpy(masses.values.copy()),
+        int(masses.words[TreeChanges.ALPHA]),
+        masses.rule.most_bits,
     )
     assert (leaves.numpy() == masses.leaves).all(), "a leaf is not the mass of its priority"
     if len(masses._minima):
         minima = torch.empty_like(masses._minima)
         reference.minima_build_(minima, masses.sums, masses.num_items)
         assert minima.equal(masses._minima), "a node is not the least of its children"
-    assert masses.counts[DRAWABLE] == np.count_nonzero(masses.leaves)
+    assert masses.counts[UpdateCount.DRAWABLE] == np.count_nonzero(masses.leaves)
     admitted = np.zeros(masses.num_items, bool)
     slots = np.nonzero(masses.applied)[0]
     items, drawable = masses._items_of(slots, masses.applied[slots])

@@ -8,14 +8,14 @@ from op_cases import ON_DEVICE, arguments, moved
 from op_cases import assert_equal as assert_equal_arguments
 
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.ops.constants import RING_NEXT
+from deepspeed_gear.ops.records import RingState
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_run_can_be_repeated_and_shows_every_turn(sampler: str) -> None:
     once = run_on("cpu", sampler, 12, plainly)
     assert_equal(run_on("cpu", sampler, 12, plainly), once)
-    added = [int(found[-1][RING_NEXT]) for found in once]
+    added = [int(found[-1][RingState.NEXT]) for found in once]
     assert added == sorted(set(added))
     newest = [int(found[0].max()) for found in once]
     assert newest[0] < newest[5] < newest[-1]

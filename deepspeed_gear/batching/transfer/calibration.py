@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.transfer.cuda_streams import TransferStream
-from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_MASS, R_NUM_STEPS, R_SLOT, RESOLUTION_WORDS
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.store.table import Table
 
 ROUNDS = 5
@@ -50,12 +50,12 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
     final = int(table.spec.schema.has_final_row)
     steps = min(num_rows - final, MOST_STEPS)
     if steps < 1 or num_slots < 1:
-        return torch.empty(0, RESOLUTION_WORDS, dtype=torch.int64)
-    records = np.zeros((count, RESOLUTION_WORDS), np.int64)
-    records[:, R_FIRST_ROW] = words.integers(0, num_rows - final - steps + 1, count)
-    records[:, R_NUM_STEPS], records[:, R_MASS] = steps, 1
-    records[:, R_ANCHOR] = words.integers(0, steps, count)
-    records[:, R_SLOT] = words.integers(0, num_slots, count)
+        return torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64)
+    records = np.zeros((count, Resolution.NUM_WORDS), np.int64)
+    records[:, Resolution.FIRST_ROW] = words.integers(0, num_rows - final - steps + 1, count)
+    records[:, Resolution.NUM_STEPS], records[:, Resolution.MASS] = steps, 1
+    records[:, Resolution.ANCHOR] = words.integers(0, steps, count)
+    records[:, Resolution.SLOT] = words.integers(0, num_slots, count)
     return torch.from_numpy(records)
 
 

@@ -8,14 +8,22 @@ the scratch: padding, masks and conversion are those of any other way.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import R_ANCHOR, R_FIRST_ROW, R_NUM_STEPS
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.ops.reference.gather import bounds
 
-COLUMN, FROM, TO, BYTES = range(4)  # words of a piece
+
+class CopyPiece:
+    """One copy of the copy engine."""
+
+    COLUMN: Final = 0
+    SOURCE: Final = 1
+    TARGET: Final = 2
+    NUM_BYTES: Final = 3
 
 
 @dataclass(frozen=True)
@@ -54,14 +62,14 @@ def fetch(window: Window, records: torch.Tensor) -> Fetched:
         window: The window.
         records: Resolutions. [B, 8], int64.
     """
-    held = records[:, R_NUM_STEPS] + window.final_row
-    span = bounds(window.offset, window.length, window.align, records[:, R_ANCHOR], held)
+    held = records[:, Resolution.NUM_STEPS] + window.final_row
+    span = bounds(window.offset, window.length, window.align, records[:, Resolution.ANCHOR], held)
     ahead = span.begin - span.place  # the step at the window's first place
     begin = span.place.clamp(window.first, window.first + window.count)
     end = (span.place + span.end - span.begin).clamp(window.first, window.first + window.count)
     places = torch.arange(len(records)) * window.count - window.first
     moved = records.clone()
-    moved[:, R_FIRST_ROW] = places - ahead
+    moved[:, Resolution.FIRST_ROW] = places - ahead
     step, row, num_rows = begin + ahead, places + begin, end - begin
     return Fetched(step.numpy(), row.numpy(), num_rows.numpy(), moved)
 
@@ -79,15 +87,15 @@ def pieces_of(
         begin: First byte of its scratch memory.
         cuts: Bytes of the column that one copy must not go across, ascending. int64.
     Returns:
-        COLUMN, FROM, TO, BYTES of each piece. [n, 4], int64.
+        The words of `CopyPiece`. [n, 4], int64.
     """
-    first = records[:, R_FIRST_ROW].numpy()
+    first = records[:, Resolution.FIRST_ROW].numpy()
     some = np.nonzero(found.num_rows > 0)[0]
     pieces = np.empty((len(some), 4), np.int64)
-    pieces[:, COLUMN] = column
-    pieces[:, FROM] = (first[some] + found.step[some]) * row_bytes
-    pieces[:, TO] = begin + found.row[some] * row_bytes
-    pieces[:, BYTES] = found.num_rows[some] * row_bytes
+    pieces[:, CopyPiece.COLUMN] = column
+    pieces[:, CopyPiece.SOURCE] = (first[some] + found.step[some]) * row_bytes
+    pieces[:, CopyPiece.TARGET] = begin + found.row[some] * row_bytes
+    pieces[:, CopyPiece.NUM_BYTES] = found.num_rows[some] * row_bytes
     return split(pieces, cuts)
 
 
@@ -98,14 +106,14 @@ def split(pieces: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     done = []
     limits = np.append(cuts, np.iinfo(np.int64).max)
     while len(pieces):
-        limit = limits[np.searchsorted(cuts, pieces[:, FROM], side="right")]
-        room = limit - pieces[:, FROM]
-        rest = pieces[pieces[:, BYTES] > room].copy()
-        over = room[pieces[:, BYTES] > room]
-        pieces[:, BYTES] = np.minimum(pieces[:, BYTES], room)
+        limit = limits[np.searchsorted(cuts, pieces[:, CopyPiece.SOURCE], side="right")]
+        room = limit - pieces[:, CopyPiece.SOURCE]
+        rest = pieces[pieces[:, CopyPiece.NUM_BYTES] > room].copy()
+        over = room[pieces[:, CopyPiece.NUM_BYTES] > room]
+        pieces[:, CopyPiece.NUM_BYTES] = np.minimum(pieces[:, CopyPiece.NUM_BYTES], room)
         done.append(pieces)
-        rest[:, FROM] += over
-        rest[:, TO] += over
-        rest[:, BYTES] -= over
+        rest[:, CopyPiece.SOURCE] += over
+        rest[:, CopyPiece.TARGET] += over
+        rest[:, CopyPiece.NUM_BYTES] -= over
         pieces = rest
     return np.concatenate(done) if done else pieces

@@ -23,10 +23,9 @@ from deepspeed_gear.batching.transfer.cuda_streams import Event, Packing, Transf
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, is_computed, ways_of
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import FIELD_INTS, R_ANCHOR, R_FIRST_ROW
+from deepspeed_gear.ops.records import GatherField, Resolution
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
-_SOURCE, _OFFSET, _LENGTH, _ALIGN, _FOLLOWS, _PAD, _ELEMENTS, _MASK, _FIRST, _COUNT = range(FIELD_INTS)
 _Key = tuple[str, int]  # "out", "mask" or "n_step", and its number
 PINNED = 4  # batches that are staged at once: more would let the host run further ahead of the device
 # Of a launch, for all its fields. PCIe 5 brings 50 GB/s after 1.5 us, so 75 KB of reads must be under way:
@@ -150,7 +149,7 @@ class DeviceGatherer(Gatherer):
         there = [self._there(i) for i in range(len(self._fields))]
         self._direct = self._group(chosen.get(DIRECT, []), there)
         self._divide_copies(chosen.get(COPIES, []), num_samples)
-        written = {mask for i in chosen.get(STAGED, []) if (mask := self._ints(i)[_MASK]) >= 0}
+        written = {mask for i in chosen.get(STAGED, []) if (mask := self._ints(i)[GatherField.MASK]) >= 0}
         self._is_staged: dict[_Key, bool] = {
             **{("out", i): way == STAGED for i, way in enumerate(self._ways)},
             **{("mask", m): m in written for m in range(len(self._mask_lengths))},
@@ -172,7 +171,7 @@ class DeviceGatherer(Gatherer):
         return self._carriage.way != STAGED and self._carriage.reaches_n_step and not followed
 
     def _ints(self, index: int) -> list[int]:
-        return self._spec[index * FIELD_INTS : (index + 1) * FIELD_INTS]
+        return self._spec[index * GatherField.NUM_WORDS : (index + 1) * GatherField.NUM_WORDS]
 
     def _there(self, index: int) -> torch.Tensor:
         """Return a field's column on the device; nothing where it is not read there."""
@@ -186,11 +185,13 @@ class DeviceGatherer(Gatherer):
         return RETURN_TO_GO if column is None else column.name
 
     def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> FieldGroup:
-        masks = [mask for i in which if (mask := self._ints(i)[_MASK]) >= 0]
+        masks = [mask for i in which if (mask := self._ints(i)[GatherField.MASK]) >= 0]
         spec: list[int] = []
         for i in which:
             ints = self._ints(i)
-            ints[_MASK] = masks.index(ints[_MASK]) if ints[_MASK] >= 0 else -1
+            ints[GatherField.MASK] = (
+                masks.index(ints[GatherField.MASK]) if ints[GatherField.MASK] >= 0 else -1
+            )
             spec += ints
         device = columns[which[0]].device if which else torch.device("cpu")
         shifts, gains = ([known[i].to(device) for i in which] for known in (self._shifts, self._gains))
@@ -328,7 +329,7 @@ class DeviceGatherer(Gatherer):
     @staticmethod
     def _order(records: torch.Tensor) -> torch.Tensor:
         """Return samples by where they lie: neighbours in memory are read one after the other."""
-        return torch.argsort(records[:, R_FIRST_ROW] + records[:, R_ANCHOR])
+        return torch.argsort(records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR])
 
     # ---- the copy engine -------------------------------------------------------------------------
 
@@ -337,11 +338,18 @@ class DeviceGatherer(Gatherer):
         by_window: dict[Window, list[int]] = {}
         for i in which:
             ints = self._ints(i)
-            final = int(ints[_SOURCE] == SOURCES["T+1"])
-            window = Window(ints[_OFFSET], ints[_LENGTH], ints[_ALIGN], final, ints[_FIRST], ints[_COUNT])
+            final = int(ints[GatherField.SOURCE] == SOURCES["T+1"])
+            window = Window(
+                ints[GatherField.OFFSET],
+                ints[GatherField.LENGTH],
+                ints[GatherField.ALIGN],
+                final,
+                ints[GatherField.FIRST_ELEMENT],
+                ints[GatherField.NUM_COPIED],
+            )
             by_window.setdefault(window, []).append(i)
         columns = [self._there(i) for i in which]
-        rows = [num_samples * self._ints(i)[_COUNT] for i in which]
+        rows = [num_samples * self._ints(i)[GatherField.NUM_COPIED] for i in which]
         packing = Packing([((n, *c.shape[1:]), c.dtype) for n, c in zip(rows, columns, strict=True)])
         self._scratch = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._lane.device)
         views = dict(zip(which, packing.views(self._scratch), strict=True))
@@ -366,6 +374,6 @@ class DeviceGatherer(Gatherer):
 
     def _pieces(self, index: int, found: Fetched, records: torch.Tensor) -> np.ndarray:
         name, number = self._name(index), self._number[index]
-        row_bytes = self._ints(index)[_ELEMENTS] * self._sources[number].element_size()
+        row_bytes = self._ints(index)[GatherField.NUM_ELEMENTS] * self._sources[number].element_size()
         cuts = self._reach.cuts.get(name, _NO_CUTS)
         return pieces_of(found, records, number, row_bytes, self._scratch_at[index], cuts)

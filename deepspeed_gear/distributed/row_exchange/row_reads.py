@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed_gear.ops.constants import COLUMN_WORDS, WINDOW_WORDS
+from deepspeed_gear.ops.records import RowColumn, RowWindow
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLay
         members[row, list(having)] = True
     return RowLayout(
         (*of_steps, *single),
-        torch.tensor(windows, dtype=torch.int64).reshape(-1, WINDOW_WORDS),
+        torch.tensor(windows, dtype=torch.int64).reshape(-1, RowWindow.NUM_WORDS),
         members,
-        torch.tensor(columns, dtype=torch.int64).reshape(-1, COLUMN_WORDS),
+        torch.tensor(columns, dtype=torch.int64).reshape(-1, RowColumn.NUM_WORDS),
     )
 
 

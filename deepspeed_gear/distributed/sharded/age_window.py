@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.sampling.mass_rules import NO_ID, AgeWindow, WindowEdge, newest_of
 
 _PARTS = 64  # into which each round divides the ids that are left
-_NOTHING, _INTEGER, _FLOAT = 0, 1, 2
+
+
+class EdgeKind:
+    """Type of a node's largest value."""
+
+    NONE: Final = 0
+    INTEGER: Final = 1
+    FLOAT: Final = 2
 
 
 def edge_over_nodes(
@@ -36,13 +45,13 @@ def _newest(link: NodeChannel, values: np.ndarray | None) -> int | float | None:
     own = np.zeros(2, np.int64)
     if len(values):
         value = newest_of(values)
-        own[0] = _INTEGER if isinstance(value, int) else _FLOAT
+        own[0] = EdgeKind.INTEGER if isinstance(value, int) else EdgeKind.FLOAT
         own[1:] = value if isinstance(value, int) else np.array([value], np.float64).view(np.int64)
     found = link.gather(own)
     known = [
-        int(bits) if kind == _INTEGER else float(np.array([bits]).view(np.float64)[0])
+        int(bits) if kind == EdgeKind.INTEGER else float(np.array([bits]).view(np.float64)[0])
         for kind, bits in found.tolist()
-        if kind != _NOTHING
+        if kind != EdgeKind.NONE
     ]
     return newest_of(np.array(known)) if known else None
 

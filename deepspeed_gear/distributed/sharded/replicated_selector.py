@@ -7,7 +7,7 @@ import torch
 
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
-from deepspeed_gear.ops.constants import REPORT_WORDS
+from deepspeed_gear.ops.records import LogEntry
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.local_selector import Check, LocalSelector
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
@@ -24,7 +24,7 @@ class ReplicatedSelector(SelectionAgreement):
     def __init__(self, stream: BatchStream, link: NodeChannel) -> None:
         super().__init__(stream, link)
         self._here = LocalSelector(stream.spec, stream.masses)
-        self._reports = np.empty((0, REPORT_WORDS), np.int64)
+        self._reports = np.empty((0, LogEntry.NUM_WORDS), np.int64)
         self._heard: list[np.ndarray] = []  # those of all nodes
 
     @property
@@ -43,7 +43,7 @@ class ReplicatedSelector(SelectionAgreement):
             error = caught
         heard = self._hello(error, self.stream.stopped, [self._reports] * self._num_nodes)
         self.num_cuts += 1
-        self._heard = [words.reshape(-1, REPORT_WORDS) for words in heard]
+        self._heard = [words.reshape(-1, LogEntry.NUM_WORDS) for words in heard]
 
     def apply(self, key: int) -> int:
         def change() -> None:

@@ -15,7 +15,7 @@ from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, RowExchange
-from deepspeed_gear.ops.constants import R_MASS, S_GOAL, SAMPLE_WORDS
+from deepspeed_gear.ops.records import Resolution, RowSample
 from deepspeed_gear.sampling.batch_stream import BatchStream
 
 HEAD_WORDS = 2  # of a message: its size, the smallest mass that its node has drawn
@@ -103,7 +103,7 @@ class ResolutionExchange:
             (row.data for row in words),
         )
         self._found = found[:1]
-        self._samples = torch.empty(0, SAMPLE_WORDS, dtype=torch.int64)
+        self._samples = torch.empty(0, RowSample.NUM_WORDS, dtype=torch.int64)
         self._which = torch.empty(0, dtype=torch.int64)
         self.least_drawn = 0  # of the latest cut: the smallest mass that any node has drawn
 
@@ -141,7 +141,7 @@ class ResolutionExchange:
             messages = [np.empty(self._head_size + part.size, np.int64) for part in parts]
             for message, rows in zip(messages, self._rows, strict=True):
                 message[ROWS] = len(rows)
-        masses = mine.records.numpy()[:, R_MASS]
+        masses = mine.records.numpy()[:, Resolution.MASS]
         self.least_drawn = int(np.minimum.reduce(masses)) if len(masses) else node_messages.MOST
         for message, part in zip(messages, parts, strict=True):
             message[1] = self.least_drawn
@@ -158,7 +158,7 @@ class ResolutionExchange:
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
         """Return the samples that nodes need, and the words of resolutions for each node."""
         most = len(mine.records) * readers.shape[1]
-        samples = torch.empty(most, SAMPLE_WORDS, dtype=torch.int64)
+        samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
         packed = np.empty((most, self._words), np.int64)
         found = samples, torch.from_numpy(packed), self._ends
         route = readers, need_of, offset, self._index, int(self._carrier.takes_own)
@@ -194,7 +194,7 @@ class ResolutionExchange:
         assert self._stream.origins is not None
         ring, count = self._stream.ring[cut.entry][: cut.count], len(mine.records) + len(cut.asked)
         if count > len(self._which):
-            self._samples = torch.empty(count, SAMPLE_WORDS, dtype=torch.int64)
+            self._samples = torch.empty(count, RowSample.NUM_WORDS, dtype=torch.int64)
             self._which = torch.empty(count, dtype=torch.int64)
         self._ops.take_draws_(
             ring,
@@ -218,5 +218,5 @@ class ResolutionExchange:
         samples, which = self._samples[:found], self._which[:found]
         goals = self._goals(self._stream, ring[which]) if self._draws_goals else None
         if goals is not None:
-            samples[:, S_GOAL] = goals
+            samples[:, RowSample.GOAL] = goals
         return ring, which, samples

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import numpy as np
 
 from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel, message_of
 from deepspeed_gear.errors import PeerError, StoreError, relayed
-from deepspeed_gear.ops.constants import HIGHEST_PRIORITY
+from deepspeed_gear.ops.records import UpdateCount
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.local_selector import LocalSelector
 from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 
-# Words of what a node says first.
-KEY, STATUS, STOP, WAITED_US, WAITING, TOTAL, ITEMS, LEAST, HIGHEST = range(9)
-HELLO_WORDS = 9
-FINE, FAILED = 0, 1
 TEXT_WORDS = 64
 _WAITS = 64  # exchanges of which waits are added up at once
 MOST_LEAVE_S = 10.0  # what a node that leaves waits for the others to hear it
+
+
+class StatusMessage:
+    """The first message of a node in a joint selection."""
+
+    KEY: Final = 0
+    STATUS: Final = 1
+    STOP: Final = 2
+    WAITED_US: Final = 3
+    WAITING: Final = 4
+    TOTAL: Final = 5
+    ITEMS: Final = 6
+    LEAST: Final = 7
+    HIGHEST: Final = 8
+    NUM_WORDS: Final = 9
+    FINE: Final = 0  # of StatusMessage.STATUS
+    FAILED: Final = 1  # of StatusMessage.STATUS: an error's text follows
 
 
 class SelectionAgreement(LocalSelector):
@@ -38,7 +51,7 @@ class SelectionAgreement(LocalSelector):
         super().__init__(stream.spec, stream.masses)
         self.stream, self.link, self._table = stream, link, stream.table
         self._num_nodes, self._index = link.count, link.index
-        self._records = np.zeros((self._num_nodes, HELLO_WORDS), np.int64)
+        self._records = np.zeros((self._num_nodes, StatusMessage.NUM_WORDS), np.int64)
         self._totals = np.zeros(self._num_nodes, np.int64)
         self._waiting = False
         self._key: int | None = None  # of the cut that is being made
@@ -70,25 +83,30 @@ class SelectionAgreement(LocalSelector):
         """
         record = self._record()
         words = np.concatenate([record, gate]) if len(gate) else record
-        words[KEY] = -1 if self._key is None else self._key
-        words[STATUS], words[STOP] = (FINE if error is None else FAILED), stop
+        words[StatusMessage.KEY] = -1 if self._key is None else self._key
+        words[StatusMessage.STATUS], words[StatusMessage.STOP] = (
+            (StatusMessage.FINE if error is None else StatusMessage.FAILED),
+            stop,
+        )
         behind = [NO_WORDS] * self._num_nodes if more is None else more
         said = self.link.begin([message_of(words, part.reshape(-1)) for part in behind])()
-        heard = self._records = np.stack([part[:HELLO_WORDS] for part in said])
-        self._note_waits(heard[:, WAITED_US])
-        if (heard[:, : STOP + 1] != (words[KEY], FINE, False)).any():
+        heard = self._records = np.stack([part[: StatusMessage.NUM_WORDS] for part in said])
+        self._note_waits(heard[:, StatusMessage.WAITED_US])
+        if (
+            heard[:, : StatusMessage.STOP + 1] != (words[StatusMessage.KEY], StatusMessage.FINE, False)
+        ).any():
             self._raise_refusal(heard, error)
-        self._waiting = bool(heard[:, WAITING].any())
-        self._totals = heard[:, TOTAL].copy()
-        return [part[HELLO_WORDS:] for part in said]
+        self._waiting = bool(heard[:, StatusMessage.WAITING].any())
+        self._totals = heard[:, StatusMessage.TOTAL].copy()
+        return [part[StatusMessage.NUM_WORDS :] for part in said]
 
     def _raise_refusal(self, heard: np.ndarray, error: Exception | None) -> NoReturn:
         """Raise why a node does not make the cut that this one asks for."""
-        if heard[:, STOP].any():
+        if heard[:, StatusMessage.STOP].any():
             self.link.left = True
             self._raise_stop(heard)
         self._raise_failure(heard, error)
-        asked = {self.link.name(i): key for i, key in enumerate(heard[:, KEY].tolist())}
+        asked = {self.link.name(i): key for i, key in enumerate(heard[:, StatusMessage.KEY].tolist())}
         raise PeerError(
             f"stream {self.spec.name}: the nodes",
             "must ask for the same global batch",
@@ -106,17 +124,17 @@ class SelectionAgreement(LocalSelector):
 
     def _record(self) -> np.ndarray:
         """Return what the others must know of this node's part."""
-        words = np.zeros(HELLO_WORDS, np.int64)
+        words = np.zeros(StatusMessage.NUM_WORDS, np.int64)
         masses = self.masses
         with self._table.lock:
-            words[WAITING] = masses.waiting and not isinstance(masses, PriorityMasses)
-            words[TOTAL] = masses.total
+            words[StatusMessage.WAITING] = masses.waiting and not isinstance(masses, PriorityMasses)
+            words[StatusMessage.TOTAL] = masses.total
             if isinstance(masses, PriorityMasses):
-                words[ITEMS] = masses.num_drawable
-                words[HIGHEST] = masses.counts[HIGHEST_PRIORITY]
+                words[StatusMessage.ITEMS] = masses.num_drawable
+                words[StatusMessage.HIGHEST] = masses.counts[UpdateCount.HIGHEST_PRIORITY]
                 if masses.rule.normalize == "table":
-                    words[LEAST] = masses.least
-        words[WAITED_US] = int(self.link.last_wait_s * 1e6)
+                    words[StatusMessage.LEAST] = masses.least
+        words[StatusMessage.WAITED_US] = int(self.link.last_wait_s * 1e6)
         return words
 
     def _note_waits(self, waited_us: np.ndarray) -> None:
@@ -142,18 +160,18 @@ class SelectionAgreement(LocalSelector):
         if self.stream.stopped or self._key is None:
             name = f"stream {self.spec.name}"
             raise StoreError(name, "must be open", None, "it was closed while it waited")
-        node = int(np.nonzero(heard[:, STOP])[0][0])
+        node = int(np.nonzero(heard[:, StatusMessage.STOP])[0][0])
         self.link.raise_ended(node, f"it ended before global batch {self._key}")
 
     def _raise_failure(self, heard: np.ndarray, error: Exception | None) -> None:
         """Raise if a node says that it has failed: its own error there, its text elsewhere."""
-        if not heard[:, STATUS].any():
+        if not heard[:, StatusMessage.STATUS].any():
             return
         text = "" if error is None else node_messages.text_of(error)
         texts = self.link.gather(node_messages.pack_text(text, TEXT_WORDS))
         if error is not None:
             raise error
-        node = int(np.nonzero(heard[:, STATUS])[0][0])
+        node = int(np.nonzero(heard[:, StatusMessage.STATUS])[0][0])
         raise relayed(PeerError, node_messages.unpack_text(texts[node]), self.link.name(node))
 
     def _apply_together(self, action: Callable[[], None]) -> None:
@@ -165,10 +183,10 @@ class SelectionAgreement(LocalSelector):
         except Exception as caught:
             error = caught
         words = self._record()
-        words[STATUS] = FINE if error is None else FAILED
+        words[StatusMessage.STATUS] = StatusMessage.FINE if error is None else StatusMessage.FAILED
         heard = self.link.gather(words)
         self._raise_failure(heard, error)
-        self._records, self._totals = heard, heard[:, TOTAL].copy()
+        self._records, self._totals = heard, heard[:, StatusMessage.TOTAL].copy()
 
     def fail(self, key: int, error: Exception) -> None:
         assert self.stream.notice is not None

@@ -19,10 +19,10 @@ from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.distributed.row_exchange.row_exchange import RowExchange
 from deepspeed_gear.distributed.sharded.age_window import edge_over_nodes
 from deepspeed_gear.distributed.sharded.resolution_exchange import Goals, NodeSelection, ResolutionExchange
-from deepspeed_gear.distributed.sharded.selection_agreement import HIGHEST, ITEMS, LEAST, SelectionAgreement
-from deepspeed_gear.ops.constants import HIGHEST_PRIORITY, R_SLOT, REPORT_WORDS, RESOLUTION_WORDS
+from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement, StatusMessage
+from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.global_rate_gate import JOINT_WORDS, GlobalRateGate
+from deepspeed_gear.sampling.global_rate_gate import GlobalRateGate, NodeRate
 from deepspeed_gear.sampling.local_selector import Check, GateClosedError
 from deepspeed_gear.sampling.rate_gate import RateGate
 from deepspeed_gear.sampling.samplers.age import AgeMasses, items_of
@@ -64,7 +64,9 @@ class ShardedSelector(SelectionAgreement):
         self._is_first = True
         self._cut: NodeSelection | None = None
         self._heard: list[np.ndarray] = []  # reports from each node, packed
-        self._drawn = np.empty((0, RESOLUTION_WORDS), np.int64)  # resolutions of the latest cut that lie here
+        self._drawn = np.empty(
+            (0, Resolution.NUM_WORDS), np.int64
+        )  # resolutions of the latest cut that lie here
 
     # ---- phases ----------------------------------------------------------------------------------
 
@@ -111,8 +113,8 @@ class ShardedSelector(SelectionAgreement):
             GateClosedError: They may not.
             NotReadyError: They may not, and a node waits no longer.
         """
-        said = np.stack([words[:JOINT_WORDS] for words in self._heard])
-        self._heard = [words[JOINT_WORDS:] for words in self._heard]
+        said = np.stack([words[: NodeRate.NUM_WORDS] for words in self._heard])
+        self._heard = [words[NodeRate.NUM_WORDS :] for words in self._heard]
         with self._table.lock:
             if joint.hear(said, count):
                 return
@@ -167,7 +169,7 @@ class ShardedSelector(SelectionAgreement):
         with self._table.lock:
             self._due = masses.reports.due(key)
             entries = [rows for _, rows in self._due]
-            reports = np.concatenate(entries) if entries else np.empty((0, REPORT_WORDS), np.int64)
+            reports = np.concatenate(entries) if entries else np.empty((0, LogEntry.NUM_WORDS), np.int64)
         packed = np.empty((len(reports), node_messages.PACKED_REPORT_WORDS), np.int64)
         ends = np.empty(self._num_nodes, np.int64)
         tensors = [torch.from_numpy(part) for part in (packed, ends, reports)]
@@ -179,12 +181,14 @@ class ShardedSelector(SelectionAgreement):
         masses = self.masses
         assert isinstance(masses, PriorityMasses)
         latest = key - masses.rule.lag
-        highest = int(self._records[:, HIGHEST].max())
+        highest = int(self._records[:, StatusMessage.HIGHEST].max())
 
         def change() -> None:
-            masses.counts[HIGHEST_PRIORITY] = max(highest, int(masses.counts[HIGHEST_PRIORITY]))
+            masses.counts[UpdateCount.HIGHEST_PRIORITY] = max(
+                highest, int(masses.counts[UpdateCount.HIGHEST_PRIORITY])
+            )
             packed = np.concatenate(self._heard).reshape(-1, node_messages.PACKED_REPORT_WORDS)
-            reports = np.empty((len(packed), REPORT_WORDS), np.int64)
+            reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
             masses.ops.unpack_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
             masses.apply_reports(key, [masses.known_reports(reports)] if len(reports) else [])
             if self._due:
@@ -204,7 +208,7 @@ class ShardedSelector(SelectionAgreement):
         assign = self.masses.ops.assign_draws_
         assign(owner, mine, points, torch.from_numpy(found), coordinates, totals, self._index)
         own, points = mine.numpy()[: found[0]], points[: found[0]]
-        records = torch.empty(len(own), RESOLUTION_WORDS, dtype=torch.int64)
+        records = torch.empty(len(own), Resolution.NUM_WORDS, dtype=torch.int64)
         if len(own):
             with self._table.lock:
                 self.masses.resolve_numbered(records, points, own + first)
@@ -235,7 +239,7 @@ class ShardedSelector(SelectionAgreement):
         joint, count = self.stream.joint, len(coordinates)
         assert joint is not None
         owner, own, records = self._found(coordinates, first)
-        slots = records[:, R_SLOT].numpy()
+        slots = records[:, Resolution.SLOT].numpy()
         if joint.fewest > len(rows):
             standing = count
         else:
@@ -257,13 +261,13 @@ class ShardedSelector(SelectionAgreement):
         uses_up, masses = before < len(own), self.masses
         at = int(own[before]) if uses_up else count
         mass = int(masses.leaves[slots[before]]) if uses_up else 0
-        heard = self.link.gather(np.array([at, mass, self._record()[LEAST]]))
-        self._records[:, LEAST] = heard[:, 2]
+        heard = self.link.gather(np.array([at, mass, self._record()[StatusMessage.LEAST]]))
+        self._records[:, StatusMessage.LEAST] = heard[:, 2]
         node = int(heard[:, 0].argmin())
         standing = min(int(heard[node, 0]) + 1, count)
         if standing < count:
             self._totals[node] -= heard[node, 1]
-            self._records[node, ITEMS] -= 1
+            self._records[node, StatusMessage.ITEMS] -= 1
             if node == self._index:
                 with self._table.lock:
                     masses.take_out(int(slots[before]))
@@ -319,7 +323,7 @@ class ShardedSelector(SelectionAgreement):
             own, records = cut.own[0], cut.records[0]
         else:
             own = np.concatenate([np.empty(0, np.int64), *cut.own])
-            records = torch.cat([torch.empty(0, RESOLUTION_WORDS, dtype=torch.int64), *cut.records])
+            records = torch.cat([torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *cut.records])
         self._drawn = records.numpy()
         if self.stream.draws is not None and len(own):
             with self._table.lock:
@@ -357,6 +361,6 @@ class ShardedSelector(SelectionAgreement):
         if masses.rule.normalize == "batch":
             return self._delivery.least_drawn, 1, beta
         if masses.rule.normalize == "table":
-            least = self._records[:, LEAST]
+            least = self._records[:, StatusMessage.LEAST]
             return int(least[least > 0].min()), 1, beta
-        return total, int(self._records[:, ITEMS].sum()), beta
+        return total, int(self._records[:, StatusMessage.ITEMS].sum()), beta

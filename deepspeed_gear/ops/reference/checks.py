@@ -8,18 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed_gear.ops.records import Resolution
+
 from ...errors import ShapeError
-from ..constants import (
-    MOST_STEPS,
-    NO_SAMPLE,
-    R_ANCHOR,
-    R_FIRST_ROW,
-    R_GENERATION,
-    R_ID,
-    R_NUM_STEPS,
-    R_NUMBER,
-    R_SLOT,
-)
+from ..constants import MOST_STEPS
 
 
 class Reads(NamedTuple):
@@ -32,8 +24,8 @@ class Reads(NamedTuple):
 
 def is_no_sample(resolutions: Tensor) -> Tensor:
     """Tell which records are no samples: a table without masses was drawn from. [B], bool."""
-    is_named = (resolutions[:, [R_ID, R_SLOT]] == NO_SAMPLE).all(dim=1)
-    return is_named & (resolutions[:, R_GENERATION:R_NUMBER] == 0).all(dim=1)
+    is_named = (resolutions[:, [Resolution.ID, Resolution.SLOT]] == Resolution.NO_SAMPLE).all(dim=1)
+    return is_named & (resolutions[:, Resolution.GENERATION : Resolution.SAMPLE_NUMBER] == 0).all(dim=1)
 
 
 def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | None = None) -> None:
@@ -49,7 +41,10 @@ def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | Non
     Raises:
         ShapeError: One has none, or one does not.
     """
-    first, steps, anchor, slot = (resolutions[:, i] for i in (R_FIRST_ROW, R_NUM_STEPS, R_ANCHOR, R_SLOT))
+    first, steps, anchor, slot = (
+        resolutions[:, i]
+        for i in (Resolution.FIRST_ROW, Resolution.NUM_STEPS, Resolution.ANCHOR, Resolution.SLOT)
+    )
     good = (steps >= 1) & (steps <= MOST_STEPS) & (anchor >= 0) & (anchor < steps) & (slot >= 0)
     if num_slots is not None:
         good &= slot < num_slots

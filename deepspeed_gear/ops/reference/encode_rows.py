@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.ops.constants import (
-    C_GROUP,
-    C_MEMBERS,
-    C_ROW_BYTES,
-    R_FIRST_ROW,
-    R_SLOT,
-    SLOT_FIRST_ROW,
-    W_GROUP,
-)
+from deepspeed_gear.ops.records import Resolution, RowColumn, RowWindow, Slot
 
 WORD_BYTES = 8
 Rows = set[tuple[int, int]]  # trajectory and row
@@ -107,7 +99,7 @@ def pack_rows_(
 
     def row_of(which: int, row: int, single: bool) -> int:
         slot = plan.known[which][1]
-        return slot if single else int(slots[slot, SLOT_FIRST_ROW]) + row
+        return slot if single else int(slots[slot, Slot.FIRST_ROW]) + row
 
     for column, at, peer, begin, size in list(_places(plan, columns, heads, stored, row_of)):
         begin += begins[peer]
@@ -158,8 +150,8 @@ def unpack_rows_(
     needed.copy_(torch.tensor([len(place), len(plan.known)]))
     for at, number, (low, high) in zip(which.tolist(), plan.trajectory, plan.spans, strict=True):
         shift = place[number, low] - low if low < high else 0
-        ring[at, R_FIRST_ROW] = base_row + first_row + shift
-        ring[at, R_SLOT] = base_slot + first_slot + number
+        ring[at, Resolution.FIRST_ROW] = base_row + first_row + shift
+        ring[at, Resolution.SLOT] = base_slot + first_slot + number
     if len(place) > num_rows or len(plan.known) > num_slots:
         return
     said = [message.view(torch.uint8) for message in messages]
@@ -183,15 +175,15 @@ def _plan(samples: Tensor, windows: Tensor, members: Tensor, columns: Tensor, nu
     of_groups, spans = _rows_read(wanted, trajectory, reads, members)
     rows, sizes = [], [0] * num_peers
     for column in columns.tolist():
-        if column[C_GROUP] >= 0:
-            travels = of_groups[column[C_GROUP]]
+        if column[RowColumn.GROUP] >= 0:
+            travels = of_groups[column[RowColumn.GROUP]]
         else:
-            has = members[column[C_MEMBERS]].tolist()
+            has = members[column[RowColumn.MEMBERS]].tolist()
             pairs = zip(trajectory, wanted, strict=True)
             travels = {(which, 0) for which, sample in pairs if has[sample.need]}
         rows.append(sorted(travels))
         for which, _ in travels:
-            sizes[known[which][0]] += column[C_ROW_BYTES]
+            sizes[known[which][0]] += column[RowColumn.ROW_BYTES]
     return _Plan(known, trajectory, spans, rows, sizes)
 
 
@@ -209,9 +201,9 @@ def _places(
     """
     filled = heads.tolist()
     for c, (column, rows) in enumerate(zip(columns.tolist(), plan.rows, strict=True)):
-        size = column[C_ROW_BYTES]
+        size = column[RowColumn.ROW_BYTES]
         for which, row in rows:
-            at, peer = row_of(which, row, column[C_GROUP] < 0) * size, plan.known[which][0]
+            at, peer = row_of(which, row, column[RowColumn.GROUP] < 0) * size, plan.known[which][0]
             if not 0 <= at <= len(data[c]) - size:
                 raise ShapeError("rows of samples", "must lie in the columns", at)
             yield c, at, peer, filled[peer], size
@@ -222,7 +214,7 @@ def _rows_read(
     samples: list[_Sample], trajectory: list[int], windows: list[_Window], members: Tensor
 ) -> tuple[list[Rows], list[tuple[int, int]]]:
     """Return the rows that each group of windows reads, and the span of rows of each sample."""
-    rows: list[Rows] = [set() for _ in {window[W_GROUP] for window in windows}]
+    rows: list[Rows] = [set() for _ in {window[RowWindow.GROUP] for window in windows}]
     spans = []
     for sample, which in zip(samples, trajectory, strict=True):
         every: set[int] = set()

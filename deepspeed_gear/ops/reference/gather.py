@@ -9,28 +9,14 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.ops.constants import (
-    ALIGN_IN_PLACE,
-    ALIGN_LEFT,
-    FIELD_INTS,
-    MOST_STEPS,
-    PAD_EDGE,
-    R_ANCHOR,
-    R_FIRST_ROW,
-    R_NUM_STEPS,
-    R_SLOT,
-    SOURCE_POSITION,
-    SOURCE_STEPS,
-    SOURCE_STEPS_PLUS_ONE,
-    SOURCE_TIMESTEP,
-    SOURCE_TRAJECTORY,
-)
+from deepspeed_gear.ops.constants import MOST_STEPS
+from deepspeed_gear.ops.records import Align, GatherField, Pad, Resolution, Source
 from deepspeed_gear.ops.reference.checks import Reads, check_order, check_rows, is_no_sample
 from deepspeed_gear.ops.reference.convert import convert, narrow
 
 
 class FieldSpec(NamedTuple):
-    """How one field is collected: `FIELD_INTS` integers of the op's `spec`."""
+    """How one field is collected: `GatherField.NUM_WORDS` integers of the op's `spec`."""
 
     source: int
     offset: int
@@ -66,9 +52,9 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
     begin = torch.minimum(torch.maximum(first, zero), rows)
     end = torch.maximum(begin, torch.minimum(torch.maximum(first + length, zero), rows))
     count = end - begin
-    if align == ALIGN_IN_PLACE:
+    if align == Align.IN_PLACE:
         place = begin - first
-    elif align == ALIGN_LEFT:
+    elif align == Align.LEFT:
         place = zero
     else:
         place = length - count
@@ -126,7 +112,7 @@ def gather_(
         gains: As shifts; both or none.
         resolutions: [B, 8], int64.
         n_steps: What a field with `after_n_step` adds to its offset. [B], int64.
-        spec: `FIELD_INTS` integers for every field.
+        spec: `GatherField.NUM_WORDS` integers for every field.
         pad_values: Every field's padding, in units of its output.
         threads: Not used here. Of the host; on a GPU, above 1: the most blocks of a launch, then short.
         order: The order in which samples are taken, each index once; it changes the time alone. [B], int64.
@@ -134,7 +120,9 @@ def gather_(
         ShapeError: A row that is read lies outside its column, a part outside its window, there is no
             conversion between two dtypes, or an index is missing in the order.
     """
-    fields = [FieldSpec(*spec[i : i + FIELD_INTS]) for i in range(0, len(spec), FIELD_INTS)]
+    fields = [
+        FieldSpec(*spec[i : i + GatherField.NUM_WORDS]) for i in range(0, len(spec), GatherField.NUM_WORDS)
+    ]
     for field in fields:
         _check_field(field, n_steps)
     check_windows(fields, columns, resolutions, n_steps)
@@ -145,8 +133,8 @@ def gather_(
         field, out, column, shift, gain, pad = each
         row, real = _rows_of(field, resolutions, n_steps)
         values = _values(field, out.dtype, column, shift, gain, resolutions, row, real)
-        if field.source != SOURCE_POSITION:
-            has_edge = field.pad == PAD_EDGE
+        if field.source != Source.POSITION:
+            has_edge = field.pad == Pad.EDGE
             padded = none[:, None].expand_as(real) if has_edge else ~real
             values[padded] = _pad(0.0 if has_edge else pad, out.dtype)
         out.copy_(values.view(out.shape))
@@ -167,7 +155,7 @@ def _check_field(field: FieldSpec, n_steps: Tensor | None) -> None:
         raise ShapeError("first and count", rule, f"[{field.part_first}, {end})")
     if abs(field.offset) > MOST_STEPS:
         raise ShapeError("offset", f"must be in [-{MOST_STEPS}, {MOST_STEPS}]", field.offset)
-    if field.source == SOURCE_TRAJECTORY and field.length != 1:
+    if field.source == Source.TRAJECTORY and field.length != 1:
         raise ShapeError("length", "must be 1 for a column of one row per trajectory", field.length)
     if field.after_n_step and n_steps is None:
         raise ShapeError("n_steps", "must be given for a field that follows it")
@@ -189,24 +177,24 @@ def check_windows(
     reads, slots = [], []
     for field, column in zip(fields, columns, strict=True):
         held = column.numel() // field.elements
-        if field.source == SOURCE_TRAJECTORY:
+        if field.source == Source.TRAJECTORY:
             slots.append(held)
-        elif field.source in (SOURCE_STEPS, SOURCE_STEPS_PLUS_ONE):
+        elif field.source in (Source.STEPS, Source.STEPS_PLUS_ONE):
             step, real = _rows_of(field, resolutions, n_steps)
-            reads.append(Reads(step, real | (field.pad == PAD_EDGE), held))
+            reads.append(Reads(step, real | (field.pad == Pad.EDGE), held))
     check_rows(resolutions, reads, min(slots, default=None))
 
 
 def _rows_of(field: FieldSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the row of every place of the part, and where it is real. [B, count] each."""
     is_sample = ~is_no_sample(resolutions)
-    if field.source == SOURCE_TRAJECTORY:
-        return resolutions[:, R_SLOT, None], is_sample[:, None]
+    if field.source == Source.TRAJECTORY:
+        return resolutions[:, Resolution.SLOT, None], is_sample[:, None]
     offset: Tensor | int = field.offset
     if field.after_n_step and n_steps is not None:
         offset = offset + n_steps
-    rows = resolutions[:, R_NUM_STEPS] + is_sample * (field.source == SOURCE_STEPS_PLUS_ONE)
-    span = bounds(offset, field.length, field.align, resolutions[:, R_ANCHOR], rows)
+    rows = resolutions[:, Resolution.NUM_STEPS] + is_sample * (field.source == Source.STEPS_PLUS_ONE)
+    span = bounds(offset, field.length, field.align, resolutions[:, Resolution.ANCHOR], rows)
     row, real = window_rows(span, field.length)
     part = slice(field.part_first, field.part_first + field.part_count)
     return row[:, part], real[:, part]
@@ -226,14 +214,14 @@ def _values(
 
     A place that is not real is read only where the edge pads it; elsewhere it holds anything.
     """
-    if field.source == SOURCE_POSITION:
+    if field.source == Source.POSITION:
         places = torch.arange(field.part_first, field.part_first + field.part_count)
         return places.repeat(len(row), 1)[:, :, None]
-    if field.source == SOURCE_TIMESTEP:
+    if field.source == Source.TIMESTEP:
         return row[:, :, None].clone()
-    is_read = real | ((field.pad == PAD_EDGE) & ~is_no_sample(resolutions)[:, None])
-    if field.source != SOURCE_TRAJECTORY:
-        row = row + resolutions[:, R_FIRST_ROW, None]
+    is_read = real | ((field.pad == Pad.EDGE) & ~is_no_sample(resolutions)[:, None])
+    if field.source != Source.TRAJECTORY:
+        row = row + resolutions[:, Resolution.FIRST_ROW, None]
     values = column.new_zeros(*row.shape, field.elements)
     values[is_read] = column.reshape(-1, field.elements)[row[is_read]]
     if not len(gain):

@@ -5,38 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError
-from ..constants import (
-    APPLIED,
-    CLAMPED,
-    COMMITTED,
-    DRAWABLE,
-    FAN_OUT,
-    HIGHEST_PRIORITY,
-    MASS_BITS,
-    MOST_MASS_BITS,
-    ONE_Q62,
-    R_ANCHOR,
-    R_GENERATION,
-    R_MASS,
-    R_NUMBER,
-    R_SLOT,
-    REPORT_BATCH,
-    REPORT_NUMBER,
-    REPORT_WORDS,
-    SLOT_FIRST_ROW,
-    SLOT_GENERATION,
-    SLOT_ID,
-    SLOT_NUM_STEPS,
-    SLOT_STATE,
-    STALE,
-    U_ANCHOR,
-    U_GENERATION,
-    U_PRIORITY,
-    U_SLOT,
-    UNIT_STEP,
-    minima_levels,
+from deepspeed_gear.ops.records import (
+    LogEntry,
+    MassUnit,
+    PriorityUpdate,
+    Resolution,
+    Slot,
+    SlotState,
+    UpdateCount,
 )
+
+from ...errors import ShapeError
+from ..constants import FAN_OUT, MASS_BITS, MOST_MASS_BITS, ONE_Q62, minima_levels
 from .integers import LOW_32
 from .power import exp2, float_bits, log2, power_of_priority, scale
 from .select import check_coordinates, check_items, descend, tree_update_
@@ -98,7 +78,7 @@ def importance_(weights: Tensor, resolutions: Tensor, numerator: int, count: int
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016, section 3.4.
     """
     _check_exponent("beta", beta)
-    mass = resolutions[:, R_MASS]
+    mass = resolutions[:, Resolution.MASS]
     bad = torch.nonzero(mass <= 0)
     if len(bad):
         raise ShapeError(f"the mass of resolution {int(bad[0])}", "must be positive", int(mass[bad[0]]))
@@ -152,13 +132,13 @@ def resolve_rows_(
     index = row_slots[row].long()
     is_slot = (index >= 0) & (index < len(slots))
     slot = slots[torch.where(is_slot, index, 0)] if len(slots) else slots.new_zeros(len(row), slots.shape[1])
-    first_row, num_steps = slot[:, SLOT_FIRST_ROW], slot[:, SLOT_NUM_STEPS]
+    first_row, num_steps = slot[:, Slot.FIRST_ROW], slot[:, Slot.NUM_STEPS]
     anchor = row - first_row
     bad = torch.nonzero(~(is_slot & (first_row >= 0) & (anchor >= 0) & (anchor < num_steps)))
     if len(bad):
         i = int(bad[0])
         raise ShapeError(f"coordinate {i}", "must hit a row that is a step of its slot", int(row[i]))
-    parts = (slot[:, SLOT_ID], index, slot[:, SLOT_GENERATION], first_row, num_steps, anchor, sums[row])
+    parts = (slot[:, Slot.ID], index, slot[:, Slot.GENERATION], first_row, num_steps, anchor, sums[row])
     resolutions.copy_(torch.stack((*parts, torch.arange(len(row)) + first), dim=1))
 
 
@@ -178,8 +158,14 @@ def report_(log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, bat
     order_of(bits)
     if len(bits) > len(log):
         raise ShapeError("the log", f"must hold {len(bits)} reports", len(log))
-    item = (resolutions[:, R_SLOT], resolutions[:, R_GENERATION], resolutions[:, R_ANCHOR])
-    reports = torch.stack((*item, bits, torch.full_like(bits, batch), resolutions[:, R_NUMBER]), dim=1)
+    item = (
+        resolutions[:, Resolution.SLOT],
+        resolutions[:, Resolution.GENERATION],
+        resolutions[:, Resolution.ANCHOR],
+    )
+    reports = torch.stack(
+        (*item, bits, torch.full_like(bits, batch), resolutions[:, Resolution.SAMPLE_NUMBER]), dim=1
+    )
     log[(tail + torch.arange(len(bits))) % max(len(log), 1)] = reports
 
 
@@ -203,11 +189,11 @@ def prioritize_(
     """
     _check_exponent("alpha", alpha)
     _check_most_bits(most_bits)
-    order_of(updates[:, U_PRIORITY] & LOW_32)
-    if updates.shape[1] == REPORT_WORDS:
-        updates = updates[updates[:, REPORT_NUMBER].argsort(stable=True)]
-        updates = updates[updates[:, REPORT_BATCH].argsort(stable=True)]
-    bits = order_of(updates[:, U_PRIORITY] & LOW_32)
+    order_of(updates[:, PriorityUpdate.PRIORITY] & LOW_32)
+    if updates.shape[1] == LogEntry.NUM_WORDS:
+        updates = updates[updates[:, LogEntry.SAMPLE_NUMBER].argsort(stable=True)]
+        updates = updates[updates[:, LogEntry.BATCH].argsort(stable=True)]
+    bits = order_of(updates[:, PriorityUpdate.PRIORITY] & LOW_32)
     current = _is_current(slots, updates)
     item, bits = _items_of(slots, updates[current], unit), bits[current]
     check_items(item, len(priorities))
@@ -219,27 +205,31 @@ def prioritize_(
         minima_update_(minima, sums, len(priorities), item)
     for i, value in zip(item.tolist(), bits.to(torch.int32).view(torch.float32), strict=True):
         priorities[i] = value
-    counts[APPLIED] += len(item)
-    counts[STALE] += len(updates) - len(item)
-    counts[CLAMPED] += is_clamped.sum()
-    counts[HIGHEST_PRIORITY] = max([int(counts[HIGHEST_PRIORITY]), *bits.tolist()])
-    counts[DRAWABLE] += (sums[changed] > 0).sum() - num_before
+    counts[UpdateCount.APPLIED] += len(item)
+    counts[UpdateCount.STALE] += len(updates) - len(item)
+    counts[UpdateCount.CLAMPED] += is_clamped.sum()
+    counts[UpdateCount.HIGHEST_PRIORITY] = max([int(counts[UpdateCount.HIGHEST_PRIORITY]), *bits.tolist()])
+    counts[UpdateCount.DRAWABLE] += (sums[changed] > 0).sum() - num_before
 
 
 def _is_current(slots: Tensor, updates: Tensor) -> Tensor:
     """Tell which updates are of a trajectory that is still there. [n], bool."""
-    index, anchor = updates[:, U_SLOT], updates[:, U_ANCHOR]
+    index, anchor = updates[:, PriorityUpdate.SLOT], updates[:, PriorityUpdate.ANCHOR]
     is_slot = (index >= 0) & (index < len(slots))
     if not is_slot.any():
         return is_slot
     slot = slots[torch.where(is_slot, index, 0)]
-    is_same = (slot[:, SLOT_STATE] == COMMITTED) & (slot[:, SLOT_GENERATION] == updates[:, U_GENERATION])
-    return is_slot & is_same & (anchor >= 0) & (anchor < slot[:, SLOT_NUM_STEPS])
+    is_same = (slot[:, Slot.STATE] == SlotState.COMMITTED) & (
+        slot[:, Slot.GENERATION] == updates[:, PriorityUpdate.GENERATION]
+    )
+    return is_slot & is_same & (anchor >= 0) & (anchor < slot[:, Slot.NUM_STEPS])
 
 
 def _items_of(slots: Tensor, updates: Tensor, unit: int) -> Tensor:
-    index = updates[:, U_SLOT]
-    return slots[index, SLOT_FIRST_ROW] + updates[:, U_ANCHOR] if unit == UNIT_STEP else index
+    index = updates[:, PriorityUpdate.SLOT]
+    return (
+        slots[index, Slot.FIRST_ROW] + updates[:, PriorityUpdate.ANCHOR] if unit == MassUnit.STEP else index
+    )
 
 
 def _check_most_bits(value: int) -> None:

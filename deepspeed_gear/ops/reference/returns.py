@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..constants import R_ANCHOR, R_FIRST_ROW, R_NUM_STEPS
+from deepspeed_gear.ops.records import Resolution
+
 from .checks import Reads, check_extents, check_rows, is_no_sample
 from .convert import narrow, widen
 
@@ -66,8 +67,8 @@ def n_step_(
     num_rows = min(len(x) for x in (reward, terminated, truncated) if x is not None)
     check_rows(resolutions, [n_step_reads(resolutions, n, num_rows)])
     rewards = widen(reward, torch.float64)
-    first = resolutions[:, R_FIRST_ROW] + resolutions[:, R_ANCHOR]
-    left = resolutions[:, R_NUM_STEPS] - resolutions[:, R_ANCHOR]
+    first = resolutions[:, Resolution.FIRST_ROW] + resolutions[:, Resolution.ANCHOR]
+    left = resolutions[:, Resolution.NUM_STEPS] - resolutions[:, Resolution.ANCHOR]
     total = torch.zeros(len(resolutions), dtype=torch.float64)
     ended = is_no_sample(resolutions)
     running = ~ended
@@ -88,7 +89,7 @@ def n_step_(
 
 def n_step_reads(resolutions: Tensor, n: int, num_rows: int) -> Reads:
     """Return the first and the last step that an n-step return may read."""
-    anchor = resolutions[:, R_ANCHOR]
-    last = anchor + (resolutions[:, R_NUM_STEPS] - anchor).clamp(max=n) - 1
+    anchor = resolutions[:, Resolution.ANCHOR]
+    last = anchor + (resolutions[:, Resolution.NUM_STEPS] - anchor).clamp(max=n) - 1
     step = torch.stack((anchor, last), dim=1)
     return Reads(step, torch.ones_like(step, dtype=torch.bool), num_rows)

@@ -13,46 +13,17 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.ops.constants import (
-    APPLIED,
-    BY_BATCH,
-    BY_TABLE,
-    CLAMPED,
-    COMMITTED,
-    DRAWABLE,
-    FOR_COORDINATE,
-    HIGHEST_PRIORITY,
-    NO_SAMPLE,
-    P_BEGIN,
-    P_FIRST_ROW,
-    P_ID,
-    P_NUM_STEPS,
-    P_SLOT,
-    R_ANCHOR,
-    R_GENERATION,
-    R_ID,
-    R_MASS,
-    R_NUMBER,
-    R_SLOT,
-    RING_BATCH,
-    RING_COUNTS,
-    RING_EMPTY,
-    RING_HEAD,
-    RING_NEXT,
-    RING_REFUSED,
-    RING_SAMPLES,
-    RING_STEPS,
-    RING_TAIL,
-    RING_TOTAL,
-    SLOT_FIRST_ROW,
-    SLOT_GENERATION,
-    SLOT_NUM_STEPS,
-    SLOT_STATE,
-    SOURCE_STEPS_PLUS_ONE,
-    SOURCE_TRAJECTORY,
-    STALE,
-    UNIT_LENGTH,
-    UNIT_STEP,
+from deepspeed_gear.ops.records import (
+    MassUnit,
+    Normalize,
+    PlacedTrajectory,
+    RandomPurpose,
+    Resolution,
+    RingState,
+    Slot,
+    SlotState,
+    Source,
+    UpdateCount,
 )
 from deepspeed_gear.ops.reference.integers import LOW_32
 from deepspeed_gear.ops.reference.power import exp2, float_bits, log2, scale
@@ -90,7 +61,7 @@ class _Changes:
         tree_update_(self.sums, self.num_items, items, masses)
         if len(self.minima) and len(items):
             minima_update_(self.minima, self.sums, self.num_items, items)
-        state[RING_COUNTS + DRAWABLE] += (self.sums[distinct] > 0).sum() - before
+        state[RingState.COUNTS + UpdateCount.DRAWABLE] += (self.sums[distinct] > 0).sum() - before
 
 
 def ring_add_(
@@ -121,15 +92,15 @@ def ring_add_(
     num_rows, num_slots, final_row, most_steps = shape
     if len(lengths) > num_slots or len(lengths) >= num_rows // (most_steps + final_row):
         raise ShapeError("lengths", "must fit, and one more, into the rows and slots", len(lengths))
-    by_row = len(priorities) > 0 and unit == UNIT_STEP
-    bits = initial if initial >= 0 else int(state[RING_COUNTS + HIGHEST_PRIORITY])
+    by_row = len(priorities) > 0 and unit == MassUnit.STEP
+    bits = initial if initial >= 0 else int(state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY])
     mass = int(mass_of(torch.tensor([bits]), alpha, most_bits)[0]) if len(priorities) else 0
-    head, following, tail = (int(state[word]) for word in (RING_HEAD, RING_NEXT, RING_TAIL))
+    head, following, tail = (int(state[word]) for word in (RingState.HEAD, RingState.NEXT, RingState.TAIL))
     old_next = following
     for i, steps in enumerate(lengths.tolist()):
         placed[i] = torch.tensor([-1, 0, 0, -1, 0])
         if not 0 <= steps <= most_steps:
-            state[RING_REFUSED] += 1
+            state[RingState.REFUSED] += 1
         if not 0 < steps <= most_steps:
             continue
         rows, at = steps + final_row, head % num_rows
@@ -141,19 +112,32 @@ def ring_add_(
         slot = tail % num_slots
         if int(begins[slot]) + num_rows >= head and tail >= following - num_slots:
             break
-        first, steps = int(slots[slot, SLOT_FIRST_ROW]), int(slots[slot, SLOT_NUM_STEPS])
+        first, steps = int(slots[slot, Slot.FIRST_ROW]), int(slots[slot, Slot.NUM_STEPS])
         for item in range(first, first + steps) if by_row else [slot]:
             changes.set(item, 0, 0)
-        state[RING_STEPS] -= steps
-        slots[slot, SLOT_STATE] = 0
+        state[RingState.STEPS] -= steps
+        slots[slot, Slot.STATE] = 0
         tail += 1
-    for place in placed[placed[:, P_SLOT] >= 0].tolist():
-        slot, first, steps = place[P_SLOT], place[P_FIRST_ROW], place[P_NUM_STEPS]
-        born = int(state[RING_BATCH])
-        record = [COMMITTED, place[P_ID] // num_slots, place[P_ID], first, steps, steps + final_row, 0, born]
+    for place in placed[placed[:, PlacedTrajectory.SLOT] >= 0].tolist():
+        slot, first, steps = (
+            place[PlacedTrajectory.SLOT],
+            place[PlacedTrajectory.FIRST_ROW],
+            place[PlacedTrajectory.NUM_STEPS],
+        )
+        born = int(state[RingState.BATCH])
+        record = [
+            SlotState.COMMITTED,
+            place[PlacedTrajectory.ID] // num_slots,
+            place[PlacedTrajectory.ID],
+            first,
+            steps,
+            steps + final_row,
+            0,
+            born,
+        ]
         slots[slot] = torch.tensor(record)
-        begins[slot] = place[P_BEGIN]
-        state[RING_STEPS] += steps
+        begins[slot] = place[PlacedTrajectory.BEGIN]
+        state[RingState.STEPS] += steps
         anchors = int(num_anchors(rule, torch.tensor(steps)))
         if by_row:
             admitted = set(anchor_at(rule, torch.tensor(steps), torch.arange(anchors)).tolist())
@@ -162,10 +146,14 @@ def ring_add_(
                 is_anchor = step in admitted
                 changes.set(first + step, mass if is_anchor else 0, bits if is_anchor else 0)
         else:
-            own = anchors if unit == UNIT_STEP else (anchors > 0) * (steps if unit == UNIT_LENGTH else 1)
+            own = (
+                anchors
+                if unit == MassUnit.STEP
+                else (anchors > 0) * (steps if unit == MassUnit.LENGTH else 1)
+            )
             changes.set(slot, mass if own and len(priorities) else own, bits if own else 0)
     changes.apply(state)
-    state[RING_HEAD], state[RING_NEXT], state[RING_TAIL] = head, following, tail
+    state[RingState.HEAD], state[RingState.NEXT], state[RingState.TAIL] = head, following, tail
 
 
 def ring_select_(
@@ -193,18 +181,18 @@ def ring_select_(
     seed, stream, stride, offset, stratified, normalize = draw
     num_items = len(row_slots) or shape[1]
     total, count = int(sums[-32:].sum()), len(resolutions)
-    numbers = (int(state[RING_SAMPLES]) + torch.arange(count)) * stride + offset
-    state[RING_TOTAL] = total
-    state[RING_SAMPLES] += count
+    numbers = (int(state[RingState.SAMPLES]) + torch.arange(count)) * stride + offset
+    state[RingState.TOTAL] = total
+    state[RingState.SAMPLES] += count
     if total == 0:
-        state[RING_BATCH] += 1
-        state[RING_EMPTY] += 1
+        state[RingState.BATCH] += 1
+        state[RingState.EMPTY] += 1
         resolutions.zero_()
-        resolutions[:, [R_ID, R_SLOT]] = NO_SAMPLE
-        resolutions[:, R_NUMBER] = numbers
+        resolutions[:, [Resolution.ID, Resolution.SLOT]] = Resolution.NO_SAMPLE
+        resolutions[:, Resolution.SAMPLE_NUMBER] = numbers
         weights.zero_()
         return
-    points = coordinate(*philox(seed, numbers, stream, FOR_COORDINATE), total)
+    points = coordinate(*philox(seed, numbers, stream, RandomPurpose.COORDINATE), total)
     if stratified:
         whole, rest = divmod(total, count)
         j = torch.arange(count)
@@ -216,17 +204,17 @@ def ring_select_(
         else:
             resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
     if len(weights):
-        beta = int(betas[min(int(state[RING_BATCH]), len(betas) - 1)])
-        numerator, divisor = total, int(state[RING_COUNTS + DRAWABLE])
-        if normalize == BY_BATCH:
-            numerator, divisor = int(resolutions[:, R_MASS].min()), 1
-        elif normalize == BY_TABLE:
+        beta = int(betas[min(int(state[RingState.BATCH]), len(betas) - 1)])
+        numerator, divisor = total, int(state[RingState.COUNTS + UpdateCount.DRAWABLE])
+        if normalize == Normalize.BATCH:
+            numerator, divisor = int(resolutions[:, Resolution.MASS].min()), 1
+        elif normalize == Normalize.TABLE:
             top = minima[-32:] if len(minima) else sums[:num_items]
             numerator, divisor = int(top[top > 0].min()), 1
         log_ratio = log2(torch.tensor(numerator)) - log2(torch.tensor(divisor))
-        bits = float_bits(*exp2(scale(log_ratio - log2(resolutions[:, R_MASS]), beta)))
+        bits = float_bits(*exp2(scale(log_ratio - log2(resolutions[:, Resolution.MASS]), beta)))
         weights.copy_(bits.to(torch.int32).view(torch.float32))
-    state[RING_BATCH] += 1
+    state[RingState.BATCH] += 1
 
 
 def ring_update_(
@@ -248,31 +236,31 @@ def ring_update_(
     and of records that are no samples.
     The state's counts are those of `prioritize_`.
     """
-    counts = state[RING_COUNTS:]
+    counts = state[RingState.COUNTS :]
     changes = _Changes(sums, minima, priorities, len(priorities))
     for record, bits in zip(
         resolutions.tolist(), (values.view(torch.int32).long() & LOW_32).tolist(), strict=True
     ):
         if bits >= _INFINITY and bits != _MINUS_ZERO:
-            state[RING_REFUSED] += 1
+            state[RingState.REFUSED] += 1
             continue
-        slot, anchor = record[R_SLOT], record[R_ANCHOR]
+        slot, anchor = record[Resolution.SLOT], record[Resolution.ANCHOR]
         known = slots[slot].tolist() if 0 <= slot < len(slots) else None
         is_current = (
             known is not None
-            and known[SLOT_STATE] == COMMITTED
-            and known[SLOT_GENERATION] == record[R_GENERATION]
-            and 0 <= anchor < known[SLOT_NUM_STEPS]
+            and known[Slot.STATE] == SlotState.COMMITTED
+            and known[Slot.GENERATION] == record[Resolution.GENERATION]
+            and 0 <= anchor < known[Slot.NUM_STEPS]
         )
         if not is_current or known is None:
-            counts[STALE] += 1
+            counts[UpdateCount.STALE] += 1
             continue
         bits &= _MINUS_ZERO - 1
         mass, is_clamped = mass_of(torch.tensor([bits]), alpha, most_bits)
-        changes.set(known[SLOT_FIRST_ROW] + anchor if unit == UNIT_STEP else slot, int(mass), bits)
-        counts[APPLIED] += 1
-        counts[CLAMPED] += int(is_clamped)
-        counts[HIGHEST_PRIORITY] = max(int(counts[HIGHEST_PRIORITY]), bits)
+        changes.set(known[Slot.FIRST_ROW] + anchor if unit == MassUnit.STEP else slot, int(mass), bits)
+        counts[UpdateCount.APPLIED] += 1
+        counts[UpdateCount.CLAMPED] += int(is_clamped)
+        counts[UpdateCount.HIGHEST_PRIORITY] = max(int(counts[UpdateCount.HIGHEST_PRIORITY]), bits)
     changes.apply(state)
 
 
@@ -288,9 +276,9 @@ def scatter_(
         for i, (slot, first, steps, *_) in enumerate(placed.tolist()):
             if slot < 0:
                 continue
-            own = rows[i : i + 1] if source == SOURCE_TRAJECTORY else rows[i]
-            begin = slot if source == SOURCE_TRAJECTORY else first
-            wanted = 1 if source == SOURCE_TRAJECTORY else steps + (source == SOURCE_STEPS_PLUS_ONE)
+            own = rows[i : i + 1] if source == Source.TRAJECTORY else rows[i]
+            begin = slot if source == Source.TRAJECTORY else first
+            wanted = 1 if source == Source.TRAJECTORY else steps + (source == Source.STEPS_PLUS_ONE)
             if steps < 0 or wanted > len(own) or not 0 <= begin <= len(column) - wanted:
                 raise ShapeError(f"place {i}", "must lie in the columns", [slot, first, steps])
             column[begin : begin + wanted] = own[:wanted]

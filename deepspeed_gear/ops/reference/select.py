@@ -8,23 +8,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from deepspeed_gear.ops.records import MassUnit, RandomPurpose, Resolution, Slot, SlotState
+
 from ...errors import ShapeError
-from ..constants import (
-    FAN_OUT,
-    FOR_ANCHOR,
-    FOR_COORDINATE,
-    FOR_PERMUTATION,
-    RESOLUTION_WORDS,
-    SLOT_COMMITTED,
-    SLOT_FIRST_ROW,
-    SLOT_GENERATION,
-    SLOT_ID,
-    SLOT_NUM_STEPS,
-    SLOT_STATE,
-    UNIT_LENGTH,
-    UNIT_STEP,
-    tree_levels,
-)
+from ..constants import FAN_OUT, tree_levels
 from .integers import LOW_32, as_tensor, less, multiply_high, shift_right, signed
 
 _PHILOX_ROUNDS, _FEISTEL_ROUNDS, _LEAST_BITS = 10, 8, 8
@@ -68,7 +55,7 @@ def draw_(coordinates: Tensor, seed: int, stream: int, first: int, total: int) -
     if total <= 0:
         raise ShapeError("total", "must be positive", total)
     numbers = torch.arange(len(coordinates), device=coordinates.device) + first
-    coordinates.copy_(coordinate(*philox(seed, numbers, stream, FOR_COORDINATE), total))
+    coordinates.copy_(coordinate(*philox(seed, numbers, stream, RandomPurpose.COORDINATE), total))
 
 
 def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int, size: int) -> None:
@@ -94,7 +81,7 @@ def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int
 
 def _permutation_keys(seed: int, stream: int, epoch: int) -> list[int]:
     words = [
-        philox(seed, torch.tensor(epoch), stream, FOR_PERMUTATION + (pair << 8))
+        philox(seed, torch.tensor(epoch), stream, RandomPurpose.PERMUTATION + (pair << 8))
         for pair in range(1, _FEISTEL_ROUNDS // 2 + 1)
     ]
     return [int(half) for word in words for half in word]
@@ -153,11 +140,11 @@ def slot_masses_(
     changed = log[torch.arange(first, last) % len(log)]
     check_items(changed, len(slots))
     records = slots[changed]
-    num_steps = records[:, SLOT_NUM_STEPS]
+    num_steps = records[:, Slot.NUM_STEPS]
     anchors = num_anchors(rule, num_steps)
-    if unit != UNIT_STEP:
-        anchors = (anchors > 0) * (num_steps if unit == UNIT_LENGTH else 1)
-    tree_update_(sums, len(slots), changed, anchors * (records[:, SLOT_STATE] == SLOT_COMMITTED))
+    if unit != MassUnit.STEP:
+        anchors = (anchors > 0) * (num_steps if unit == MassUnit.LENGTH else 1)
+    tree_update_(sums, len(slots), changed, anchors * (records[:, Slot.STATE] == SlotState.COMMITTED))
 
 
 def check_items(items: Tensor, num_items: int) -> None:
@@ -206,14 +193,14 @@ def resolve_(
     item, rest = descend(sums, len(slots), coordinates)
     numbers = torch.arange(len(coordinates)) + first
     slot = slots[item]
-    num_steps = slot[:, SLOT_NUM_STEPS]
+    num_steps = slot[:, Slot.NUM_STEPS]
     index = rest
-    if unit != UNIT_STEP:
-        index = coordinate(*philox(seed, numbers, stream, FOR_ANCHOR), num_anchors(rule, num_steps))
+    if unit != MassUnit.STEP:
+        index = coordinate(*philox(seed, numbers, stream, RandomPurpose.ANCHOR), num_anchors(rule, num_steps))
     anchor = anchor_at(rule, num_steps, index)
-    parts = (slot[:, SLOT_ID], item, slot[:, SLOT_GENERATION], slot[:, SLOT_FIRST_ROW], num_steps, anchor)
+    parts = (slot[:, Slot.ID], item, slot[:, Slot.GENERATION], slot[:, Slot.FIRST_ROW], num_steps, anchor)
     resolutions.copy_(torch.stack((*parts, sums[item], numbers), dim=1))
-    assert resolutions.shape[1] == RESOLUTION_WORDS
+    assert resolutions.shape[1] == Resolution.NUM_WORDS
 
 
 def check_coordinates(sums: Tensor, num_items: int, coordinates: Tensor) -> None:

@@ -12,32 +12,13 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.ops.constants import (
-    ANY_SLOT,
-    BY_ID,
-    R_ANCHOR,
-    R_GENERATION,
-    R_ID,
-    R_MASS,
-    R_NUM_STEPS,
-    R_NUMBER,
-    R_SLOT,
-    REPORT_BATCH,
-    REPORT_NUMBER,
-    RESOLUTION_WORDS,
-    S_GOAL,
-    SHARD_BITS,
-    U_ANCHOR,
-    U_GENERATION,
-    U_PRIORITY,
-    U_SLOT,
-    UNKNOWN,
-)
+from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
+from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, RowSample
 
 _LOW = (1 << SHARD_BITS) - 1
 _NUMBER_BITS, _MOST_BACK = 48, (1 << 16) - 1
 _MOST_NUMBER = (1 << _NUMBER_BITS) - 1
-_UNKNOWN_BY_ID, _KNOWN_BY_ID = _MOST_NUMBER, _MOST_NUMBER - 1  # stand for BY_ID
+_UNKNOWN_BY_ID, _KNOWN_BY_ID = _MOST_NUMBER, _MOST_NUMBER - 1  # stand for LogEntry.BY_ID
 
 
 def assign_draws_(
@@ -104,7 +85,7 @@ def send_draws_(
                 continue
             some = None if steps is None else steps[i]
             samples[at] = _sample(records[i], node, int(need_of[node, replica]), some)
-            samples[at, S_GOAL] = -1 if goals is None else goals[i]
+            samples[at, RowSample.GOAL] = -1 if goals is None else goals[i]
             packed[at] = _pack(records[i], some if packed.shape[1] > 4 else None)
             at += 1
         ends[node] = at
@@ -149,7 +130,7 @@ def take_draws_(
         takes_own: Likewise.
     """
     ring.zero_()
-    ring[:, R_ID] = UNKNOWN
+    ring[:, Resolution.ID] = UNKNOWN
     size, at, begins = 4 if steps is None else 5, 0, [0] * len(heard)
     for node, sample in zip(owner.tolist(), asked.tolist(), strict=True):
         if node == index:
@@ -157,7 +138,7 @@ def take_draws_(
         words = heard[node][begins[node] : begins[node] + size]
         begins[node] += size
         ring[sample] = _unpack(words, first + sample)
-        origins[sample] = node << SHARD_BITS | int(ring[sample, R_SLOT])
+        origins[sample] = node << SHARD_BITS | int(ring[sample, Resolution.SLOT])
         need = int(need_of[index, (sample + offset) % need_of.shape[1]])
         if need >= 0:
             samples[at] = _sample(ring[sample], node, need, words[4] if size > 4 else None)
@@ -165,7 +146,7 @@ def take_draws_(
             at += 1
     for i, sample in enumerate(own.tolist()):
         ring[sample] = records[i]
-        origins[sample] = index << SHARD_BITS | int(records[i, R_SLOT])
+        origins[sample] = index << SHARD_BITS | int(records[i, Resolution.SLOT])
         need = int(need_of[index, (sample + offset) % need_of.shape[1]])
         if need >= 0 and takes_own:
             samples[at] = _sample(records[i], index, need, None if steps is None else steps[i])
@@ -175,7 +156,7 @@ def take_draws_(
 
 
 def _sample(record: Tensor, peer: int, need: int, steps: Tensor | None) -> Tensor:
-    slot, num_steps, anchor = record[R_SLOT], record[R_NUM_STEPS], record[R_ANCHOR]
+    slot, num_steps, anchor = record[Resolution.SLOT], record[Resolution.NUM_STEPS], record[Resolution.ANCHOR]
     return torch.tensor([peer, need, slot, num_steps, anchor, 0 if steps is None else steps, -1])
 
 
@@ -188,16 +169,22 @@ def _split(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack(record: Tensor, steps: Tensor | None) -> Tensor:
-    handle = _join(record[R_GENERATION], record[R_SLOT])
-    place = _join(record[R_NUM_STEPS], record[R_ANCHOR])
-    return torch.stack([record[R_ID], record[R_MASS], handle, place, *([] if steps is None else [steps])])
+    handle = _join(record[Resolution.GENERATION], record[Resolution.SLOT])
+    place = _join(record[Resolution.NUM_STEPS], record[Resolution.ANCHOR])
+    return torch.stack(
+        [record[Resolution.ID], record[Resolution.MASS], handle, place, *([] if steps is None else [steps])]
+    )
 
 
 def _unpack(words: Tensor, number: int) -> Tensor:
-    record = torch.zeros(RESOLUTION_WORDS, dtype=torch.int64)
-    record[R_ID], record[R_MASS], record[R_NUMBER] = words[0], words[1], number
-    record[R_GENERATION], record[R_SLOT] = _split(words[2])
-    record[R_NUM_STEPS], record[R_ANCHOR] = _split(words[3])
+    record = torch.zeros(Resolution.NUM_WORDS, dtype=torch.int64)
+    record[Resolution.ID], record[Resolution.MASS], record[Resolution.SAMPLE_NUMBER] = (
+        words[0],
+        words[1],
+        number,
+    )
+    record[Resolution.GENERATION], record[Resolution.SLOT] = _split(words[2])
+    record[Resolution.NUM_STEPS], record[Resolution.ANCHOR] = _split(words[3])
     return record
 
 
@@ -213,16 +200,16 @@ def pack_reports_(packed: Tensor, ends: Tensor, reports: Tensor, latest: int) ->
         reports: As in a log, the shard in the upper half of their slots. [n, 6], int64.
         latest: A batch that none of them is newer than.
     """
-    shard = reports[:, U_SLOT] >> SHARD_BITS
+    shard = reports[:, PriorityUpdate.SLOT] >> SHARD_BITS
     ordered = reports[torch.argsort(shard, stable=True)]
-    by_id = ordered[:, REPORT_NUMBER] == BY_ID
-    is_unknown = by_id & ((ordered[:, U_SLOT] & _LOW) == ANY_SLOT)
-    handle = _join(ordered[:, U_GENERATION], ordered[:, U_SLOT])
-    packed[:, 0] = torch.where(is_unknown, ordered[:, U_GENERATION], handle)
-    packed[:, 1] = _join(ordered[:, U_PRIORITY], ordered[:, U_ANCHOR])
-    back = (latest - ordered[:, REPORT_BATCH]).clamp(0, _MOST_BACK)
+    by_id = ordered[:, LogEntry.SAMPLE_NUMBER] == LogEntry.BY_ID
+    is_unknown = by_id & ((ordered[:, PriorityUpdate.SLOT] & _LOW) == ANY_SLOT)
+    handle = _join(ordered[:, PriorityUpdate.GENERATION], ordered[:, PriorityUpdate.SLOT])
+    packed[:, 0] = torch.where(is_unknown, ordered[:, PriorityUpdate.GENERATION], handle)
+    packed[:, 1] = _join(ordered[:, PriorityUpdate.PRIORITY], ordered[:, PriorityUpdate.ANCHOR])
+    back = (latest - ordered[:, LogEntry.BATCH]).clamp(0, _MOST_BACK)
     last = torch.where(is_unknown, _UNKNOWN_BY_ID, _KNOWN_BY_ID)
-    number = torch.where(by_id, last, ordered[:, REPORT_NUMBER] & _MOST_NUMBER)
+    number = torch.where(by_id, last, ordered[:, LogEntry.SAMPLE_NUMBER] & _MOST_NUMBER)
     packed[:, 2] = back << _NUMBER_BITS | number
     ends.copy_(torch.bincount(shard, minlength=len(ends)).cumsum(0))
 
@@ -239,8 +226,8 @@ def unpack_reports_(reports: Tensor, packed: Tensor, latest: int) -> None:
     number = packed[:, 2] & _MOST_NUMBER
     is_unknown = number == _UNKNOWN_BY_ID
     generation, slot = _split(packed[:, 0])
-    reports[:, U_SLOT] = torch.where(is_unknown, -1, slot)
-    reports[:, U_GENERATION] = torch.where(is_unknown, packed[:, 0], generation)
-    reports[:, U_PRIORITY], reports[:, U_ANCHOR] = _split(packed[:, 1])
-    reports[:, REPORT_BATCH] = latest - (packed[:, 2] >> _NUMBER_BITS & _MOST_BACK)
-    reports[:, REPORT_NUMBER] = torch.where(number >= _KNOWN_BY_ID, BY_ID, number)
+    reports[:, PriorityUpdate.SLOT] = torch.where(is_unknown, -1, slot)
+    reports[:, PriorityUpdate.GENERATION] = torch.where(is_unknown, packed[:, 0], generation)
+    reports[:, PriorityUpdate.PRIORITY], reports[:, PriorityUpdate.ANCHOR] = _split(packed[:, 1])
+    reports[:, LogEntry.BATCH] = latest - (packed[:, 2] >> _NUMBER_BITS & _MOST_BACK)
+    reports[:, LogEntry.SAMPLE_NUMBER] = torch.where(number >= _KNOWN_BY_ID, LogEntry.BY_ID, number)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.mass_rules import WindowEdge
 from deepspeed_gear.sampling.sum_tree import ItemMasses
-from deepspeed_gear.store.table import COMMITTED, ID, STATE
 
 
 class AgeMasses(ItemMasses):
@@ -40,11 +40,11 @@ class AgeMasses(ItemMasses):
         window = self.spec.rule.window
         assert window is not None
         values = None if window.column is None else self.table.values(window.column, slots)
-        return self.table.slots[slots, ID], counts, values
+        return self.table.slots[slots, Slot.ID], counts, values
 
     def _counted(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the committed slots and how many items each has."""
-        committed = np.nonzero(self.table.slots[:, STATE] == COMMITTED)[0]
+        committed = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         masses = self.of(committed)
         return committed, masses if self.spec.rule.unit == "step" else (masses > 0).astype(np.int64)
 
@@ -55,7 +55,7 @@ class AgeMasses(ItemMasses):
             return
         committed, counts = self._counted()
         masses = self.of(committed)
-        ids = self.table.slots[committed, ID]
+        ids = self.table.slots[committed, Slot.ID]
 
         def column(name: str) -> np.ndarray:
             return self.table.values(name, committed)
@@ -83,11 +83,11 @@ class AgeMasses(ItemMasses):
             Id, mass and first coordinate of each. [n], int64.
         """
         slots = np.nonzero(self.leaves)[0]
-        slots = slots[np.argsort(self.table.slots[slots, ID], kind="stable")]
+        slots = slots[np.argsort(self.table.slots[slots, Slot.ID], kind="stable")]
         slots = slots[::-1] if newest else slots
         slots = slots[: np.searchsorted(np.cumsum(self.leaves[slots]), count) + 1]
         first = self.coordinates_of(torch.from_numpy(slots.copy())).numpy()
-        return self.table.slots[slots, ID], self.leaves[slots], first
+        return self.table.slots[slots, Slot.ID], self.leaves[slots], first
 
 
 def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) -> torch.Tensor:

@@ -11,41 +11,21 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import (
-    APPLIED,
-    CLAMPED,
-    DRAWABLE,
-    FAN_OUT,
-    HIGHEST_PRIORITY,
-    NUM_UPDATE_COUNTS,
-    ONE_Q62,
-    STALE,
-    U_ANCHOR,
-    U_GENERATION,
-    U_SLOT,
-    minima_size,
-)
+from deepspeed_gear.ops.constants import FAN_OUT, ONE_Q62, minima_size
+from deepspeed_gear.ops.records import PriorityUpdate, Slot, SlotState, UpdateCount
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.priority_log import PriorityLog
 from deepspeed_gear.sampling.samplers.step_priorities import StepPriorities, rows_of
 from deepspeed_gear.sampling.samplers.top_k import oldest_of_equal
-from deepspeed_gear.sampling.selection import NOTHING, StreamSpec
-from deepspeed_gear.sampling.sum_tree import SEEN, ItemMasses
+from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.row_allocator import CHANGED
+from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.slot_sets import distinct, is_among
-from deepspeed_gear.store.table import (
-    COMMITTED,
-    GENERATION,
-    ID,
-    NUM_STEPS,
-    RETIRED,
-    STATE,
-    Table,
-)
+from deepspeed_gear.store.stream_records import NOTHING
+from deepspeed_gear.store.table import Table
 
 ShardOf = Callable[[np.ndarray], np.ndarray]  # ids -> shard that has them, -1 for none. [n] -> [n], int64
-ALPHA = 2  # a word of the changes
 MOST_MASS = np.iinfo(np.int64).max
 WINDOW = 256  # latest global batches of which clamped reports are counted apart
 
@@ -92,7 +72,7 @@ class PriorityMasses(ItemMasses):
         assert rule is not None
         regions = [
             Region(spec.at + "priorities", "float32", (items,)),
-            Region(spec.at + "counts", "int64", (NUM_UPDATE_COUNTS,)),
+            Region(spec.at + "counts", "int64", (UpdateCount.NUM_WORDS,)),
             Region(spec.at + "window", "int64", (WINDOW, 2)),
             Region(spec.at + "bases", "int64", (num_slots,)),
             Region(spec.at + "generations", "int64", (num_slots,)),
@@ -107,8 +87,8 @@ class PriorityMasses(ItemMasses):
 
     def initialise(self) -> None:
         self.reports.initialise()
-        self.words[ALPHA] = self._alpha_at(0)
-        self.counts[HIGHEST_PRIORITY] = np.ones(1, np.float32).view(np.int32)[0]
+        self.words[TreeChanges.ALPHA] = self._alpha_at(0)
+        self.counts[UpdateCount.HIGHEST_PRIORITY] = np.ones(1, np.float32).view(np.int32)[0]
         super().initialise()
 
     # ---- reports ---------------------------------------------------------------------------------
@@ -153,14 +133,14 @@ class PriorityMasses(ItemMasses):
         """
         super().apply(key)
         alpha = self._alpha_at(key)
-        if alpha != self.words[ALPHA]:
-            self.words[ALPHA] = alpha
+        if alpha != self.words[TreeChanges.ALPHA]:
+            self.words[TreeChanges.ALPHA] = alpha
             self._build()
         counts, window, at = self._count_words, self._window_words, key % WINDOW
         if not reports:
             window[at, 0] = window[at, 1] = 0
             return
-        applied, clamped = counts[APPLIED], counts[CLAMPED]
+        applied, clamped = counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
         self.ops.prioritize_(
             self.sums,
             self._minima,
@@ -168,11 +148,14 @@ class PriorityMasses(ItemMasses):
             self._counts,
             self._slots,
             torch.from_numpy(reports[0] if len(reports) == 1 else np.concatenate(reports)),
-            self.words[ALPHA],
+            self.words[TreeChanges.ALPHA],
             self._unit,
             self.rule.most_bits,
         )
-        window[at, 0], window[at, 1] = counts[APPLIED] - applied, counts[CLAMPED] - clamped
+        window[at, 0], window[at, 1] = (
+            counts[UpdateCount.APPLIED] - applied,
+            counts[UpdateCount.CLAMPED] - clamped,
+        )
 
     def recover(self) -> None:
         self.reports.recover()
@@ -190,12 +173,14 @@ class PriorityMasses(ItemMasses):
         Args:
             reports: By id: slot -1, the id in place of the generation. [n, 6], int64.
         """
-        by_id = reports[:, U_SLOT] < 0
+        by_id = reports[:, PriorityUpdate.SLOT] < 0
         if not by_id.any():
             return reports
-        updates, known = self.handles_of(reports[by_id, U_GENERATION], reports[by_id, U_ANCHOR])
+        updates, known = self.handles_of(
+            reports[by_id, PriorityUpdate.GENERATION], reports[by_id, PriorityUpdate.ANCHOR]
+        )
         found = reports.copy()
-        found[by_id, : U_ANCHOR + 1] = updates
+        found[by_id, : PriorityUpdate.ANCHOR + 1] = updates
         keep = ~by_id
         keep[by_id] = known
         return np.asarray(found[keep])
@@ -214,8 +199,8 @@ class PriorityMasses(ItemMasses):
         records = self.table.slots[slots]
         known[known] &= self.of(slots[known]) > 0
         if self.by_step:
-            known &= self.spec.rule.anchors.admits(anchors, records[:, NUM_STEPS]) & (anchors >= 0)
-        return np.stack([slots, records[:, GENERATION], anchors], axis=1), known
+            known &= self.spec.rule.anchors.admits(anchors, records[:, Slot.NUM_STEPS]) & (anchors >= 0)
+        return np.stack([slots, records[:, Slot.GENERATION], anchors], axis=1), known
 
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """Give new items their first priority, and take that of items that are gone.
@@ -223,19 +208,19 @@ class PriorityMasses(ItemMasses):
         Rows of a slot that is free already may be another trajectory's; whoever freed it has cleared them.
         """
         if self.by_step and self.table.extents is not None:
-            there = is_among(self.table.slots[slots, STATE], (COMMITTED, RETIRED))
+            there = is_among(self.table.slots[slots, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
             self._bases[slots[~there]] = 0
             slots, masses = slots[there], masses[there]
-        known = self._generations[slots] == self.table.slots[slots, GENERATION]
+        known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
         differ = ~known | ((self._bases[slots] > 0) != (masses > 0))  # others keep their priorities
         items, admitted = self._items_of(slots[differ], masses[differ])
         self._set_items(items, np.where(admitted, self._initial(), np.float32(0)))
         if self._steps is not None:
-            longer = ~differ & (masses > 0) & (self._steps[slots] != self.table.slots[slots, NUM_STEPS])
+            longer = ~differ & (masses > 0) & (self._steps[slots] != self.table.slots[slots, Slot.NUM_STEPS])
             self._set_grown(slots[longer])
-            self._steps[slots] = self.table.slots[slots, NUM_STEPS]
+            self._steps[slots] = self.table.slots[slots, Slot.NUM_STEPS]
         self._bases[slots] = masses
-        self._generations[slots] = self.table.slots[slots, GENERATION]
+        self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
 
     def _set_grown(self, slots: np.ndarray) -> None:
         """Give the steps of open trajectories that are new their first priority; the others keep theirs."""
@@ -244,7 +229,7 @@ class PriorityMasses(ItemMasses):
         assert self._steps is not None
         items, steps, owner = rows_of(self.table.slots[slots])
         admits = self.spec.rule.anchors.admits
-        now = admits(steps, self.table.slots[slots, NUM_STEPS][owner])
+        now = admits(steps, self.table.slots[slots, Slot.NUM_STEPS][owner])
         before = admits(steps, self._steps[slots][owner])
         self._set_items(items[now & ~before], self._initial())
         self._set_items(items[before & ~now], np.zeros((), np.float32))
@@ -253,21 +238,21 @@ class PriorityMasses(ItemMasses):
         """Set the priorities of items. [n], int64; [n] or [], float32."""
         priorities = np.broadcast_to(priorities, items.shape).copy()
         new = torch.empty(len(items), dtype=torch.int64)
-        self.ops.mass_(new, torch.from_numpy(priorities), self.words[ALPHA], self.rule.most_bits)
+        self.ops.mass_(new, torch.from_numpy(priorities), self.words[TreeChanges.ALPHA], self.rule.most_bits)
         before = np.count_nonzero(self.leaves[items])
         self.values[items] = priorities
         changed = torch.from_numpy(items)
         self.ops.tree_update_(self.sums, self.num_items, changed, new)
         if len(self._minima):
             self.ops.minima_update_(self._minima, self.sums, self.num_items, changed)
-        self.counts[DRAWABLE] += np.count_nonzero(new.numpy()) - before
+        self.counts[UpdateCount.DRAWABLE] += np.count_nonzero(new.numpy()) - before
 
     def _differing(self) -> np.ndarray:
         differing = super()._differing()
         records, unqueued = self.table.slots, self.queued == NOTHING
-        other = records[:, GENERATION] != self._generations
+        other = records[:, Slot.GENERATION] != self._generations
         if self._steps is not None:
-            other |= records[:, NUM_STEPS] != self._steps
+            other |= records[:, Slot.NUM_STEPS] != self._steps
         other &= unqueued & (self._bases != 0)
         return distinct(np.append(differing, np.nonzero(other)[0]))
 
@@ -278,14 +263,14 @@ class PriorityMasses(ItemMasses):
         records = self.table.slots[slots]
         items, steps, owner = rows_of(records)
         self._row_slots[items] = slots[owner]
-        admitted = self.spec.rule.anchors.admits(steps, records[owner, NUM_STEPS])
+        admitted = self.spec.rule.anchors.admits(steps, records[owner, Slot.NUM_STEPS])
         return items, admitted & (bases[owner] > 0)
 
     def _initial(self) -> np.ndarray:
         """Return the priority of new items. [], float32."""
         if self.rule.initial is not None:
             return np.array(self.rule.initial, np.float32)
-        return np.array(self.counts[HIGHEST_PRIORITY], np.int32).view(np.float32)
+        return np.array(self.counts[UpdateCount.HIGHEST_PRIORITY], np.int32).view(np.float32)
 
     @property
     def applied(self) -> np.ndarray:
@@ -294,11 +279,11 @@ class PriorityMasses(ItemMasses):
     def _build(self) -> None:
         """Derive everything from the priorities."""
         leaves = self.sums[: self.num_items]
-        self.ops.mass_(leaves, self._values, self.words[ALPHA], self.rule.most_bits)
+        self.ops.mass_(leaves, self._values, self.words[TreeChanges.ALPHA], self.rule.most_bits)
         self.ops.tree_build_(self.sums, self.num_items)
         if len(self._minima):
             self.ops.minima_build_(self._minima, self.sums, self.num_items)
-        self.counts[DRAWABLE] = np.count_nonzero(self.leaves)
+        self.counts[UpdateCount.DRAWABLE] = np.count_nonzero(self.leaves)
 
     # ---- draws -----------------------------------------------------------------------------------
 
@@ -329,7 +314,7 @@ class PriorityMasses(ItemMasses):
     def ids_of(self, items: np.ndarray) -> np.ndarray:
         """Return the trajectories of items. [n] -> [n], int64."""
         slots = self._row_slots[items] if self.by_step else items
-        return np.asarray(self.table.slots[slots, ID])
+        return np.asarray(self.table.slots[slots, Slot.ID])
 
     def weigh(self, key: int, masses: np.ndarray, total: int) -> tuple[int, int, int]:
         """Return numerator, divisor and exponent (Q62) of a cut's importance weights.
@@ -346,7 +331,7 @@ class PriorityMasses(ItemMasses):
             return int(np.minimum.reduce(masses)), 1, beta  # which is what `min` calls
         if self.rule.normalize == "table":
             return self.least, 1, beta
-        return total, self._count_words[DRAWABLE], beta
+        return total, self._count_words[UpdateCount.DRAWABLE], beta
 
     @property
     def least(self) -> int:
@@ -357,7 +342,7 @@ class PriorityMasses(ItemMasses):
     @property
     def num_drawable(self) -> int:
         """Items with a mass."""
-        return self._count_words[DRAWABLE]
+        return self._count_words[UpdateCount.DRAWABLE]
 
     def beta_at(self, key: int) -> int:
         """Return the exponent of the importance weights of a global batch, Q62."""
@@ -365,7 +350,7 @@ class PriorityMasses(ItemMasses):
 
     def num_clamped(self) -> int:
         """Reports ever whose mass was clamped to the smallest or the largest one."""
-        return self._count_words[CLAMPED]
+        return self._count_words[UpdateCount.CLAMPED]
 
     def recent(self) -> tuple[int, int]:
         """Return the reports that the latest `WINDOW` global batches applied, and those clamped of them."""
@@ -374,7 +359,11 @@ class PriorityMasses(ItemMasses):
 
     def statistics(self) -> dict[str, int]:
         """Return how many reports were applied, ignored because their item was gone, and clamped."""
-        words = {"priorities_applied": APPLIED, "priorities_ignored": STALE, "priorities_clamped": CLAMPED}
+        words = {
+            "priorities_applied": UpdateCount.APPLIED,
+            "priorities_ignored": UpdateCount.STALE,
+            "priorities_clamped": UpdateCount.CLAMPED,
+        }
         applied, clamped = self.recent()
         found = {name: int(self.counts[word]) for name, word in words.items()}
         return {**found, "priorities_applied_recent": applied, "priorities_clamped_recent": clamped}
@@ -383,22 +372,22 @@ class PriorityMasses(ItemMasses):
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
         self.take_changes()
-        known = self._generations[slots] == self.table.slots[slots, GENERATION]
+        known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
         bases = np.where(known, self._bases[slots], 0)  # else they are of what the slot held before
         items, _ = self._items_of(slots, bases)
         log, counts = self.reports.waiting(), self.counts.copy()
         if self.spec.num_shards == 1:  # else they are of any shard
-            saved = np.isin(log[:, U_SLOT], slots)
+            saved = np.isin(log[:, PriorityUpdate.SLOT], slots)
             log = log[saved]
-            log[:, U_SLOT] = np.searchsorted(slots, log[:, U_SLOT])
-            counts[STALE] += len(saved) - len(log)
+            log[:, PriorityUpdate.SLOT] = np.searchsorted(slots, log[:, PriorityUpdate.SLOT])
+            counts[UpdateCount.STALE] += len(saved) - len(log)
         return {
             "priorities": self.values[items],
             "bases": bases,
             **({} if self._steps is None else {"steps": self._steps[slots]}),
             "queued": self.queued[slots],
             "counts": counts,
-            "alpha": np.array([self.words[ALPHA]]),
+            "alpha": np.array([self.words[TreeChanges.ALPHA]]),
             "log": log,
         }
 
@@ -409,16 +398,16 @@ class PriorityMasses(ItemMasses):
         # Where a slot has no mass, they are of whom it held before.
         self.values[items] = np.where(admitted, content["priorities"], 0)
         self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
-        self._generations[slots] = self.table.slots[slots, GENERATION]
+        self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
         if self._steps is not None:
-            self._steps[slots] = content.get("steps", self.table.slots[slots, NUM_STEPS])
-        self.counts[:], self.words[ALPHA] = content["counts"], int(content["alpha"][0])
+            self._steps[slots] = content.get("steps", self.table.slots[slots, Slot.NUM_STEPS])
+        self.counts[:], self.words[TreeChanges.ALPHA] = content["counts"], int(content["alpha"][0])
         log = content["log"].copy()
         if self.spec.num_shards == 1:
-            by_id = log[:, U_SLOT] < 0
-            log[~by_id, U_SLOT] = slots[log[~by_id, U_SLOT]]
+            by_id = log[:, PriorityUpdate.SLOT] < 0
+            log[~by_id, PriorityUpdate.SLOT] = slots[log[~by_id, PriorityUpdate.SLOT]]
             log = self.known_reports(log)
         self.reports.restore(log)
         self._requeue()
         self._build()
-        self.words[SEEN] = self._control[CHANGED]
+        self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]

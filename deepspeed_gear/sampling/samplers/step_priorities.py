@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import DRAWABLE
+from deepspeed_gear.ops.records import Slot, SlotState, UpdateCount
 from deepspeed_gear.store.slot_sets import is_among
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, NUM_ROWS, RETIRED, STATE, Table
+from deepspeed_gear.store.table import Table
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepPriorities:
         rows, leaves = slice(first_row, first_row + num_rows), self.leaves
         if not self.priorities[rows].any() and not leaves[rows].any():
             return
-        self.counts[DRAWABLE] -= np.count_nonzero(leaves[rows])
+        self.counts[UpdateCount.DRAWABLE] -= np.count_nonzero(leaves[rows])
         self.priorities[rows] = 0
         self._update(np.arange(first_row, first_row + num_rows), np.zeros(num_rows, np.int64))
 
@@ -86,9 +86,9 @@ class StepPriorities:
 
     def mend(self, table: Table) -> None:
         """Make priorities and slots of the rows agree with the slot table; masses are to be built anew."""
-        used = np.nonzero(is_among(table.slots[:, STATE], (COMMITTED, RETIRED)))[0]
+        used = np.nonzero(is_among(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)))[0]
         free = np.ones(len(self.priorities), bool)
-        extents = table.slots[used][:, [FIRST_ROW, NUM_ROWS]].tolist()
+        extents = table.slots[used][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
         for slot, (first, count) in zip(used.tolist(), extents, strict=True):
             free[first : first + count] = False
             self.row_slots[first : first + count] = slot
@@ -109,7 +109,7 @@ def rows_of(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     Returns:
         Row of the store, step, and index of the trajectory. [m] each, int64.
     """
-    count = records[:, NUM_ROWS]
+    count = records[:, Slot.NUM_ROWS]
     owner = np.repeat(np.arange(len(records)), count)
     steps = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
-    return records[owner, FIRST_ROW] + steps, steps, owner
+    return records[owner, Slot.FIRST_ROW] + steps, steps, owner

@@ -18,7 +18,7 @@ inline constexpr int64_t kCommitted = 2;  // the state of a slot whose trajector
 struct Resolution {
   int64_t id, slot, generation;
   int64_t first_row, num_steps, anchor;
-  int64_t mass, number;
+  int64_t mass, sample_number;
 };
 static_assert(sizeof(Resolution) == 64, "a resolution is a row of 8 int64");
 

@@ -201,7 +201,7 @@ void WriteReports(Report* log, int64_t size, const Resolution* resolutions, cons
   for (int64_t i = 0; i < count; ++i) {
     const Resolution& r = resolutions[i];
     const PriorityUpdate update{r.slot, r.generation, r.anchor, BitCast<uint32_t>(priorities[i])};
-    log[at] = {update, batch, r.number};
+    log[at] = {update, batch, r.sample_number};
     if (++at == size) at = 0;
   }
 }

@@ -19,7 +19,7 @@ __global__ void ReportKernel(Report* __restrict__ log, int64_t size,
     const auto bits = BitCast<uint32_t>(priorities[i]);
     Require(IsPriority(bits));
     const Resolution& r = resolutions[i];
-    log[(tail + i) % size] = {{r.slot, r.generation, r.anchor, bits}, batch, r.number};
+    log[(tail + i) % size] = {{r.slot, r.generation, r.anchor, bits}, batch, r.sample_number};
   }
 }
 

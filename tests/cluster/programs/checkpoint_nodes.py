@@ -23,7 +23,7 @@ from gear_support import SCHEMA, lengths_of, prefix, trajectory
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.errors import GearError
-from deepspeed_gear.store.table import ID
+from deepspeed_gear.ops.records import Slot
 
 BATCH, BEFORE, BEHIND = 16, 5, 5
 WINDOWS = {
@@ -122,7 +122,7 @@ class Run:
         replay, lengths = self.replay, lengths_of(48, seed=3)
         if self.rank == 0:
             table = replay.tables["main"]
-            replay.remove(table.slots[[1, 2, 4], ID].copy())
+            replay.remove(table.slots[[1, 2, 4], Slot.ID].copy())
         self.wait()
         self.take(2)
         for rank in range(self.world):

@@ -36,7 +36,7 @@ from process_support import exit_status, free_port, in_child, kill
 import deepspeed_gear
 from deepspeed_gear import Replay
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.store.table import COMMITTED, ID, STATE
+from deepspeed_gear.ops.records import Slot, SlotState
 
 TAG, MODEL = "tag", "mp_rank_00_model_states.pt"
 SECTION: dict[str, Any] = {
@@ -58,7 +58,11 @@ SECTION: dict[str, Any] = {
 def digest_of(replay: Replay) -> str:
     """Return a digest of the ids that all stores of the run hold. Collective."""
     slots = replay.tables["main"].slots
-    ids = slots[slots[:, STATE] == COMMITTED, ID].tolist() if replay.topology.leads_node else []
+    ids = (
+        slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
+        if replay.topology.leads_node
+        else []
+    )
     gathered = [ids]
     if dist.is_initialized():
         gathered = [None] * dist.get_world_size()

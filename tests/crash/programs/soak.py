@@ -28,7 +28,7 @@ import torch
 from torn import BATCH, SCHEMA, WINDOW, rows, wrong
 
 from deepspeed_gear import Replay, TrajectoryWriter
-from deepspeed_gear.store.row_allocator import INSERTED
+from deepspeed_gear.store.records import Control
 
 MOST_STEPS, WRITERS, ATTACH_EVERY = 5000, 2, 500
 PREFIX = f"gearsoak{os.environ.get('GEAR_SOAK', '')}"
@@ -76,7 +76,7 @@ def read() -> dict[str, int]:
             found["wrong"] += wrong(batch)
             found["batches"] += 1
             replay.update_priorities(batch, torch.from_numpy(random.random(BATCH, np.float32) + 0.01))
-        found["added"] = sum(int(table.control[INSERTED]) for table in replay.tables.values())
+        found["added"] = sum(int(table.control[Control.INSERTED]) for table in replay.tables.values())
     return found
 
 

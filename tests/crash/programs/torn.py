@@ -97,7 +97,7 @@ def read(seconds: float, least: int) -> dict[str, int]:
     import torch.distributed as dist
 
     from deepspeed_gear import Replay
-    from deepspeed_gear.store.row_allocator import FREE_ROWS, INSERTED
+    from deepspeed_gear.store.records import Control
 
     dist.init_process_group("gloo")
     found = {"samples": 0, "wrong": 0}
@@ -113,9 +113,9 @@ def read(seconds: float, least: int) -> dict[str, int]:
                 found["samples"] += len(batch["key"])
                 found["wrong"] += wrong(batch)
             late = time.monotonic() - until
-            going = [late < 0 or (late < MOST_LATE_S and table.control[INSERTED] < least)]
+            going = [late < 0 or (late < MOST_LATE_S and table.control[Control.INSERTED] < least)]
             dist.broadcast_object_list(going, 0)
-        found["added"] = int(table.control[INSERTED])
+        found["added"] = int(table.control[Control.INSERTED])
         if dist.get_rank() == 0:
             print("done", flush=True)  # the writers are ended now
             sys.stdin.readline()
@@ -123,7 +123,7 @@ def read(seconds: float, least: int) -> dict[str, int]:
             replay.add(rows(1, MOST_STEPS))  # frees what dead writers held
             replay.clear()
             with table.lock:
-                found["lost_rows"] = table.spec.capacity_rows - int(table.control[FREE_ROWS])
+                found["lost_rows"] = table.spec.capacity_rows - int(table.control[Control.FREE_ROWS])
                 found["used_slots"] = int((table.slots[:, 0] != 0).sum())
         dist.barrier()
     return found

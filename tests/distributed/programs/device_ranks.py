@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gear_support import SCHEMA
 
 from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.ops.constants import R_NUMBER
+from deepspeed_gear.ops.records import Resolution
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -55,7 +55,7 @@ with DeviceReplay(added, DEVICE, schemas={"main": SCHEMA}) as replay:
     for _ in range(6):
         batch = replay.sample()
         assert set(batch["task"].tolist()) == {rank}
-        numbers += batch.records[:, R_NUMBER].tolist()
+        numbers += batch.records[:, Resolution.SAMPLE_NUMBER].tolist()
         replay.update_priorities_(batch, torch.rand(batch.num_samples, device=DEVICE) + rank)
 gathered: list[list[int]] = [[] for _ in range(world)]
 dist.all_gather_object(gathered, numbers)

@@ -22,7 +22,7 @@ from deepspeed_gear import DeviceReplay
 from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.ops.constants import HIGHEST_PRIORITY, RING_COUNTS
+from deepspeed_gear.ops.records import RingState, UpdateCount
 
 GLOBAL_BATCHES = 6
 dist.init_process_group("gloo")
@@ -91,7 +91,7 @@ def highest_of(replay: DeviceReplay) -> int:
     """Return the bits of the highest priority that the next global batch has seen."""
     for _ in range(replay.batch_info.accumulation):
         replay.sample()
-    return int(replay.table.state[RING_COUNTS + HIGHEST_PRIORITY])
+    return int(replay.table.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY])
 
 
 def check_compiled(replay: DeviceReplay) -> None:

@@ -16,7 +16,7 @@ from deepspeed_gear import Column, DatasetWriter, Replay, Schema
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
+from deepspeed_gear.ops.records import Slot
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_parts_of_windows(make: Any, backend: str, num_parts: int) -> None:
     def collector(fields: list[ResolvedField]) -> Gatherer:
         return Gatherer(fields, table, {}, config, len(records), 1, torch.float32, 1)
 
-    starts = [int(first) for first in table.slots[:3, SLOT_FIRST_ROW]]
+    starts = [int(first) for first in table.slots[:3, Slot.FIRST_ROW]]
     samples = [(slot, anchor) for slot, steps in enumerate((1, 4, 9)) for anchor in range(steps)]
     records = torch.tensor(
         [[slot, slot, 0, starts[slot], (1, 4, 9)[slot], anchor, 0, 0] for slot, anchor in samples]

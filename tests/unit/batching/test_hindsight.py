@@ -16,8 +16,9 @@ from deepspeed_gear.distributed.read_needs import needs_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops import reference
-from deepspeed_gear.ops.constants import FOR_GOAL, FOR_RELABELLING, ONE_Q62
+from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.philox import below, philox
+from deepspeed_gear.ops.records import RandomPurpose
 from deepspeed_gear.sampling.mass_rules import key_of
 
 COLUMNS = [
@@ -61,7 +62,10 @@ def replay_of(schema: Schema = SCHEMA, lengths: tuple[int, ...] = LENGTHS, **opt
 def oracle(batch: Batch, index: int, section: dict[str, Any], final_row: int, key: int) -> int:
     """Draw one sample's goal with the plain op and Python's integers."""
     number = torch.tensor([int(batch.number[index])])
-    words = [reference.philox(0, number, key, purpose) for purpose in (FOR_RELABELLING, FOR_GOAL)]
+    words = [
+        reference.philox(0, number, key, purpose)
+        for purpose in (RandomPurpose.RELABELLING, RandomPurpose.GOAL)
+    ]
     high, low = ([int(half) % 2**64 for half in word] for word in zip(*words, strict=True))
     anchor, rows = int(batch.anchor[index]), int(batch.num_steps[index]) + final_row
     strategy, fraction = section.get("strategy", "future"), section.get("fraction", 0.8)
@@ -119,7 +123,7 @@ def test_a_relabelled_goal_is_real_where_its_own_would_be_padding() -> None:
 
 def test_words_are_those_of_the_reference() -> None:
     numbers = torch.cat([torch.arange(50), torch.tensor([2**32 - 1, 2**32, 2**40 + 7])])
-    purposes = (FOR_RELABELLING, FOR_GOAL)
+    purposes = (RandomPurpose.RELABELLING, RandomPurpose.GOAL)
     seed, stream, totals = 2**63 - 25, 0xFEDCBA98, np.arange(1, 54) ** 5
     quarters = philox(
         seed, numbers.numpy().astype(np.uint64), stream, np.array([[p] for p in purposes], "u8")

@@ -14,7 +14,7 @@ from deepspeed_gear import Replay
 from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Event, HostEvent, HostStream, Packing
 from deepspeed_gear.batching.transfer.device_gather import PINNED, DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.batching.transfer.methods import DIRECT, STAGED
-from deepspeed_gear.ops.constants import SLOT_FIRST_ROW
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import device_transfer
 
 KEEP, DEPTH = 2, 5
@@ -56,7 +56,7 @@ def collector_of(replay: Replay, lane: HostStream, way: str = DIRECT) -> DeviceG
 
 
 def records_of(replay: Replay) -> torch.Tensor:
-    first = int(replay.tables["main"].slots[0, SLOT_FIRST_ROW])
+    first = int(replay.tables["main"].slots[0, Slot.FIRST_ROW])
     return torch.tensor([[0, 0, 0, first, 9, anchor, 1, 0] for anchor in (2, 5)])
 
 

@@ -13,7 +13,7 @@ from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import FLOATING
-from deepspeed_gear.store.row_allocator import FREE_ROWS, PENDING, ROWS_HELD
+from deepspeed_gear.store.records import Control
 
 BITS = {
     "float16": (np.uint16, 0x7C00, 10),
@@ -32,7 +32,7 @@ def replay_of(schema: Schema, backend: str = "cpu", **more: Any) -> Replay:
 
 def occupied(replay: Replay) -> list[int]:
     table = replay.tables["main"]
-    return [len(replay), *table.control[[FREE_ROWS, PENDING, ROWS_HELD]].tolist()]
+    return [len(replay), *table.control[[Control.FREE_ROWS, Control.PENDING, Control.ROWS_HELD]].tolist()]
 
 
 def array_of(bits: np.ndarray, dtype: str) -> np.ndarray:
@@ -310,7 +310,7 @@ def test_an_open_trajectory_can_be_discarded(publish: bool) -> None:
         assert found["truncated"].tolist() == [False, True]
         replay.remove([opened.id])
         replay.add(whole())
-        assert replay.tables["main"].control[PENDING] == 0
+        assert replay.tables["main"].control[Control.PENDING] == 0
 
 
 def whole() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ring_cases import PRIORITIZED, SAMPLERS, assert_same, online, trajectories
 
 from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.errors import DataError, SchemaError, ShapeError, StoreError
-from deepspeed_gear.ops.constants import RING_SAMPLES
+from deepspeed_gear.ops.records import RingState
 
 
 @pytest.mark.parametrize("sampler", ["uniform steps", "prioritized", "prioritized trajectories"])
@@ -151,7 +151,7 @@ def test_a_table_without_masses_gives_batches_without_samples(
     with DeviceReplay(section, "cpu") as replay:
         without_masses(replay, why)
         before = replay.statistics()
-        first = int(replay.table.state[RING_SAMPLES])
+        first = int(replay.table.state[RingState.SAMPLES])
         for micro in range(4):
             batch = replay.sample()
             assert batch.number.tolist() == [

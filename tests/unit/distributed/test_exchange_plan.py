@@ -18,7 +18,7 @@ from deepspeed_gear.distributed.read_needs import grid, needs_of
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of, row_needs
 from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, WindowRead
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
-from deepspeed_gear.ops.constants import R_SLOT, S_PEER, S_SLOT
+from deepspeed_gear.ops.records import Resolution, RowSample
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 FIELDS: dict[str, Any] = {
@@ -99,11 +99,11 @@ def test_samples_go_to_whoever_reads_them(
         assert found.most_wanted(count) >= len(mine)
         own = torch.from_numpy(samples[samples % 3 != 1])
         records = torch.zeros(len(own), 8, dtype=torch.int64)
-        records[:, R_SLOT] = own
+        records[:, Resolution.SLOT] = own
         tables = torch.from_numpy(found.readers), torch.from_numpy(found.need_of)
         sent, _, _ = op_wrappers.send_draws(records, own, *tables, offset, index)
         wanted = [[n, s] for n in range(len(order)) for s in own.tolist() if n in readers[s] and n != index]
-        assert sent[:, [S_PEER, S_SLOT]].tolist() == wanted
+        assert sent[:, [RowSample.PEER, RowSample.SLOT]].tolist() == wanted
 
 
 @given(topologies())

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_gear.ops import constants, reference
+from deepspeed_gear.ops import constants, records, reference
 from deepspeed_gear.ops.reference import power
 from deepspeed_gear.ops.reference.integers import multiply_high, signed
 from deepspeed_gear.schema import DTYPE_CODES
@@ -359,49 +359,38 @@ def test_python_repeats_the_headers_numbers() -> None:
     text += (CSRC / "cpu" / "ops.h").read_text() + (CSRC / "common" / "convert.h").read_text()
     named = {k: int(v) for k, v in re.findall(r"\b(k\w+) = (\d+)", text)}
     expected = {
-        "kForCoordinate": constants.FOR_COORDINATE,
-        "kForAnchor": constants.FOR_ANCHOR,
-        "kForPermutation": constants.FOR_PERMUTATION,
-        "kForSplit": constants.FOR_SPLIT,
-        "kForTransform": constants.FOR_TRANSFORM,
-        "kForRelabelling": constants.FOR_RELABELLING,
-        "kForGoal": constants.FOR_GOAL,
-        "kTrajectory": constants.UNIT_TRAJECTORY,
-        "kStep": constants.UNIT_STEP,
-        "kInPlace": constants.ALIGN_IN_PLACE,
-        "kLeft": constants.ALIGN_LEFT,
-        "kRight": constants.ALIGN_RIGHT,
-        "kPadValue": constants.PAD_VALUE,
-        "kPadEdge": constants.PAD_EDGE,
-        "kStepRows": constants.SOURCE_STEPS,
-        "kStepRowsPlusOne": constants.SOURCE_STEPS_PLUS_ONE,
-        "kTrajectoryRow": constants.SOURCE_TRAJECTORY,
-        "kTimestep": constants.SOURCE_TIMESTEP,
-        "kPosition": constants.SOURCE_POSITION,
-        "kCommitted": constants.COMMITTED,
-        "kApplied": constants.APPLIED,
-        "kStale": constants.STALE,
-        "kClamped": constants.CLAMPED,
-        "kHighestPriority": constants.HIGHEST_PRIORITY,
-        "kDrawable": constants.DRAWABLE,
-        "kNumUpdateCounts": constants.NUM_UPDATE_COUNTS,
+        "kForCoordinate": records.RandomPurpose.COORDINATE,
+        "kForAnchor": records.RandomPurpose.ANCHOR,
+        "kForPermutation": records.RandomPurpose.PERMUTATION,
+        "kForSplit": records.RandomPurpose.SPLIT,
+        "kForTransform": records.RandomPurpose.TRANSFORM,
+        "kForRelabelling": records.RandomPurpose.RELABELLING,
+        "kForGoal": records.RandomPurpose.GOAL,
+        "kTrajectory": records.MassUnit.TRAJECTORY,
+        "kStep": records.MassUnit.STEP,
+        "kInPlace": records.Align.IN_PLACE,
+        "kLeft": records.Align.LEFT,
+        "kRight": records.Align.RIGHT,
+        "kPadValue": records.Pad.VALUE,
+        "kPadEdge": records.Pad.EDGE,
+        "kStepRows": records.Source.STEPS,
+        "kStepRowsPlusOne": records.Source.STEPS_PLUS_ONE,
+        "kTrajectoryRow": records.Source.TRAJECTORY,
+        "kTimestep": records.Source.TIMESTEP,
+        "kPosition": records.Source.POSITION,
+        "kCommitted": records.SlotState.COMMITTED,
+        "kApplied": records.UpdateCount.APPLIED,
+        "kStale": records.UpdateCount.STALE,
+        "kClamped": records.UpdateCount.CLAMPED,
+        "kHighestPriority": records.UpdateCount.HIGHEST_PRIORITY,
+        "kDrawable": records.UpdateCount.DRAWABLE,
+        "kNumUpdateCounts": records.UpdateCount.NUM_WORDS,
         "kMassBits": constants.MASS_BITS,
         "kMostMassBits": constants.MOST_MASS_BITS,
     }
-    words = (
-        "Head",
-        "Next",
-        "Tail",
-        "Samples",
-        "Batch",
-        "Total",
-        "Steps",
-        "Refused",
-        "Counts",
-        "Empty",
-        "Words",
-    )
-    expected |= {f"kRing{word}": getattr(constants, f"RING_{word.upper()}") for word in words}
+    for word in ("Head", "Next", "Tail", "Samples", "Batch", "Total", "Steps", "Refused", "Counts", "Empty"):
+        expected[f"kRing{word}"] = getattr(records.RingState, word.upper())
+    expected["kRingWords"] = records.RingState.NUM_WORDS
     assert {name: named.get(name) for name in expected} == expected
     assert "kMostSteps = int64_t{1} << 40;" in text
     assert constants.MOST_STEPS == 1 << 40
@@ -409,11 +398,9 @@ def test_python_repeats_the_headers_numbers() -> None:
     assert codes is not None
     names = [name.split("=")[0].strip()[1:].lower() for name in codes[1].split(",")]
     assert {name: code for code, name in enumerate(names)} == DTYPE_CODES
-    for struct_name, first, prefix in (("Slot", "SLOT_STATE", "SLOT_"), ("Resolution", "R_ID", "R_")):
-        body = re.search(rf"struct {struct_name} \{{([^}}]*)\}}", text)
+    for record in (records.Slot, records.Resolution):
+        body = re.search(rf"struct {record.__name__} \{{([^}}]*)\}}", text)
         assert body is not None
-        assert hasattr(constants, first)
-        members = re.findall(r"\b(\w+)(?=[,;])", body[1])
-        numbers = {m: getattr(constants, prefix + m.upper(), None) for m in members}
-        assert all(n == i for i, n in enumerate(numbers.values()) if n is not None)
-        assert sum(n is not None for n in numbers.values()) >= 7
+        members = [name.upper() for name in re.findall(r"\b(\w+)(?=[,;])", body[1])]
+        words = {name: word for name, word in vars(record).items() if name.isupper()}
+        assert [words[name] for name in members] == list(range(words["NUM_WORDS"]))

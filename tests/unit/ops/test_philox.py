@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_support import StoreScene, priority_rule, stream_spec
 
-from deepspeed_gear.ops.constants import FOR_ANCHOR, FOR_GOAL, R_MASS, R_NUMBER, R_SLOT
 from deepspeed_gear.ops.philox import below, philox
+from deepspeed_gear.ops.records import RandomPurpose, Resolution
 from deepspeed_gear.ops.reference.select import philox as philox_of_ops
 from deepspeed_gear.sampling.anchors import AnchorRule, WindowSpan
 
@@ -46,7 +46,7 @@ def test_below_is_exact(most: int) -> None:
 
 def test_purposes_and_streams_have_words_of_their_own() -> None:
     numbers = np.arange(100, dtype=np.uint64)
-    purposes = np.array([[FOR_ANCHOR], [FOR_GOAL]], np.uint64)
+    purposes = np.array([[RandomPurpose.ANCHOR], [RandomPurpose.GOAL]], np.uint64)
     drawn = [philox(3, numbers, stream, purposes)[0] for stream in (0, 1)]
     assert len(np.unique(drawn)) == 400
 
@@ -101,6 +101,6 @@ def test_samples_of_any_numbers_are_those_of_the_whole(
         found = torch.empty(len(own), 8, dtype=torch.int64)
         masses.resolve_numbered(found, coordinates[own], own + first)
     assert torch.equal(found, whole[own])
-    assert (whole[:, R_NUMBER] == first + torch.arange(count)).all()
-    assert len(whole[:, R_SLOT].unique()) > 2
-    assert (whole[:, R_MASS] > 0).all()
+    assert (whole[:, Resolution.SAMPLE_NUMBER] == first + torch.arange(count)).all()
+    assert len(whole[:, Resolution.SLOT].unique()) > 2
+    assert (whole[:, Resolution.MASS] > 0).all()

@@ -11,12 +11,12 @@ from gear_support import trajectory
 from store_support import StoreScene, stream_spec
 
 from deepspeed_gear.errors import NotReadyError
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.sampling.global_rate_gate import GlobalRateGate
-from deepspeed_gear.sampling.selection import COLLECTS, SAMPLES
 from deepspeed_gear.store.pins import SelectionPins
+from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.retention import RateLimiter, Retention
-from deepspeed_gear.store.row_allocator import PENDING, WANTED
-from deepspeed_gear.store.table import OWNER
+from deepspeed_gear.store.stream_records import Head, Position
 from deepspeed_gear.store.table_spec import Shard
 from deepspeed_gear.writer.inserter import Inserter
 
@@ -59,7 +59,7 @@ def meet(scenes: list[StoreScene]) -> bool:
     assert len(found) == 1
     if found == {True}:
         for scene in scenes:
-            scene.streams[0].position[SAMPLES] += BATCH
+            scene.streams[0].position[Head.SAMPLES] += BATCH
     return found.pop()
 
 
@@ -98,7 +98,7 @@ def test_one_node_gets_all_if_only_one_adds(make: Make) -> None:
     for _ in range(20):
         found += fill(scenes[1])
         meet(scenes)
-    batches = int(scenes[1].streams[0].position[SAMPLES]) // BATCH
+    batches = int(scenes[1].streams[0].position[Head.SAMPLES]) // BATCH
     assert batches >= 8
     assert found - batches * BATCH <= 9
 
@@ -107,7 +107,7 @@ def test_a_trajectory_longer_than_a_part_gets_through_in_its_turn(make: Make) ->
     """Together there is room for one of 12 steps, which no third is."""
     scenes = make(3, rate=RateLimiter("step", 1, 1.0, -100.0, 14.0))
     assert [fill(scene, 12) for scene in scenes] == [0, 0, 0]
-    assert all(scene.table.control[WANTED] == 12 for scene in scenes)
+    assert all(scene.table.control[Control.WANTED] == 12 for scene in scenes)
     added = []
     for _ in range(3):
         said = say(scenes)
@@ -135,11 +135,11 @@ def test_what_the_dead_have_reserved_holds_nobody_back(make: Make) -> None:
     scenes = make(2, rate=RateLimiter.queue("trajectory", 4))
     table = scenes[0].table
     slot = table.reserve(3)
-    table.slots[slot, OWNER] = 3  # a process that is not attached
+    table.slots[slot, Slot.OWNER] = 3  # a process that is not attached
     assert sum(fill(scene) for scene in scenes) == 3
-    assert table.control[PENDING] == 1
+    assert table.control[Control.PENDING] == 1
     assert not meet(scenes)
-    assert table.control[PENDING] == 0
+    assert table.control[Control.PENDING] == 0
     assert sum(fill(scene) for scene in scenes) == 1
     assert meet(scenes)
 
@@ -147,7 +147,7 @@ def test_what_the_dead_have_reserved_holds_nobody_back(make: Make) -> None:
 def test_a_node_that_would_wait_for_itself_ends_the_wait_of_all(make: Make) -> None:
     scenes = make(2, max_times_sampled=2)
     assert all(joint(scene).given_up(say(scenes), 0, BATCH) is None for scene in scenes)
-    scenes[1].streams[0].position[COLLECTS] = 1
+    scenes[1].streams[0].position[Position.WRITES] = 1
     said = say(scenes)
     for scene in scenes:
         assert isinstance(joint(scene).given_up(said, 0, BATCH), NotReadyError)

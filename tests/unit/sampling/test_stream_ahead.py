@@ -16,7 +16,7 @@ from store_support import StoreScene, check_whole, stream_spec
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.selection import AHEAD, KEY, NOTHING
+from deepspeed_gear.store.stream_records import NOTHING, Head, Position
 
 LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 
@@ -46,7 +46,7 @@ def alone(steps: list[Any]) -> list[np.ndarray]:
         if step is not None:
             step(scene)
         found.append(rows(scene.streams[0], key))
-        assert scene.streams[0].position[AHEAD] == NOTHING
+        assert scene.streams[0].position[Position.AHEAD] == NOTHING
     scene.close()
     return found
 
@@ -57,10 +57,10 @@ def test_peers_draw_ahead_in_turn(pair: Any) -> None:
     for key in range(12):
         mine = key % 2 == 1  # the next cut is the first peer's to draw
         assert (rows(first, key) == wanted[key]).all()
-        assert first.position[AHEAD] == (key + 1 if mine else key if key else NOTHING)
+        assert first.position[Position.AHEAD] == (key + 1 if mine else key if key else NOTHING)
         assert (rows(second, key) == wanted[key]).all()
-        assert first.position[AHEAD] == key + 1
-        assert first.position[KEY] == key + 1, "what is drawn ahead is no cut yet"
+        assert first.position[Position.AHEAD] == key + 1
+        assert first.position[Head.KEY] == key + 1, "what is drawn ahead is no cut yet"
 
 
 @pytest.mark.parametrize("what", ["add", "remove", "clear"])
@@ -79,7 +79,7 @@ def test_a_change_forgets_what_was_drawn(pair: Any, what: str) -> None:
     for key in range(2):
         rows(first, key)
         rows(second, key)
-    assert first.position[AHEAD] == 2
+    assert first.position[Position.AHEAD] == 2
     change(scene)
     assert first.masses.waiting
     assert (rows(second, 2) == wanted[2]).all()
@@ -95,7 +95,7 @@ def test_nothing_is_drawn_over_a_cut_that_a_peer_reads(pair: Any) -> None:
     kept = late.resolutions.numpy().copy()
     rows(first, 3)
     assert (second.take(3).resolutions.numpy() == rows(first, 3)).all()
-    assert first.position[AHEAD] != 4, "the ring has no room for cut 4"
+    assert first.position[Position.AHEAD] != 4, "the ring has no room for cut 4"
     assert (late.resolutions.numpy() == kept).all()
 
 
@@ -104,7 +104,7 @@ def test_a_cut_that_is_drawn_over_is_gone(pair: Any) -> None:
     for key in range(4):
         rows(first, key)
         rows(second, key)
-    assert first.position[AHEAD] == 4
+    assert first.position[Position.AHEAD] == 4
     with pytest.raises(StoreError, match="global batch 0 must be the next one or in the ring"):
         first.take(0)
 
@@ -115,7 +115,7 @@ def test_seek_forgets_what_was_drawn(pair: Any) -> None:
     for key in range(2):
         rows(first, key)
         rows(second, key)
-    assert first.position[AHEAD] == 2
+    assert first.position[Position.AHEAD] == 2
     with scene.table.lock:
         first.seek(2, 0, 0, 0, 0)  # another position: the samples of the first cut come again
     assert (rows(first, 2)[:, :7] == wanted[0][:, :7]).all()
@@ -127,7 +127,7 @@ def test_orders_are_not_drawn_ahead(kind: str) -> None:
     table, (other,) = scene.attach(1)
     for key in range(3):
         assert (rows(scene.streams[0], key) == rows(other, key)).all()
-    assert other.position[AHEAD] == NOTHING
+    assert other.position[Position.AHEAD] == NOTHING
     table.close()
     scene.close()
 

@@ -13,11 +13,11 @@ from process_support import in_child, kill
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.errors import NotReadyError, StoreFullError
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.store.pins import SelectionPins
+from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.retention import RateLimiter, Retention
-from deepspeed_gear.store.row_allocator import OPEN, RECOVERIES
-from deepspeed_gear.store.table import COMMITTED, FIRST_ROW, ID, NUM_STEPS, RETIRED, STATE
 from deepspeed_gear.writer.inserter import Inserter
 
 Make = Callable[..., StoreScene]
@@ -53,7 +53,7 @@ def add(scene: StoreScene, num_steps: int, by: Inserter | None = None, **columns
 
 def ids(scene: StoreScene) -> list[int]:
     slots = scene.table.slots
-    return sorted(slots[slots[:, STATE] == COMMITTED, ID].tolist())
+    return sorted(slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist())
 
 
 def take(scene: StoreScene, key: int) -> np.ndarray:
@@ -66,7 +66,7 @@ def take(scene: StoreScene, key: int) -> np.ndarray:
 def check_rows(scene: StoreScene) -> None:
     """Every trajectory that is stored has its own rows."""
     slots = scene.table.slots
-    for slot in np.nonzero(slots[:, STATE] == COMMITTED)[0].tolist():
+    for slot in np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0].tolist():
         rows, number = scene.table.rows(slot), int(scene.table.columns["task"][slot])
         assert (rows["code"] // STEP == number).all()
         assert (rows["observation"][:, 0] // STEP == number).all()
@@ -136,10 +136,10 @@ def test_nan_goes_before_every_number(make: Make, monkeypatch: pytest.MonkeyPatc
     for value in (5, -7, 3, 9):
         add(scene, 4, task=np.array(value))
     values = np.array([5.0, -np.inf, np.nan, np.nan])
-    monkeypatch.setattr(scene.table, "values", lambda _, slots: values[scene.table.slots[slots, ID]])
+    monkeypatch.setattr(scene.table, "values", lambda _, slots: values[scene.table.slots[slots, Slot.ID]])
     with scene.table.lock:
         victim = inserter(scene).room._victim()
-    assert scene.table.slots[victim, ID] == 1  # as bad as NaN, and older
+    assert scene.table.slots[victim, Slot.ID] == 1  # as bad as NaN, and older
 
 
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
@@ -153,7 +153,9 @@ def test_the_lowest_priority_goes_first(make: Make, unit: str) -> None:
     stream.consume(0)
     slots = scene.table.slots_of(np.arange(4))
     for number, priority in enumerate((2.0, 0.25, 0.25, 3.0)):
-        first = int(scene.table.slots[slots[number], FIRST_ROW]) if unit == "step" else int(slots[number])
+        first = (
+            int(scene.table.slots[slots[number], Slot.FIRST_ROW]) if unit == "step" else int(slots[number])
+        )
         stream.masses.values[first : first + (4 if unit == "step" else 1)] = priority
     for wanted in ([0, 2, 3, 4], [0, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 7], [5, 6, 7, 8]):
         add(scene, 4)  # those that no cut has seen go last, the oldest of them first
@@ -164,7 +166,7 @@ def test_open_trajectories_stay(make: Make) -> None:
     scene = make("uniform")
     for _ in range(4):
         add(scene, 4)
-    scene.table.views["life"][scene.table.slots_of(np.array([0, 1, 3])), OPEN] = 1
+    scene.table.views["life"][scene.table.slots_of(np.array([0, 1, 3])), SlotRetention.OPEN] = 1
     add(scene, 4)
     assert ids(scene) == [0, 1, 3, 4]
 
@@ -218,7 +220,7 @@ def test_what_was_drawn_stays_until_it_is_consumed(make: Make) -> None:
     with pytest.raises(NotReadyError, match=r"must be read no more within 0\.05 s, where room is needed"):
         add(scene, 9)
     assert ids(scene) == [1]  # one had to go, and no more than one
-    assert (scene.table.slots[:, STATE] == RETIRED).sum() == 1
+    assert (scene.table.slots[:, Slot.STATE] == SlotState.EVICTED).sum() == 1
     assert (scene.table.columns["code"] == before).all()
     scene.streams[0].consume(0)
     add(scene, 9)
@@ -315,7 +317,7 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_
     views = [scene.table.views for scene in scenes]
     for name in ("slots", "links", "log", "life", *(n for n in views[0] if n.startswith("column/"))):
         assert (views[0][name] == views[1][name]).all(), name
-    words = np.arange(len(views[0]["control"])) != RECOVERIES
+    words = np.arange(len(views[0]["control"])) != Control.RECOVERIES
     assert (views[0]["control"][words] == views[1]["control"][words]).all()
     for scene in scenes:
         scene.close()
@@ -342,8 +344,8 @@ def test_rows_of_the_gone_are_never_drawn(make: Make) -> None:
         check_whole(scene.table, scene.streams)
         with scene.table.lock:
             items = np.nonzero(stream.masses.leaves)[0]
-            stored = scene.table.slots[scene.table.slots[:, STATE] == COMMITTED]
-            extents = stored[:, [FIRST_ROW, NUM_STEPS]].tolist()
+            stored = scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED]
+            extents = stored[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist()
             rows = [first + step for first, steps in extents for step in range(steps)]
             assert items.tolist() == sorted(rows)
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from deepspeed_gear.store.records import EvictionCode
 from deepspeed_gear.store.retention import RateLimiter, Retention
-from deepspeed_gear.store.row_allocator import BY_CALLER, KEEP, NEWEST, OLDEST
 
 
 def test_the_bounds_themselves_are_admitted() -> None:
@@ -77,7 +77,14 @@ def test_a_queue_holds_what_was_not_drawn() -> None:
 def test_codes_of_what_goes() -> None:
     kinds = ("none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best")
     codes = [Retention(kind).removal_code for kind in kinds]
-    assert codes == [KEEP, OLDEST, NEWEST, BY_CALLER, BY_CALLER, BY_CALLER]
+    assert codes == [
+        EvictionCode.NONE,
+        EvictionCode.OLDEST,
+        EvictionCode.NEWEST,
+        EvictionCode.BY_CALLER,
+        EvictionCode.BY_CALLER,
+        EvictionCode.BY_CALLER,
+    ]
 
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])

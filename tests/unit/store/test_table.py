@@ -18,19 +18,12 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError
 from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.memory_layout import HEADER, Layout, RunIdentity
-from deepspeed_gear.store.table import (
-    COMMITTED,
-    FREE,
-    GENERATION,
-    NEXT_ID,
-    RESERVED,
-    RETIRED,
-    STATE,
-    Table,
-)
+from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec
 
 
@@ -59,32 +52,32 @@ def test_reserve_commit_retire_free(scene: StoreScene) -> None:
     table = scene.table
     with table.lock:
         slot = table.reserve(4)
-        assert table.slots[slot, STATE] == RESERVED
+        assert table.slots[slot, Slot.STATE] == SlotState.RESERVED
         assert table.num_trajectories == table.num_steps == 0
         assert table.slots_of(np.array([0])).tolist() == [-1]
         table.write(slot, trajectory(0, 4))
         assert table.commit(slot) == 0
-        assert table.slots[slot, STATE] == COMMITTED
+        assert table.slots[slot, Slot.STATE] == SlotState.COMMITTED
         assert (table.num_trajectories, table.num_steps) == (1, 4)
         assert table.slots_of(np.array([1, 0, -1])).tolist() == [-1, slot, -1]
         table.retire(slot)
-        assert table.slots[slot, STATE] == RETIRED
+        assert table.slots[slot, Slot.STATE] == SlotState.EVICTED
         assert table.num_trajectories == table.num_steps == 0
         assert table.slots_of(np.array([0])).tolist() == [-1]
         assert table.retired().tolist() == [slot]
         table.free(np.array([slot]))
-        assert table.slots[slot, STATE] == FREE
+        assert table.slots[slot, Slot.STATE] == SlotState.FREE
 
 
 def test_ids_are_for_ever_and_generations_count(scene: StoreScene) -> None:
     table = scene.table
     assert [scene.add(2) for _ in range(5)] == [0, 1, 2, 3, 4]
     slot = int(table.slots_of(np.array([3]))[0])
-    generation = int(table.slots[slot, GENERATION])
+    generation = int(table.slots[slot, Slot.GENERATION])
     table_edits.remove(table, [3])
     assert scene.add(2) == 5
     assert int(table.slots_of(np.array([5]))[0]) == slot
-    assert table.slots[slot, GENERATION] == generation + 1
+    assert table.slots[slot, Slot.GENERATION] == generation + 1
 
 
 def test_rows_are_what_was_added(scene: StoreScene) -> None:
@@ -281,7 +274,7 @@ def test_a_data_set_is_all_committed(tmp_path: Any, in_memory: bool) -> None:
     for number, steps in enumerate(lengths):
         ends = {"terminated": number % 2 == 0, "truncated": number % 2 == 1}
         assert same(read(table, number), trajectory(number, steps, **ends))
-    assert table.control[NEXT_ID] == 3
+    assert table.control[Control.NEXT_ID] == 3
     with pytest.raises(
         StoreError, match="must have a capacity to be added to or changed; it holds a read-only data set"
     ):
@@ -357,7 +350,7 @@ def test_a_dead_writers_rows_come_back(scene: StoreScene) -> None:
         signal.pause()
 
     child = in_child(write)
-    wait_until(lambda: (scene.table.slots[:, STATE] == RESERVED).any(), "reserving")
+    wait_until(lambda: (scene.table.slots[:, Slot.STATE] == SlotState.RESERVED).any(), "reserving")
     with pytest.raises(StoreFullError):
         scene.add(15)
     kill(child)
@@ -374,12 +367,12 @@ def test_counters_are_rebuilt_after_a_death_inside_the_lock(scene: StoreScene) -
         slot = table.reserve(3)
         table.write(slot, trajectory(1, 3))
         table.slots[slot, 2] = 1  # its id, without the counter
-        table.slots[slot, STATE] = COMMITTED
+        table.slots[slot, Slot.STATE] = SlotState.COMMITTED
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert exit_status(in_child(die)) == -signal.SIGKILL
     with scene.table.lock:
         assert (scene.table.num_trajectories, scene.table.num_steps) == (2, 7)
-        assert scene.table.control[NEXT_ID] == 2
+        assert scene.table.control[Control.NEXT_ID] == 2
     assert same(read(scene.table, 1), trajectory(1, 3))
     assert read(scene.table, 1)["code"][0] == STEP

@@ -15,9 +15,11 @@ from gear_support import SCHEMA, prefix, shared_files, trajectory, write_dataset
 
 from deepspeed_gear.data.dataset import Dataset, DatasetWriter
 from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.memory_layout import RunIdentity
-from deepspeed_gear.store.table import FIRST_ROW, ID, NEXT_ID, NUM_STEPS, Table
+from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, Shard, TableSpec, table_layout
 
 LENGTHS = [3, 1, 7, 2, 5, 4]
@@ -66,11 +68,13 @@ def test_a_shard_is_a_slice_of_the_whole(
         table_of(spec_of(dataset, first, end, in_memory, arrivals)) as shard,
     ):
         row = dataset.row_of(first)
-        assert shard.slots[:, ID].tolist() == list(range(first, end))
-        assert (shard.slots[:, FIRST_ROW] + row).tolist() == whole.slots[first:end, FIRST_ROW].tolist()
+        assert shard.slots[:, Slot.ID].tolist() == list(range(first, end))
+        assert (shard.slots[:, Slot.FIRST_ROW] + row).tolist() == whole.slots[
+            first:end, Slot.FIRST_ROW
+        ].tolist()
         assert shard.num_trajectories == end - first
         assert shard.num_steps == sum(LENGTHS[first:end])
-        assert shard.control[NEXT_ID] == len(dataset)
+        assert shard.control[Control.NEXT_ID] == len(dataset)
         slots = shard.slots_of(ids)
         assert slots.tolist() == [i - first if first <= i < end else -1 for i in ids]
         for name in NAMES:
@@ -183,7 +187,7 @@ def test_ids_are_unique_over_shards_and_grow() -> None:
     with table_of(capacity(0, 3)) as a, table_of(capacity(1, 3)) as b, table_of(capacity(2, 3)) as c:
         ids = [[add(table, i) for i in range(3)] for table in (a, b, c)]
         assert ids == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-        assert b.control[NEXT_ID] == 3
+        assert b.control[Control.NEXT_ID] == 3
         assert b.slots_of(np.arange(9)).tolist() == [-1, 0, -1, -1, 1, -1, -1, 2, -1]
 
 
@@ -196,9 +200,9 @@ def test_one_shard_of_one_counts_as_a_table_without_shards() -> None:
 def test_ids_go_on_after_a_recovery_and_a_restore(index: int, count: int) -> None:
     with table_of(capacity(index, count)) as table:
         last = [add(table, i) for i in range(2)][-1]
-        table.control[NEXT_ID] = 0  # as if the commit had died before it counted
+        table.control[Control.NEXT_ID] = 0  # as if the commit had died before it counted
         table._recover()
-        assert table.control[NEXT_ID] == 2
+        assert table.control[Control.NEXT_ID] == 2
         assert add(table, 2) == last + count
         with table.lock:
             table.restored(7)
@@ -212,8 +216,8 @@ def test_added_rows_leave_arrivals_alone() -> None:
         for number in range(5):
             add(table, number, 5)
         assert all((table.arrivals(name) == 1).all() for name in NAMES)
-        first = table.slots[0, FIRST_ROW]
-        steps = int(table.slots[0, NUM_STEPS])
+        first = table.slots[0, Slot.FIRST_ROW]
+        steps = int(table.slots[0, Slot.NUM_STEPS])
         assert table.held(RETURN_TO_GO)[first : first + steps].tolist() == [15, 14, 12, 9, 5]
         with table.lock:
             table.restored(5)

@@ -16,14 +16,7 @@ from process_support import exit_status, in_child
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.errors import DataError, NotReadyError, StoreError, StoreFullError
-from deepspeed_gear.store.row_allocator import (
-    FREE_ROWS,
-    NUM_COMMITTED,
-    OPEN,
-    PENDING,
-    ROWS_HELD,
-    STEPS_INSERTED,
-)
+from deepspeed_gear.store.records import Control, SlotRetention
 
 SCHEMA = Schema(
     [
@@ -125,7 +118,13 @@ def test_a_whole_one_is_as_if_it_had_been_added() -> None:
                     opened.append(**{n: rows[n][t] for n in rows if n != "task"}, publish=t % 2 == 0)
                 opened.append(observation=rows["observation"][steps])
         mine, theirs = found.tables["main"], other.tables["main"]
-        words = [FREE_ROWS, NUM_COMMITTED, PENDING, ROWS_HELD, STEPS_INSERTED]
+        words = [
+            Control.FREE_ROWS,
+            Control.NUM_COMMITTED,
+            Control.PENDING,
+            Control.ROWS_HELD,
+            Control.STEPS_INSERTED,
+        ]
         assert (mine.control[words] == theirs.control[words]).all()
         assert (mine.slots == theirs.slots).all()
         for column in SCHEMA.names:
@@ -157,7 +156,7 @@ def test_what_is_cut_short_stays_as_truncated(simulate: Any) -> None:
             simulate(found, opened)
         assert found.read([opened.id])[0]["truncated"].tolist() == [False, False, True]
         table = found.tables["main"]
-        assert table.control[FREE_ROWS] == table.spec.capacity_rows - 4
+        assert table.control[Control.FREE_ROWS] == table.spec.capacity_rows - 4
 
 
 # ---- many environments ---------------------------------------------------------------------------
@@ -225,7 +224,10 @@ def test_open_ones_do_not_go_to_make_room() -> None:
                     assert set(found.read([opened.id])[0]["which"].tolist()) == {0, 1}
                 opened.append(observation=np.full(2, 3, np.float32))
             table = found.tables["main"]
-            assert table.control[ROWS_HELD] + table.control[FREE_ROWS] == table.spec.capacity_rows
+            assert (
+                table.control[Control.ROWS_HELD] + table.control[Control.FREE_ROWS]
+                == table.spec.capacity_rows
+            )
 
 
 def test_too_many_open_ones_find_no_room() -> None:
@@ -254,7 +256,7 @@ def test_what_follows_a_removed_part_is_another_trajectory(how: str) -> None:
         assert found.read([opened.id])[0]["task"].item() == 7
         table = found.tables["main"]
         found.clear()
-        assert table.control[FREE_ROWS] == table.spec.capacity_rows
+        assert table.control[Control.FREE_ROWS] == table.spec.capacity_rows
 
 
 def test_a_rate_counts_published_steps() -> None:
@@ -270,7 +272,7 @@ def test_a_rate_counts_published_steps() -> None:
                 opened.append(observation=np.full(2, 8, np.float32), publish=True)
             assert table.num_steps == 9
             found.sample()  # the step is appended already: the end publishes it
-        assert table.control[STEPS_INSERTED] == 10
+        assert table.control[Control.STEPS_INSERTED] == 10
 
 
 def test_many_that_publish_at_once_pass_the_smallest_buffer() -> None:
@@ -303,7 +305,7 @@ def test_who_is_dropped_without_being_closed_keeps_no_room() -> None:
             vector.step(**vector_step(0, 2, []), publish=True)
         with vector:
             pass
-        assert found.tables["main"].views["life"][:, OPEN].sum() == 0
+        assert found.tables["main"].views["life"][:, SlotRetention.OPEN].sum() == 0
 
 
 def test_a_reset_that_is_refused_changes_nothing() -> None:
@@ -428,8 +430,8 @@ def test_what_a_dead_writer_has_published_stays(notices: str) -> None:
         assert found.read([0])[0]["truncated"].tolist() == [False, False, True]
         assert found.read([0])[0]["which"].tolist() == [0, 1, 2]
         found.clear()
-        assert table.control[FREE_ROWS] == table.spec.capacity_rows
-        assert table.control[[PENDING, ROWS_HELD]].tolist() == [0, 0]
+        assert table.control[Control.FREE_ROWS] == table.spec.capacity_rows
+        assert table.control[[Control.PENDING, Control.ROWS_HELD]].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
@@ -448,4 +450,4 @@ def test_a_checkpoint_has_what_was_published(kind: str, tmp_path: Path) -> None:
         again.load(tmp_path, state)
         assert torch.equal(again.sample()["which"], expected)
         assert again.read([0])[0]["truncated"].tolist() == [False] * 4 + [True]
-        assert again.tables["main"].control[FREE_ROWS] == again.tables["main"].spec.capacity_rows - 6
+        assert again.tables["main"].control[Control.FREE_ROWS] == again.tables["main"].spec.capacity_rows - 6

@@ -26,7 +26,7 @@ from simulator_support import (
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.actors.inference_client import InferenceClient
 from deepspeed_gear.actors.inference_loader import InferenceLoader
-from deepspeed_gear.actors.inference_mailbox import FREE, InferenceMailbox
+from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, PlaceState
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 
 # ---- what lands in the store -----------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
                 replay.writer().simulators(3, "next_step"),
                 replay.writer().simulators(1, "next_step"),
             ):
-                taken = sorted(np.count_nonzero(s.states != FREE) for s in (slots, other))
+                taken = sorted(np.count_nonzero(s.states != PlaceState.FREE) for s in (slots, other))
                 assert taken == [3, 4]
                 with pytest.raises(StoreError, match="must have 2 free places, got 1"):
                     replay.writer().simulators(2, "next_step", wait_s=0.05)

@@ -11,11 +11,12 @@ from priority_cases import LENGTHS, ONE, Item, cut, report, stored
 from store_support import check_whole
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.ops.constants import CLAMPED, DRAWABLE, ONE_Q62, R_MASS
+from deepspeed_gear.ops.constants import ONE_Q62
+from deepspeed_gear.ops.records import Resolution, UpdateCount
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.samplers.prioritized import WINDOW
-from deepspeed_gear.sampling.selection import DIVISOR, EXPONENT, NUMERATOR
+from deepspeed_gear.store.stream_records import Head
 
 # ---- items come and go ---------------------------------------------------------------------------
 
@@ -59,7 +60,7 @@ def test_items_that_are_gone_have_no_mass(scenes: Any, unit: str) -> None:
     scene.add(4)
     assert set(cut(stream, 1).resolutions[:, 0].tolist()) == {0, 2, 4, 5}
     num_items = 4 if unit == "trajectory" else 3 + 7 + 5 + 4
-    assert stream.masses.counts[DRAWABLE] == num_items
+    assert stream.masses.counts[UpdateCount.DRAWABLE] == num_items
     assert stream.masses.total == num_items * ONE
     check_whole(scene.table, scene.streams)
 
@@ -91,7 +92,7 @@ def test_only_anchors_are_items(scenes: Any, rule: AnchorRule) -> None:
         if rule.admits(np.array([step]), np.array([steps]))[0]
     }
     assert {(int(r[0]), int(r[5])) for r in found} == places
-    assert stream.masses.counts[DRAWABLE] == len(places)
+    assert stream.masses.counts[UpdateCount.DRAWABLE] == len(places)
     check_whole(scene.table, scene.streams)
 
 
@@ -153,7 +154,7 @@ def test_weights_are_those_of_the_formula(
     report(stream, items[:5], 0)
     made = cut(stream, 0)
     weights = torch.empty(16)
-    words = [int(made.head[word]) for word in (NUMERATOR, DIVISOR, EXPONENT)]
+    words = [int(made.head[word]) for word in (Head.NUMERATOR, Head.DIVISOR, Head.EXPONENT)]
     scene.ops.importance_(weights, made.resolutions.contiguous(), *words)
     share = powers(stream, items, alpha) * np.array([p > 0 for p in stored(stream, items)])
     share /= share.sum()
@@ -169,7 +170,9 @@ def test_weights_are_those_of_the_formula(
 
 def test_beta_follows_its_schedule(scenes: Any) -> None:
     stream = scenes(beta=lambda key: key / 8).streams[0]
-    assert [int(cut(stream, key).head[EXPONENT]) for key in range(9)] == [ONE_Q62 // 8 * k for k in range(9)]
+    assert [int(cut(stream, key).head[Head.EXPONENT]) for key in range(9)] == [
+        ONE_Q62 // 8 * k for k in range(9)
+    ]
 
 
 @pytest.mark.parametrize("most_bits", [40, 30])
@@ -180,8 +183,8 @@ def test_clamped_updates_are_counted(scenes: Any, most_bits: int) -> None:
     masses = stream.masses
     made = cut(stream, 0).resolutions
     assert (masses.leaves[masses.leaves > ONE] == 1 << most_bits).all()
-    assert (made[made[:, 0] == 3][:, R_MASS] == 1 << most_bits).all()
-    assert (masses.counts[CLAMPED], masses.recent()) == (33, (33, 33))
+    assert (made[made[:, 0] == 3][:, Resolution.MASS] == 1 << most_bits).all()
+    assert (masses.counts[UpdateCount.CLAMPED], masses.recent()) == (33, (33, 33))
     for key in range(1, WINDOW):
         report(stream, items[:1], 2)
         cut(stream, key)
@@ -196,5 +199,5 @@ def test_the_resolutions_hold_the_masses(scenes: Any) -> None:
     stream = scenes(batch=300, alpha=1.0).streams[0]
     report(stream, [(3, step) for step in range(33)], np.arange(1, 34))
     made = cut(stream, 0).resolutions
-    for number, anchor, mass in made[:, [0, 5, R_MASS]].tolist():
+    for number, anchor, mass in made[:, [0, 5, Resolution.MASS]].tolist():
         assert mass == (anchor + 1 if number == 3 else 1) * ONE

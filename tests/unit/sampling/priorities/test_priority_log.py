@@ -11,7 +11,7 @@ from priority_cases import cut, handles, report, stored
 from store_support import check_whole
 
 from deepspeed_gear.errors import DataError, PeerError, StoreError
-from deepspeed_gear.ops.constants import APPLIED, CLAMPED, STALE
+from deepspeed_gear.ops.records import UpdateCount
 from deepspeed_gear.replay import table_edits
 
 # ---- which reports a cut sees --------------------------------------------------------------------
@@ -132,7 +132,10 @@ def test_reports_for_what_is_gone_are_ignored_and_counted(scenes: Any) -> None:
         "priorities_applied_recent": 1,
         "priorities_clamped_recent": 0,
     }
-    assert [int(stream.masses.counts[word]) for word in (APPLIED, STALE, CLAMPED)] == [1, 2, 0]
+    assert [
+        int(stream.masses.counts[word])
+        for word in (UpdateCount.APPLIED, UpdateCount.STALE, UpdateCount.CLAMPED)
+    ] == [1, 2, 0]
     check_whole(scene.table, scene.streams)
 
 
@@ -174,7 +177,7 @@ def test_no_reports_are_fine(scenes: Any) -> None:
     stream = scenes().streams[0]
     report(stream, [], [], np.empty(0, np.int64))
     cut(stream, 0)
-    assert stream.masses.counts[APPLIED] == 0
+    assert stream.masses.counts[UpdateCount.APPLIED] == 0
 
 
 @pytest.mark.parametrize("bad", [-1.0, -1e-45, float("inf"), float("-inf"), float("nan")])

@@ -10,7 +10,7 @@ from priority_cases import cut, report, stored
 from store_support import StoreScene, check_whole
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.ops.constants import REPORT_NUMBER
+from deepspeed_gear.ops.records import LogEntry
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.priority_log import NEVER
 from deepspeed_gear.store.pins import SelectionPins
@@ -83,7 +83,7 @@ def test_saved_reports_fill_the_logs_of_all_ranks_and_more_are_refused(scenes: A
     saved, ranks = stream.masses.export(np.arange(5)), len(stream.masses.reports.asked)
     assert ranks > 1
     saved["log"] = np.concatenate([saved["log"]] * ranks)
-    saved["log"][:, REPORT_NUMBER] = np.arange(4 * ranks)
+    saved["log"][:, LogEntry.SAMPLE_NUMBER] = np.arange(4 * ranks)
     stream.masses.restore(np.arange(5), saved)
     np.testing.assert_array_equal(stream.masses.export(np.arange(5))["log"], saved["log"])
     saved["log"] = np.concatenate([saved["log"], saved["log"][-1:]])

@@ -1,0 +1,215 @@
+"""Records and codes that Python and C++ share, one class of words each.
+
+A record is a row of an int64 array: `slots[slot, Slot.ID]`. `NUM_WORDS` is the length of a row. A test
+compares classes and headers.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+
+class Slot:
+    """A row of the slot table: where a trajectory lies. Header: common/slot.h."""
+
+    STATE: Final = 0
+    GENERATION: Final = 1  # counted up by each reservation
+    ID: Final = 2  # the trajectory id
+    FIRST_ROW: Final = 3
+    NUM_STEPS: Final = 4
+    NUM_ROWS: Final = 5
+    OWNER: Final = 6  # peer that has reserved it
+    BORN: Final = 7  # global batch at which it was committed
+    NUM_WORDS: Final = 8
+
+
+class SlotState:
+    """State of a slot; its word is the commit point."""
+
+    FREE: Final = 0
+    RESERVED: Final = 1
+    COMMITTED: Final = 2
+    EVICTED: Final = 3
+
+
+class Resolution:
+    """What a draw resolves to: the record of a sample. Header: common/slot.h."""
+
+    ID: Final = 0
+    SLOT: Final = 1
+    GENERATION: Final = 2
+    FIRST_ROW: Final = 3
+    NUM_STEPS: Final = 4
+    ANCHOR: Final = 5
+    MASS: Final = 6
+    SAMPLE_NUMBER: Final = 7
+    NUM_WORDS: Final = 8
+    NO_SAMPLE: Final = (
+        -1
+    )  # id and slot of a record without a sample; its other words are 0, but for the sample number
+
+
+class MassUnit:
+    """What masses count. Header: common/slot.h."""
+
+    TRAJECTORY: Final = 0
+    STEP: Final = 1
+    LENGTH: Final = 2  # of masses only: a trajectory by its number of steps
+
+
+class PriorityUpdate:
+    """The priority of an item."""
+
+    SLOT: Final = 0
+    GENERATION: Final = 1
+    ANCHOR: Final = 2
+    PRIORITY: Final = 3
+    NUM_WORDS: Final = 4
+
+
+class LogEntry:
+    """A priority update that waits in a priority log."""
+
+    SLOT: Final = 0
+    GENERATION: Final = 1
+    ANCHOR: Final = 2
+    PRIORITY: Final = 3
+    BATCH: Final = 4  # global batch that it belongs to
+    SAMPLE_NUMBER: Final = 5
+    NUM_WORDS: Final = 6
+    BY_ID: Final = 1 << 62  # sample number of an update by id: after all others
+
+
+class UpdateCount:
+    """Counts of what priority updates did. Header: cpu/ops.h."""
+
+    APPLIED: Final = 0
+    STALE: Final = 1  # ignored: the item was gone
+    CLAMPED: Final = 2
+    HIGHEST_PRIORITY: Final = 3  # float32 bits
+    DRAWABLE: Final = 4  # items with a mass
+    NUM_WORDS: Final = 5
+
+
+class RandomPurpose:
+    """What a random word is for: a part of the Philox counter. Header: common/philox.h."""
+
+    COORDINATE: Final = 0
+    ANCHOR: Final = 1
+    PERMUTATION: Final = 2
+    SPLIT: Final = 3
+    TRANSFORM: Final = 4
+    RELABELLING: Final = 5
+    GOAL: Final = 6
+    EVICTION: Final = 7  # drawn on the host only
+
+
+class Source:
+    """Where the values of a field are from. Header: cpu/ops.h."""
+
+    STEPS: Final = 0
+    STEPS_PLUS_ONE: Final = 1
+    TRAJECTORY: Final = 2
+    TIMESTEP: Final = 3
+    POSITION: Final = 4
+
+
+class Align:
+    """Where a window puts its valid steps. Header: common/window.h."""
+
+    IN_PLACE: Final = 0
+    LEFT: Final = 1
+    RIGHT: Final = 2
+
+
+class Pad:
+    """What padding holds. Header: common/window.h."""
+
+    VALUE: Final = 0
+    EDGE: Final = 1
+
+
+class GatherField:
+    """A field of a gather as the op takes it. Header: cpu/ops.h."""
+
+    SOURCE: Final = 0
+    OFFSET: Final = 1
+    LENGTH: Final = 2
+    ALIGN: Final = 3
+    AFTER_N_STEP: Final = 4  # 1: the window begins where the n-step return ends
+    PAD: Final = 5
+    NUM_ELEMENTS: Final = 6
+    MASK: Final = 7  # index of its mask
+    FIRST_ELEMENT: Final = 8  # of the part of a row that is copied
+    NUM_COPIED: Final = 9
+    NUM_WORDS: Final = 10
+
+
+class RowSample:
+    """A sample of which another node needs rows. Header: cpu/ops.h."""
+
+    PEER: Final = 0
+    NEED: Final = 1
+    SLOT: Final = 2
+    NUM_STEPS: Final = 3
+    ANCHOR: Final = 4
+    N_STEPS: Final = 5
+    GOAL: Final = 6
+    NUM_WORDS: Final = 7
+
+
+class RowWindow:
+    """Rows of a column group that a need reads. Header: cpu/ops.h."""
+
+    GROUP: Final = 0
+    IS_GOAL: Final = 1
+    FIRST: Final = 2
+    END: Final = 3
+    AFTER_N_STEP: Final = 4
+    EDGE: Final = 5
+    FINAL_ROW: Final = 6
+    NUM_WORDS: Final = 7
+
+
+class RowColumn:
+    """A column of a message of rows. Header: cpu/ops.h."""
+
+    GROUP: Final = 0
+    MEMBERS: Final = 1
+    ROW_BYTES: Final = 2
+    NUM_WORDS: Final = 3
+
+
+class RingState:
+    """State of a table in a device's memory. Header: common/ring.h."""
+
+    HEAD: Final = 0
+    NEXT: Final = 1
+    TAIL: Final = 2
+    SAMPLES: Final = 3
+    BATCH: Final = 4
+    TOTAL: Final = 5
+    STEPS: Final = 6
+    REFUSED: Final = 7
+    COUNTS: Final = 8  # the words of UpdateCount begin here
+    EMPTY: Final = 14  # global batches without samples
+    NUM_WORDS: Final = 32
+
+
+class PlacedTrajectory:
+    """A trajectory that is added to a device's table."""
+
+    SLOT: Final = 0
+    FIRST_ROW: Final = 1
+    NUM_STEPS: Final = 2
+    ID: Final = 3
+    BEGIN: Final = 4
+    NUM_WORDS: Final = 5
+
+
+class Normalize:
+    """What divides PER weights."""
+
+    NONE: Final = 0
+    BATCH: Final = 1
+    TABLE: Final = 2

@@ -1,0 +1,83 @@
+"""Records of a store's shared memory: one class of words per record. Header: cpu/store.h."""
+
+from __future__ import annotations
+
+from typing import Final
+
+
+class Control:
+    """Words of a store as a whole."""
+
+    CHANGED: Final = 0  # slot changes ever
+    NEXT_ID: Final = 1
+    NUM_COMMITTED: Final = 2
+    STEPS_COMMITTED: Final = 3
+    ROVER: Final = 4  # extent where the last search for rows ended
+    FREE_SLOT: Final = 5  # first of the free slots
+    FREE_ROWS: Final = 6
+    INSERTED: Final = 7  # trajectories ever committed
+    STEPS_INSERTED: Final = 8
+    RECOVERIES: Final = 9  # times that the store was repaired after a death
+    SELECTING: Final = 10  # selections over several nodes that are under way
+    POLICY_VERSION: Final = 11
+    ROWS_HELD: Final = 12
+    LOADS: Final = 13  # checkpoints loaded
+    PENDING: Final = 16  # reserved and not committed; with the next one, read by rate limiters
+    STEPS_PENDING: Final = 17
+    QUOTA: Final = 18  # items that this node's writers may ever add, as the nodes agreed last
+    WANTED: Final = 19  # most items that a writer wanted to add beyond that
+    LISTENING: Final = 20  # whether a sampler waits for a change
+    EVENT: Final = 21  # futex word that is counted up then
+    NUM_WORDS: Final = 32
+
+
+class SlotRetention:
+    """What decides how long a trajectory stays, by slot."""
+
+    TIMES_SAMPLED: Final = 0
+    PRESENT: Final = 1  # bits of the late columns that were filled
+    POLICY_VERSION: Final = 2  # oldest policy version of its steps
+    OPEN: Final = 3  # whether it still grows
+    NUM_WORDS: Final = 4
+
+
+class SlotLink:
+    """Neighbours of a slot in the lists by address and by age."""
+
+    BEFORE: Final = 0
+    AFTER: Final = 1
+    OLDER: Final = 2
+    NEWER: Final = 3
+    NUM_WORDS: Final = 4
+
+
+class Refusal:
+    """Why rows could not be reserved or committed; the native path returns these codes."""
+
+    NO_SLOT: Final = -1
+    NO_ROWS: Final = -2
+    SCATTERED: Final = -3  # enough rows are free, but no run is long enough
+    PINNED: Final = -4  # what would be evicted is still read
+    RATE_LIMITED: Final = -5  # writers are too far ahead of samplers
+    LOCK_TIMEOUT: Final = -6
+    LOCK_BROKEN: Final = -7
+    MUST_RECOVER: Final = -8  # a process died inside the store: the next lock in Python repairs it
+    NOT_FINITE: Final = -9  # a column holds NaN or an infinity and must not
+
+
+class EvictionCode:
+    """Which trajectory the native path evicts."""
+
+    NONE: Final = 0
+    OLDEST: Final = 1
+    NEWEST: Final = 2
+    BY_CALLER: Final = 3
+
+
+class Peer:
+    """Words of an attached process."""
+
+    PID: Final = 0
+    OLDEST_OPEN: Final = 1  # oldest policy version of its open trajectories, plus 1
+    REGISTERED: Final = 2  # bytes registered with CUDA, plus 1
+    NUM_WORDS: Final = 8

@@ -1,0 +1,36 @@
+"""Records of a batch stream that lie in its table's store; evicting and pinning read them too."""
+
+from __future__ import annotations
+
+from typing import Final
+
+NOTHING: Final = -1  # the key of an empty ring entry
+NEVER_LATE: Final = 1 << 62  # the word of a process that reads no selections
+
+
+class Head:
+    """Words of a selection: the position after it, and what its weights are computed from."""
+
+    KEY: Final = 0  # number of the global batch; in an evaluation pass, pass << 32 | batch
+    SAMPLES: Final = 1  # samples before the next one
+    EPOCH: Final = 2
+    EPOCH_FIRST: Final = 3  # sample number at which the epoch began
+    EPOCH_SIZE: Final = 4
+    TOTAL: Final = 5  # sum of all masses
+    COUNT: Final = 6  # samples
+    FILLERS: Final = 7  # samples beyond the end of a pass
+    NUMERATOR: Final = 8
+    DIVISOR: Final = 9
+    EXPONENT: Final = 10
+    NUM_SET: Final = 11  # words that a selection sets
+    NUM_WORDS: Final = 16
+
+
+class Position(Head):
+    """Words of a batch stream's position: those of its latest head, with the next KEY, and these."""
+
+    DONE: Final = 11  # samples of the next selection that are resolved already
+    AHEAD: Final = 12  # global batch whose draws lie in its ring entry before it is selected
+    RECOVERED: Final = 13  # the store's RECOVERIES that this stream has repaired itself after
+    WRITES: Final = 14  # over nodes: a process of this node writes too, and must not wait for itself
+    LIMITED: Final = 15  # over nodes: the rate limiter refuses the next selection
