@@ -94,7 +94,9 @@ def measure(window: str, batch_size: int, count: int, scale: float) -> dict[str,
     timers = Timers()
     with workload("W1", scale).replay(window, batch_size) as replay:
         stream = replay.streams["train"]
-        stream.ops = dataclasses.replace(stream.ops, draw_=timers.wrap("draw_", stream.ops.draw_))
+        stream.table.ops = dataclasses.replace(
+            stream.table.ops, draw_=timers.wrap("draw_", stream.table.ops.draw_)
+        )
         try:
             for owner, name, part in PARTS:
                 setattr(owner, name, timers.wrap(part, getattr(owner, name)))

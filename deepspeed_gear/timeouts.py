@@ -10,6 +10,7 @@ from deepspeed_gear.errors import ConfigError
 #: Longest timeout in seconds, 7 days: far below what `timespec`, gloo's milliseconds, Python's locks and
 #: nanoseconds in 64 bits can hold.
 MOST_TIMEOUT_S = 604_800
+DEFAULT_TIMEOUT_S = 600.0
 
 
 def check_timeout(name: str, value: Any) -> float:

@@ -215,7 +215,7 @@ class Node:
         selector, count = self.selector, self.spec.batch
         if self.routes.num_nodes == 1:  # the node's own store makes the cut, as without other nodes
             self._draw(self._coordinates, SEED, KEY, key * count, TRAJECTORIES * STEPS)
-            selector.masses.resolve(selector.stream.ring[0], self._coordinates, key * count)
+            selector.masses.resolve(selector.stream.state.ring[0], self._coordinates, key * count)
             return
         selector.begin(key, 0, count, lambda: None)
         total = selector.apply(key)

@@ -96,7 +96,7 @@ def _chosen(clock: Clock, replay: Replay, case: str) -> Row:
 
 def _collect(replay: Replay) -> Any:
     """Return what collects the samples of records by the chosen way; this stream waits for them."""
-    maker, stream = replay._maker, replay.streams["train"]
+    maker, stream = replay._parts.assembler, replay.streams["train"]
     placing = maker._placing
     assert placing is not None, "batches go to no device, and no way is named"
     reach = placing.reach(stream.table)

@@ -12,7 +12,6 @@ from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.hindsight_checks import reward_field
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ShapeError
-from deepspeed_gear.sampling.batch_stream import BatchStream
 
 Reward = Callable[[Batch], torch.Tensor]
 
@@ -34,20 +33,25 @@ class HindsightRelabelling:
         self._config, self._seed = config.hindsight, config.seed
         rows = [field.hindsight.rows for field in fields if field.hindsight is not None]
         self._final_row = int("T+1" in rows)
-        self._goals: dict[BatchStream, HindsightGoals] = {}
+        self._goals: dict[int, HindsightGoals] = {}
         self._reward: Reward | None = None
         if config.hindsight is not None and config.hindsight.reward is not None:
             self._name = reward_field(fields).name
             if any(field.name == self._name and not field.mask_only for field in needed):
                 self._reward = imported(config.hindsight.reward, "gear.hindsight.reward")
 
-    def draw(self, stream: BatchStream, records: torch.Tensor) -> torch.Tensor | None:
-        """Return the rows of the achieved goals that samples take, -1 for their own goal. [B], int64."""
+    def draw(self, stream_key: int, records: torch.Tensor) -> torch.Tensor | None:
+        """Return the rows of the achieved goals that samples take, -1 for their own goal. [B], int64.
+
+        Args:
+            stream_key: Of the batch stream, which the draws depend on.
+            records: Resolutions of the samples. [B, 8], int64.
+        """
         if self._config is None:
             return None
-        if stream not in self._goals:
-            self._goals[stream] = HindsightGoals(self._config, self._seed, stream.spec.key, self._final_row)
-        return self._goals[stream].draw(records)
+        if stream_key not in self._goals:
+            self._goals[stream_key] = HindsightGoals(self._config, self._seed, stream_key, self._final_row)
+        return self._goals[stream_key].draw(records)
 
     @staticmethod
     def together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.table_loading import TableLoader
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.node_setup import share_out
+from deepspeed_gear.replay.quota_agreement import agree_on_quotas
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 
@@ -74,7 +74,7 @@ def save(
     used = position.batches(next(one for one in exchange.gather(known) if one is not None))
     if spread:
         _pause(parts, feed)
-    tables, leads, first = _changing(parts), parts.leads_shard, parts.leads_first_shard
+    tables, leads, first = _changing(parts), parts.plan.leads_shard, parts.plan.leads_first_shard
 
     def write() -> dict[str, dict[str, str]]:
         written = {}
@@ -116,11 +116,11 @@ def _pause(parts: ReplayParts, feed: BatchLoader) -> None:
     A thread may wait for those of other nodes in the middle of a cut: their leaving ends its wait.
     """
     feed.stop()
-    parts.links.leave()
+    parts.exchange.leave()
     parts.plan.exchange.barrier()
     for stream in parts.all_streams:
-        if stream.notice is not None:
-            stream.notice.forget()  # of the cut that was given up
+        if stream.state.failure is not None:
+            stream.state.failure.forget()  # of the selection that was given up
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -166,18 +166,18 @@ def replace(parts: ReplayParts, loading: TableLoader) -> None:
     if parts.plan.placement.spread:
         exchange.agree("loading the batches that were not used", loading.deliver)
         loading.tell()
-    share_out(exchange, parts.leads_shard, parts.train)
+    agree_on_quotas(exchange, parts.plan.leads_shard, parts.train)
     parts.leave_inner_stage()
 
 
 def go_on(parts: ReplayParts, feed: BatchLoader, state: State) -> Passes:
     """Continue at a checked state; return the passes over splits that have begun. Collective."""
     plan, exchange = parts.plan, parts.plan.exchange
-    if parts.status is not None:
-        parts.status.drain()
+    if parts.barrier is not None:
+        parts.barrier.drain()
     _pause(parts, feed)
-    if parts.status is not None:
-        parts.status.restart()
+    if parts.barrier is not None:
+        parts.barrier.restart()
     at = position.of(state, plan.config.sampled_tables)
     passes = {name: int(count) for name, count in state["passes"].items()}
     if plan.topology.leads_node:
@@ -185,9 +185,9 @@ def go_on(parts: ReplayParts, feed: BatchLoader, state: State) -> Passes:
             name, table = stream.spec.name, stream.table
             start = (passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
             with table.lock:
-                stream.seek(*(at[table.spec.name].values() if name == TRAIN else start))
+                stream.state.seek(*(at[table.spec.name].values() if name == TRAIN else start))
     exchange.barrier()
-    share_out(exchange, parts.leads_shard, parts.train)
+    agree_on_quotas(exchange, parts.plan.leads_shard, parts.train)
     parts.leave_inner_stage()
     feed.go_on_at(at)
     return passes

@@ -23,7 +23,6 @@ from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision, in_rows, merge, packed
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.sampling import stream_state
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.records import Control
@@ -70,7 +69,7 @@ def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, mor
         if table.spec.shard is not None:  # reports and cuts name slots of the store
             np.save(to / "numbers.npy", slots)
     for stream in streams:
-        for name, array in stream_state.export(stream, slots, batches).items():
+        for name, array in stream.state.export(slots, batches).items():
             np.save(to / f"stream.{stream.spec.name}.{name}.npy", array)
     manifest = {
         "format": FORMAT,

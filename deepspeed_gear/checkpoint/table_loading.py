@@ -17,7 +17,6 @@ from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.sampling import stream_state
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.store.eviction import unwritten
 from deepspeed_gear.store.stream_records import Head
@@ -36,7 +35,7 @@ class TableLoader:
 
     def __init__(self, parts: ReplayParts, tables: Mapping[str, Table]) -> None:
         self._parts, self._names = parts, list(tables)
-        self._tables = tables if parts.leads_shard else {}
+        self._tables = tables if parts.plan.leads_shard else {}
         placement, topology = parts.plan.placement, parts.plan.topology
         self._spread = sorted(name for name in tables if name in placement.spread)
         self._found: dict[str, SavedTable] = {}
@@ -44,7 +43,7 @@ class TableLoader:
         self._room: list[Sizes] = []
         if self._spread:
             mine = {name: (len(t.slots), t.spec.capacity_rows) for name, t in self._tables.items()}
-            of_ranks = parts.plan.exchange.gather(mine if parts.leads_shard else None)
+            of_ranks = parts.plan.exchange.gather(mine if parts.plan.leads_shard else None)
             by_node = {topology.nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}
             self._room = [by_node[node] for node in placement.order]
 
@@ -112,7 +111,7 @@ class TableLoader:
                 if found.whole.slots is not None:
                     table_files.load_rows(table, found, chosen, next_id)
                 for stream in self._parts.streams.get(name, {}).values():
-                    stream_state.restore(stream, np.arange(len(chosen)), self._content(name, stream))
+                    stream.state.restore(np.arange(len(chosen)), self._content(name, stream))
                 if found.whole.slots is not None:
                     table.unfinished.end_all()
 
@@ -144,7 +143,7 @@ class TableLoader:
 
     def _deliver(self, name: str, stream: BatchStream, selector: ShardedSelector) -> None:
         whole, part = self._found[name].whole.streams[TRAIN], self._content(name, stream)
-        if not stream_state.keeps_cuts(stream, part):
+        if not stream.state.keeps_selections(part):
             return
         owners = reshard.owners_of(whole, self._divisions[name])
         for at in np.argsort(part["heads"][:, Head.KEY]).tolist():
@@ -157,7 +156,7 @@ class TableLoader:
             entry = key % stream.spec.depth
             selector.deliver(key, entry, first, owners[at, :count], own, torch.from_numpy(records))
         with stream.table.lock:
-            stream_state.keep_cuts(stream, part)
+            stream.state.keep_selections(part)
 
     def tell(self) -> None:
         """Tell every rank which node holds the trajectories that were loaded. Collective."""
@@ -167,7 +166,7 @@ class TableLoader:
             if name in self._spread and table.spec.dataset is None:
                 ids = table.slots[: len(self._chosen(name)), Slot.ID].copy()
                 mine[name] = ids, self._found[name].whole.next_id
-        of_ranks = self._parts.plan.exchange.gather(mine if self._parts.leads_shard else None)
+        of_ranks = self._parts.plan.exchange.gather(mine if self._parts.plan.leads_shard else None)
         by_node = {topology.nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}
         found = [by_node[node] for node in placement.order]
         for name in found[0]:

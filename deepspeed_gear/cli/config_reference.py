@@ -49,7 +49,8 @@ def _sections(title: str, model: type[BaseModel], kind: str = "") -> Iterator[tu
 
 
 def _kind(model: type[BaseModel]) -> str:
-    return f": {get_args(model.model_fields['kind'].annotation)[0]}"
+    admitted = get_args(model.model_fields["kind"].annotation)
+    return f": {admitted[0] if admitted else 'module:Class'}"
 
 
 def _models_in(name: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:

@@ -16,9 +16,9 @@ from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, rule_of_json
-from deepspeed_gear.sampling.samplers.step_priorities import rows_of
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.live_stores import LiveStore
+from deepspeed_gear.store.step_priorities import rows_of
 
 TRAIN = "stream/train/"
 _GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag

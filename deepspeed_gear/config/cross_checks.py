@@ -6,11 +6,12 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from deepspeed_gear.config.rate_limits import check_life
+from deepspeed_gear.config.sampler_options import MixtureSampler
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_gear.config.model import FieldConfig, GearConfig
-    from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, WhereConfig
+    from deepspeed_gear.config.sampler_options import ItemSampler, WhereConfig
     from deepspeed_gear.config.table_options import DataConfig, TableConfig
 
 BATCH_NAMES = (
@@ -148,7 +149,7 @@ def _check_split(data: DataConfig, at: str) -> None:
 def _check_sampler(config: GearConfig) -> None:
     tables = config.resolved_tables
     known = ", ".join(tables)
-    if config.sampler.kind == "mixture":
+    if isinstance(config.sampler, MixtureSampler):
         _check_mixture(config.sampler, known, tables)
         _check_item_sampler(config.sampler.of, config, "gear.sampler.of")
         return
@@ -178,26 +179,13 @@ def _check_mixture(sampler: MixtureSampler, known: str, tables: Collection[str])
 
 
 def _check_item_sampler(sampler: ItemSampler, config: GearConfig, at: str) -> None:
-    if sampler.kind == "length" and sampler.unit != "trajectory":
-        raise ConfigError(
-            f"{at}.unit",
-            f'must be "trajectory" where {at}.kind is "length"',
-            sampler.unit,
-            'uniform steps have the same effect: "kind": "uniform", "unit": "step"',
-        )
+    sampler.check(at)
     if sampler.anchors == "fits" and all(f.length is None and f.offset == 0 for f in config.fields.values()):
         raise ConfigError(
             f"{at}.anchors",
             'must not be "fits" where no field has a length or an offset',
             None,
             'every step fits: use "all", or give a field a length',
-        )
-    if sampler.kind == "recent" and sampler.newest is None and sampler.within is None:
-        raise ConfigError(
-            f"{at}.newest",
-            f"or {at}.within must be given",
-            None,
-            'without a window use "kind": "uniform"',
         )
     for column, where in sampler.where.items():
         _check_where(where, dotted(*at.split("."), "where", column))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_gear.config.schedules import end_of
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def _check_table(table: TableConfig, at: str) -> None:
 
 def _check_selection(config: GearConfig) -> None:
     sampler = config.item_sampler
-    if sampler.kind not in KINDS:
+    if not sampler.on_device:
         rule = f"must be one of {', '.join(KINDS)} for a table on devices"
         raise ConfigError("gear.sampler.kind", rule, sampler.kind, _ON_HOST)
     has_data = config.resolved_tables[config.sampled_tables[0]].data is not None
@@ -74,10 +73,4 @@ def _check_selection(config: GearConfig) -> None:
     for option, value in given.items():
         if value:
             raise ConfigError(f"gear.{option}", "must not be given for a table on devices", value, _ON_HOST)
-    if sampler.kind == "prioritized":
-        if not isinstance(sampler.alpha, (int, float)):
-            rule = "must be a number for a table on devices: all masses follow from it"
-            raise ConfigError("gear.sampler.alpha", rule, sampler.alpha, _ON_HOST)
-        if end_of(sampler.beta) is None:
-            rule = "must be a number or a schedule with an end for a table on devices"
-            raise ConfigError("gear.sampler.beta", rule, sampler.beta, 'write it as "piecewise"')
+    sampler.check_on_device()

@@ -58,7 +58,10 @@ def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[An
 def _kind(model: type[BaseModel]) -> str | None:
     """Return the value of `kind` that stands for a member of a union of models."""
     info = options(model).get("kind")
-    return get_args(info.annotation)[0] if info is not None else None
+    if info is None:
+        return None
+    admitted = get_args(info.annotation)
+    return admitted[0] if admitted else "module:Class"
 
 
 def _is_chosen(model: type[BaseModel], where: Sequence[Any]) -> bool:

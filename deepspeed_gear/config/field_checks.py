@@ -10,7 +10,7 @@ from deepspeed_gear.config import hindsight_checks
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_field_name, check_nesting, dotted
 from deepspeed_gear.config.dtypes import check_dtype, check_pad
 from deepspeed_gear.config.model import FieldConfig, GearConfig
-from deepspeed_gear.config.sampler_options import RecentSampler, Sampler, WeightedSampler, WhereConfig
+from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import Column, Schema
 
@@ -151,7 +151,7 @@ def _check_table(
     sampler = config.item_sampler
     for column, where in sampler.where.items():
         _check_where(column, where, schema)
-    for option, column in _sampler_columns(sampler):
+    for option, column in sampler.columns.items():
         _check_number(column, option, schema)
     _check_n_step(config, schema)
     wanted = config.fields or {name: FieldConfig() for name in schema.names}
@@ -167,15 +167,6 @@ def _check_table(
 
 def _known(schema: Schema) -> str:
     return f"the table has {', '.join(schema.names)}"
-
-
-def _sampler_columns(sampler: Sampler) -> list[tuple[str, str]]:
-    """Return the options of a sampler that name a per-trajectory column, with the column."""
-    if isinstance(sampler, WeightedSampler):
-        return [("weight", sampler.weight)]
-    if isinstance(sampler, RecentSampler) and sampler.within is not None:
-        return [("within.column", sampler.within.column)]
-    return []
 
 
 def _check_number(name: str, option: str, schema: Schema) -> None:

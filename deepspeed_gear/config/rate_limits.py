@@ -83,9 +83,7 @@ def check_life(config: GearConfig, table: TableConfig, at: str, name: str) -> No
         rule = 'must be given with remove = "keep_best", and only then'
         raise ConfigError(f"{at}.keep_best", rule, table.keep_best, "name a per-trajectory column")
     sampled = name in config.sampled_tables
-    if table.remove == "lowest_priority" and not (
-        sampled and config.item_sampler.kind in ("prioritized", "top_k")
-    ):
+    if table.remove == "lowest_priority" and not (sampled and config.item_sampler.has_priorities):
         rule = 'must not be "lowest_priority" without priorities'
         raise ConfigError(f"{at}.remove", rule, None, "use a prioritized sampler, or keep_best")
     if table.max_times_sampled and (not sampled or config.item_sampler.unit != "trajectory"):

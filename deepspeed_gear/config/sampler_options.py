@@ -1,13 +1,16 @@
-"""The samplers: how the samples of a global batch are selected. One model a kind."""
+"""The config of the samplers: how the samples of a global batch are selected. One model for each kind.
+
+The class that samples for a kind is in sampling/samplers.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MinLen
-from pydantic import BeforeValidator, Discriminator, Field
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
 
-from deepspeed_gear.config.schedules import Schedule
+from deepspeed_gear.config.schedules import Schedule, end_of, imported
 from deepspeed_gear.config.types import (
     Count,
     Flag,
@@ -21,6 +24,7 @@ from deepspeed_gear.config.types import (
     Text,
     Words,
 )
+from deepspeed_gear.errors import ConfigError
 
 
 class EveryConfig(GearModel):
@@ -39,8 +43,11 @@ class WhereConfig(GearModel):
     )
 
 
-class Sampler(GearModel):
-    """What all samplers have."""
+class SamplerOptions(GearModel):
+    """Options of all samplers."""
+
+    has_priorities: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False  # for tables in a GPU's memory
 
     unit: Literal["trajectory", "step"] = Field(default="trajectory", description="What an item is.")
     table: Name | None = Field(default=None, description="The table to sample. null: the only one.")
@@ -60,9 +67,36 @@ class Sampler(GearModel):
         description="Conditions on per-trajectory columns. Trajectories that fail one are never drawn.",
     )
 
+    @property
+    def weight_column(self) -> str | None:
+        """The per-trajectory column of weights, where there is one."""
+        return None
 
-class DrawingSampler(Sampler):
-    """What samplers with random draws have."""
+    @property
+    def columns(self) -> dict[str, str]:
+        """The per-trajectory columns of numbers that the sampler reads, by the option that names each."""
+        return {}
+
+    def check(self, at: str) -> None:
+        """Raise where options contradict one another.
+
+        Args:
+            at: Name of this part of the config, for errors.
+        Raises:
+            ConfigError: Two options conflict, or one needs another.
+        """
+        del at
+
+    def check_on_device(self) -> None:
+        """Raise where options do not suit a table on devices.
+
+        Raises:
+            ConfigError: One does not.
+        """
+
+
+class DrawingOptions(SamplerOptions):
+    """Options of samplers with random draws."""
 
     stratified: Flag = Field(
         default=False,
@@ -73,19 +107,30 @@ class DrawingSampler(Sampler):
     )
 
 
-class UniformSampler(DrawingSampler):
+class UniformSampler(DrawingOptions):
     """Every item with the same probability, independently, with replacement."""
 
+    on_device: ClassVar[bool] = True
     kind: Literal["uniform"] = Field(default="uniform", description="Names the sampler.")
 
 
-class LengthSampler(DrawingSampler):
+class LengthSampler(DrawingOptions):
     """Trajectories in proportion to their number of steps."""
 
+    on_device: ClassVar[bool] = True
     kind: Literal["length"] = Field(description="Names the sampler.")
 
+    def check(self, at: str) -> None:
+        if self.unit != "trajectory":
+            raise ConfigError(
+                f"{at}.unit",
+                f'must be "trajectory" where {at}.kind is "length"',
+                self.unit,
+                'uniform steps have the same effect: "kind": "uniform", "unit": "step"',
+            )
 
-class WeightedSampler(DrawingSampler):
+
+class WeightedSampler(DrawingOptions):
     """Trajectories, or their steps, in proportion to a given weight of the trajectory."""
 
     kind: Literal["weighted"] = Field(description="Names the sampler.")
@@ -96,8 +141,16 @@ class WeightedSampler(DrawingSampler):
         )
     )
 
+    @property
+    def weight_column(self) -> str:
+        return self.weight
 
-class CustomSampler(DrawingSampler):
+    @property
+    def columns(self) -> dict[str, str]:
+        return {"weight": self.weight}
+
+
+class CustomSampler(DrawingOptions):
     """A class of one's own that gives each trajectory an integer mass: the sampler is drawn from these."""
 
     kind: Literal["custom"] = Field(description="Names the sampler.")
@@ -112,8 +165,8 @@ class CustomSampler(DrawingSampler):
     options: dict[str, Any] = Field(default={}, description="Keyword arguments of the class.")
 
 
-class PriorityModel(GearModel):
-    """What samplers by priority have."""
+class PriorityOptions(GearModel):
+    """Options of samplers by priority."""
 
     initial: Positive | None = Field(
         default=None,
@@ -129,9 +182,11 @@ class PriorityModel(GearModel):
     eta: Gamma = Field(default=0.9, description='Part of the maximum where `reduce` is "mix".')
 
 
-class PrioritizedSampler(DrawingSampler, PriorityModel):
+class PrioritizedSampler(DrawingOptions, PriorityOptions):
     """In proportion to priority ** alpha (Schaul et al. 2016), with importance weights."""
 
+    has_priorities: ClassVar[bool] = True
+    on_device: ClassVar[bool] = True
     kind: Literal["prioritized"] = Field(description="Names the sampler.")
     alpha: Schedule = Field(
         default=0.6, description="Exponent of the priorities: 0 is uniform. A number or a schedule."
@@ -155,14 +210,24 @@ class PrioritizedSampler(DrawingSampler, PriorityModel):
         ),
     )
 
+    def check_on_device(self) -> None:
+        remedy = 'give the table "placement": "host"'
+        if not isinstance(self.alpha, (int, float)):
+            rule = "must be a number for a table on devices: all masses follow from it"
+            raise ConfigError("gear.sampler.alpha", rule, self.alpha, remedy)
+        if end_of(self.beta) is None:
+            rule = "must be a number or a schedule with an end for a table on devices"
+            raise ConfigError("gear.sampler.beta", rule, self.beta, 'write it as "piecewise"')
 
-class TopKSampler(Sampler, PriorityModel):
+
+class TopKSampler(SamplerOptions, PriorityOptions):
     """The items of highest priority, each once in a global batch; of equal ones those with the lowest id."""
 
+    has_priorities: ClassVar[bool] = True
     kind: Literal["top_k"] = Field(description="Names the sampler.")
 
 
-class EpochSampler(Sampler):
+class EpochSampler(SamplerOptions):
     """Every item once, in an order given by the seed, then again. New items join the next epoch."""
 
     kind: Literal["epoch"] = Field(description="Names the sampler.")
@@ -175,13 +240,13 @@ class EpochSampler(Sampler):
     )
 
 
-class FifoSampler(Sampler):
+class FifoSampler(SamplerOptions):
     """The oldest items, each once in a global batch, oldest first."""
 
     kind: Literal["fifo"] = Field(description="Names the sampler.")
 
 
-class LifoSampler(Sampler):
+class LifoSampler(SamplerOptions):
     """The newest items, each once in a global batch, newest first."""
 
     kind: Literal["lifo"] = Field(description="Names the sampler.")
@@ -196,7 +261,7 @@ class WithinConfig(GearModel):
     )
 
 
-class RecentSampler(DrawingSampler):
+class RecentSampler(DrawingOptions):
     """Every item of a window of the newest ones with the same probability."""
 
     kind: Literal["recent"] = Field(description="Names the sampler.")
@@ -209,23 +274,70 @@ class RecentSampler(DrawingSampler):
     )
     within: WithinConfig | None = Field(default=None, description="A limit of age or policy version.")
 
+    @property
+    def columns(self) -> dict[str, str]:
+        return {} if self.within is None else {"within.column": self.within.column}
+
+    def check(self, at: str) -> None:
+        if self.newest is None and self.within is None:
+            remedy = 'without a window use "kind": "uniform"'
+            raise ConfigError(f"{at}.newest", f"or {at}.within must be given", None, remedy)
+
+
+class ExternalSampler(DrawingOptions):
+    """A sampler of one's own: a subclass of `Sampler`, with a config model of its own."""
+
+    kind: Annotated[Text, Words('"module:Class"')] = Field(
+        description='"module:Class", importable on every rank and named by its module.'
+    )
+    options: dict[str, Any] = Field(default={}, description="What the class's `Options` admits.")
+
+    @property
+    def made_options(self) -> Any:
+        """The instance of the class's `Options` that `options` makes.
+
+        Raises:
+            ConfigError: The class cannot be imported, or does not admit the options.
+        """
+        found = imported(self.kind, "gear.sampler.kind")
+        model = getattr(found, "Options", None)
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            rule = "must name a class with a pydantic model `Options`"
+            raise ConfigError("gear.sampler.kind", rule, self.kind, "derive it from GearModel")
+        try:
+            return model(**self.options)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = ".".join(["gear.sampler.options", *map(str, first["loc"])])
+            raise ConfigError(name, first["msg"], first["input"]) from None
+
+    def check(self, at: str) -> None:
+        del at
+        assert self.made_options is not None
+
 
 def _named(value: Any) -> Any:
     """Read a sampler without a kind as a uniform one."""
     return {"kind": "uniform", **value} if isinstance(value, dict) and "kind" not in value else value
 
 
+def _kind_of(value: Any) -> Any:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return "module:Class" if isinstance(kind, str) and ":" in kind else kind
+
+
 ItemSampler = (
-    UniformSampler
-    | LengthSampler
-    | WeightedSampler
-    | CustomSampler
-    | PrioritizedSampler
-    | TopKSampler
-    | EpochSampler
-    | FifoSampler
-    | LifoSampler
-    | RecentSampler
+    Annotated[UniformSampler, Tag("uniform")]
+    | Annotated[LengthSampler, Tag("length")]
+    | Annotated[WeightedSampler, Tag("weighted")]
+    | Annotated[CustomSampler, Tag("custom")]
+    | Annotated[PrioritizedSampler, Tag("prioritized")]
+    | Annotated[TopKSampler, Tag("top_k")]
+    | Annotated[EpochSampler, Tag("epoch")]
+    | Annotated[FifoSampler, Tag("fifo")]
+    | Annotated[LifoSampler, Tag("lifo")]
+    | Annotated[RecentSampler, Tag("recent")]
+    | Annotated[ExternalSampler, Tag("module:Class")]
 )
 
 
@@ -243,9 +355,11 @@ class MixtureSampler(GearModel):
             "false: the table of each sample is drawn, so that the shares hold in expectation."
         ),
     )
-    of: Annotated[ItemSampler, Discriminator("kind"), BeforeValidator(_named)] = Field(
+    of: Annotated[ItemSampler, Discriminator(_kind_of), BeforeValidator(_named)] = Field(
         default=UniformSampler(), description="How the samples of each table are selected."
     )
 
 
-SamplerConfig = Annotated[ItemSampler | MixtureSampler, Discriminator("kind"), BeforeValidator(_named)]
+SamplerConfig = Annotated[
+    ItemSampler | Annotated[MixtureSampler, Tag("mixture")], Discriminator(_kind_of), BeforeValidator(_named)
+]

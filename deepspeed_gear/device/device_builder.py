@@ -18,9 +18,9 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.replay import config_resolution
-from deepspeed_gear.replay.builder import ReplayPlan
-from deepspeed_gear.replay.stream_specs import stream_specs
-from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.replay.replay_plan import ReplayPlan
+from deepspeed_gear.replay.stream_specs import SampledTable, stream_specs
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 
 def masses_of(plan: ReplayPlan, spec: StreamSpec) -> np.ndarray:
@@ -37,9 +37,8 @@ def specs_of(plan: ReplayPlan, name: str) -> dict[str, StreamSpec]:
     """Return the training stream, and one for each split of a data set."""
     dataset = plan.datasets.get(name)
     num_items = config_resolution.num_items_of(plan.config, name, plan.schemas[name], dataset)
-    specs = stream_specs(
-        plan.config, name, plan.fields, plan.splits[name], plan.info, dataset, None, num_items
-    )
+    table = SampledTable(name, plan.splits[name], dataset, num_items)
+    specs = stream_specs(plan.config, table, plan.fields, plan.info)
     return {spec.name: spec for spec in specs}
 
 

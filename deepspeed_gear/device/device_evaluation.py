@@ -16,9 +16,9 @@ from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.builder import ReplayPlan
+from deepspeed_gear.replay.replay_plan import ReplayPlan
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
-from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 _RING = 2  # batches of a pass whose tensors are used in turn
 

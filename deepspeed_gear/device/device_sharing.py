@@ -7,7 +7,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from deepspeed_gear.config import PrioritizedSampler
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_builder import arrivals_of, needs_of_rows
 from deepspeed_gear.device.device_priority_log import DevicePriorityLog
@@ -16,8 +15,8 @@ from deepspeed_gear.device.joint_priorities import JointPriorities
 from deepspeed_gear.device.joint_selection import JointSelection
 from deepspeed_gear.device.replica_agreement import ReplicaAgreement, inside_replica
 from deepspeed_gear.device.ring_selection import RingSelection
-from deepspeed_gear.replay.builder import ReplayPlan
-from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.replay.replay_plan import ReplayPlan
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class TableSharing:
         options, config = plan.config.resolved_tables[name], plan.config
         is_together = plan.info.data_world > 1 and options.scope == "table"
         is_spread = is_together and options.data is None
-        has_priorities = isinstance(config.item_sampler, PrioritizedSampler)
+        has_priorities = config.item_sampler.has_priorities
         is_joint = is_spread or (is_together and has_priorities)
         return cls(is_spread, is_joint, is_spread or options.scope == "shard")
 

@@ -21,8 +21,8 @@ from deepspeed_gear.errors import GearError, PeerError, StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import FAN_OUT, ONE_Q62, SHARD_BITS
 from deepspeed_gear.ops.records import Resolution, RingState, UpdateCount
-from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.sampling.stream_kinds import stratify_
+from deepspeed_gear.sampling.samplers.uniform import stratify_
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 _MOST_TOTAL_BITS = 62
 
@@ -143,7 +143,7 @@ class JointSelection:
         """Compute all coordinates, and who holds what they hit; return which samples lie here. [n], int64."""
         spec, found = self._spec, torch.zeros(1, dtype=torch.int64)
         self._ops.draw_(self._coordinates, spec.seed, spec.key, first, total)
-        if spec.kind == "stratified":
+        if spec.is_stratified:
             stratify_(self._coordinates, total)
         outs = self._owner, self._mine, self._points, found
         self._ops.assign_draws_(*outs, self._coordinates, totals, self._replica)

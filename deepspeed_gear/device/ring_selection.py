@@ -11,7 +11,7 @@ from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
-from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 _NORMALIZE = {None: Normalize.NONE, "batch": Normalize.BATCH, "table": Normalize.TABLE}
 
@@ -43,7 +43,7 @@ class RingSelection:
             self._alpha, normalize = int(priorities.alpha(0) * ONE_Q62), _NORMALIZE[priorities.normalize]
             if priorities.initial is not None:
                 self._initial = int(np.float32(priorities.initial).view(np.int32))
-        self._draw = [spec.seed, spec.key, stride, offset, int(spec.kind == "stratified"), normalize]
+        self._draw = [spec.seed, spec.key, stride, offset, int(spec.is_stratified), normalize]
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
         """Add trajectories that `RingTable.check` has seen."""

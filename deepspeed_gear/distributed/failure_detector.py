@@ -294,8 +294,8 @@ class FailureDetector:
     def _say(self, text: str) -> None:
         """Tell the ranks of this node, and where this one leads it the other nodes."""
         with self._saying:
-            if self._news is not None and not self._news.problem:
-                self._news.problem = text
+            if self._news is not None:
+                self._news.report(text)
             encoded, row = (
                 np.frombuffer(text.encode()[: RankWord.NUM_TEXT_BYTES], np.uint8),
                 self._texts[self._peer],

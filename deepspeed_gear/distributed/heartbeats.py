@@ -53,6 +53,10 @@ class Heartbeats:
         self._beat = 0
         self.problem = ""  # what is wrong: told to all nodes, and heard of them
 
+    def report(self, problem: str) -> None:
+        """Publish with the next heartbeat what is wrong, unless something is already."""
+        self.problem = self.problem or problem
+
     def tell(self, ended: bool = False) -> None:
         """Say how this node does."""
         left_first, found = self._look()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_gear.distributed.control_plane import lane
+from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.heartbeats import SOME_NODE
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import LostNodeError, PeerError, StoreError
@@ -35,11 +36,6 @@ class _Failed(NamedTuple):
         raise self.error
 
 
-def _as_it_says(failure: LostNodeError) -> bool:
-    """Take a node for lost where nobody watches who could know better."""
-    return True
-
-
 class NodeChannel:
     """Exchanges between the nodes that hold a table. One thread at a time; all nodes call in one order.
 
@@ -51,10 +47,17 @@ class NodeChannel:
         purpose: Exchanges of different purposes have groups of their own and never wait for each other.
         timeout_s: Longest wait for another node, in seconds.
         group: Whose ranks the topology counts; None for all.
+        detector: Finds lost ranks and nodes; None: what the transport says is all that is known.
     """
 
     def __init__(
-        self, topology: Topology, order: Sequence[int], purpose: str, timeout_s: float, group: Any = None
+        self,
+        topology: Topology,
+        order: Sequence[int],
+        purpose: str,
+        timeout_s: float,
+        group: Any = None,
+        detector: FailureDetector | None = None,
     ) -> None:
         self._topology, self.timeout_s = topology, timeout_s
         self.nodes = list(order)
@@ -71,12 +74,10 @@ class NodeChannel:
         self._spare = [np.empty(FIRST_ROOM, np.int64) for _ in self.nodes]  # what came last
         self._rooms: dict[int, tuple[np.ndarray, Any]] = {}  # for what comes next
         self._broken: LostNodeError | None = None
-        self.check: Callable[[], None] = lambda: None  # raises what is known to be lost
-        self.check_ended: Callable[[], None] = lambda: None  # the same behind the end of a node
-        self.note: Callable[[LostNodeError], bool] = _as_it_says  # hears of a failure: is the node lost?
+        self._detector = detector
         self.bytes_sent = self.bytes_received = 0
         self.num_exchanges, self.last_wait_s = 0, 0.0
-        self.left = False  # some node has said that it makes no further cut
+        self._left = False
 
     def open(self) -> None:
         """Make the groups. Collective over the ranks that exchange.
@@ -209,22 +210,35 @@ class NodeChannel:
     @contextlib.contextmanager
     def parting(self, timeout_s: float) -> Iterator[None]:
         """Wait no longer than this for nodes that may have left already, and call none of them lost."""
-        kept = self.timeout_s, self.check, self.check_ended, self.note
+        kept = self.timeout_s, self._detector
         self.timeout_s = min(self.timeout_s, timeout_s)
         self.part()
         try:
             with contextlib.suppress(PeerError, StoreError):
                 yield
         finally:
-            self.timeout_s, self.check, self.check_ended, self.note = kept
+            self.timeout_s, self._detector = kept
 
     def part(self) -> None:
         """Call no node lost from now on: this one leaves, and the others need not answer any more.
 
         Any thread; another one may be in an exchange, which ends as it would have ended.
         """
-        self.check = self.check_ended = lambda: None
-        self.note = _as_it_says
+        self._detector = None
+
+    def note_left(self, left: bool = True) -> None:
+        """Note that some node makes no further selection, so that this one need not announce it."""
+        self._left = left
+
+    @property
+    def left(self) -> bool:
+        """Whether some node has announced that it makes no further selection."""
+        return self._left
+
+    def count_bytes(self, sent: int, received: int) -> None:
+        """Count bytes of these nodes' rows that another transport has moved."""
+        self.bytes_sent += sent
+        self.bytes_received += received
 
     def raise_ended(self, index: int, had: str) -> NoReturn:
         """Raise that a node has ended while this one still asks for batches.
@@ -233,7 +247,8 @@ class NodeChannel:
             LostNodeError: It ended with an error, or has lost somebody.
             PeerError: It is not known to have.
         """
-        self.check_ended()
+        if self._detector is not None:
+            self._detector.check_ended()
         raise PeerError(self.name(index), MUST_TAKE_ALL, None, had)
 
     def abandon(self, error: Exception) -> None:
@@ -254,10 +269,12 @@ class NodeChannel:
         remedy = "look for the first error in the logs of its ranks, and at the network"
         self._broken = LostNodeError(name, rule, text, remedy)
         self._broken.__cause__ = error
-        if not self.note(self._broken):
-            self._broken = LostNodeError(name, MUST_TAKE_ALL, None, "it has ended")
-            self._broken.__cause__ = error
-        self.check()
+        detector = self._detector  # another thread may part
+        if detector is not None:
+            if not detector.note(self._broken):
+                self._broken = LostNodeError(name, MUST_TAKE_ALL, None, "it has ended")
+                self._broken.__cause__ = error
+            detector.check()
         raise self._broken
 
 

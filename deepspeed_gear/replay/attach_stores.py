@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_gear.batching.batch_info import TRAIN
-from deepspeed_gear.config import GearConfig, TableConfig, WeightedSampler
+from deepspeed_gear.config import GearConfig, TableConfig
 from deepspeed_gear.config.rate_limits import RateLimiterConfig, VersionConfig
 from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
@@ -16,9 +16,8 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.sampling.stream_kinds import regions_of
+from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
 from deepspeed_gear.store.memory_layout import Region, RunIdentity
 from deepspeed_gear.store.named_stores import new_run_name
 from deepspeed_gear.store.shared_memory import remove_garbage
@@ -48,15 +47,15 @@ class StorePlan:
     @property
     def extra(self) -> list[Region]:
         """What the streams and the ranks' status keep in the store."""
-        streams = [region for stream in self.streams for region in regions_of(stream, self.spec)]
+        streams = [region for stream in self.streams for region in stream_regions(stream, self.spec)]
         return [*streams, *self.more]
 
-    def create(self, ops: Ops, config: GearConfig) -> tuple[Table, list[BatchStream]]:
+    def create(self, ops: Ops, config: GearConfig) -> tuple[Table, list[StreamState]]:
         """Make the store and give it its name."""
         huge_pages = config.shared_memory.huge_pages
         table = Table.create(self.spec, self.extra, self.meaning, self.run, ops, config.timeout_s, huge_pages)
         try:
-            streams = [BatchStream(stream, table) for stream in self.streams]
+            streams = [StreamState(stream, table) for stream in self.streams]
             for stream in streams:
                 stream.initialise()
             table.memory.link(self.file_name, reaped=self.spec.num_writers > 0)
@@ -65,11 +64,11 @@ class StorePlan:
             raise
         return table, streams
 
-    def attach(self, ops: Ops, config: GearConfig, peer: int) -> tuple[Table, list[BatchStream]]:
+    def attach(self, ops: Ops, config: GearConfig, peer: int) -> tuple[Table, list[StreamState]]:
         """Attach to the store that the node's first rank has made."""
         layout = table_layout(self.spec, self.extra, self.meaning)
         table = Table.attach(self.spec, self.file_name, layout, self.run.id, peer, ops, config.timeout_s)
-        return table, [BatchStream(stream, table) for stream in self.streams]
+        return table, [StreamState(stream, table) for stream in self.streams]
 
 
 def attach_tables(
@@ -79,7 +78,7 @@ def attach_tables(
     ops: Ops,
     specs: list[TableSpec],
     streams: Mapping[str, list[StreamSpec]],
-) -> tuple[dict[str, Table], dict[str, dict[str, BatchStream]]]:
+) -> tuple[dict[str, Table], dict[str, dict[str, StreamState]]]:
     """Create the node's stores on one rank and attach the others. Collective.
 
     The names are removed as soon as all ranks are attached: no failure after that leaves anything. A table
@@ -94,7 +93,7 @@ def attach_tables(
     if topology.leads_node:
         remove_garbage(prefix)
     tables: dict[str, Table] = {}
-    mine: dict[str, dict[str, BatchStream]] = {}
+    mine: dict[str, dict[str, StreamState]] = {}
     try:
         for spec in specs:
             more: list[Region] = []
@@ -139,11 +138,11 @@ def _open_store(
     ops: Ops,
     plan: StorePlan,
     tables: dict[str, Table],
-    streams: dict[str, dict[str, BatchStream]],
+    streams: dict[str, dict[str, StreamState]],
 ) -> None:
     name = plan.spec.name
 
-    def keep(made: tuple[Table, list[BatchStream]]) -> None:
+    def keep(made: tuple[Table, list[StreamState]]) -> None:
         tables[name] = made[0]
         streams[name] = {stream.spec.name: stream for stream in made[1]}
 
@@ -166,7 +165,7 @@ def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
     if spec.dataset is not None:
         return {}
     table, sampler = config.resolved_tables[spec.name], config.item_sampler
-    weight = sampler.weight if isinstance(sampler, WeightedSampler) else None
+    weight = sampler.weight_column
     timeout_s = config.timeout_s if table.rate is None else table.rate.timeout_s
     given = with_schema(table.model_dump(mode="json", by_alias=True), spec.schema)
     return {

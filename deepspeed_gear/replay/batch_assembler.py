@@ -1,81 +1,73 @@
-"""From cuts to batches: which samples are this rank's, and what is collected for them."""
+"""Batch assembler: this rank's samples of a selection, gathered into a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.batching.relabelling import HindsightRelabelling
+from deepspeed_gear.batching.transfer.deferred_release import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.checkpoint import position
-from deepspeed_gear.config import GearConfig
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
-from deepspeed_gear.distributed.read_needs import ReadNeeds
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.device_transfer import DeviceTransfer, is_wanted
+from deepspeed_gear.replay.replay_plan import ReplayPlan
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.stream_records import Head
+from deepspeed_gear.store.table import Table
 
 Transform = Callable[[Batch, torch.Tensor], Batch]
 
 
 class BatchAssembler:
-    """Makes this rank's batches of all streams. One thread per stream.
+    """Makes this rank's batches of all streams from their selections. One thread per stream.
 
     Args:
-        config: The config.
-        needs: What this rank needs of a batch.
+        plan: What all ranks have agreed on.
         train: The training stream of each sampled table.
-        statistics: Of their columns over the training split.
-        info: Sizes of a batch.
+        relabelling: Goals by hindsight.
         engine_dtype: What `"as": "engine"` means.
         device: Where batches go.
-        relabelling: Goals by hindsight.
-        burn_in: Steps that only warm up.
-        held: Prepared batches that are kept beside those that wait.
+        releases: Selections that the device still reads.
     """
 
     def __init__(
         self,
-        config: GearConfig,
-        needs: ReadNeeds,
+        plan: ReplayPlan,
         train: Sequence[BatchStream],
-        statistics: Mapping[str, ColumnStatistics],
-        info: BatchInfo,
+        relabelling: HindsightRelabelling,
         engine_dtype: torch.dtype,
         device: torch.device,
-        relabelling: HindsightRelabelling,
-        burn_in: BurnIn | None,
-        held: int = 0,
+        releases: DeferredRelease,
     ) -> None:
-        self._config, self._needs, self._statistics = config, needs, statistics
-        self._info, self._engine_dtype, self._device = info, engine_dtype, device
-        self._held = held
+        config, needs, info = plan.config, plan.needs, plan.info
+        self._config, self._needs, self._info = config, needs, info
+        self._statistics = plan.statistics(needs.fields)
+        self._engine_dtype, self._device, self._releases = engine_dtype, device, releases
+        self._held = int(plan.topology.num_nodes > 1)  # prepared batches kept beside those that wait
         self.transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
-        self._train, self._relabelling, self._burn_in = train, relabelling, burn_in
+        self._train, self._relabelling = train, relabelling
+        self._burn_in = BurnIn.of(config, plan.fields, needs.fields)
         self._placing: DeviceTransfer | None = None
         if is_wanted(config, device):
             keep = max(2, info.accumulation)
-            self._placing = DeviceTransfer(config, needs, train, device, info.micro, keep, self._placed)
+            tables = [stream.table for stream in train]
+            self._placing = DeviceTransfer(config, needs, tables, device, info.micro, keep, self._placed)
         self._collectors = {stream: self._collector(stream) for stream in train}
         specs = [stream.table.spec for stream in train]
         self._mapped = [s.dataset.files for s in specs if s.dataset is not None and not s.in_memory]
-
-    @property
-    def relabelling(self) -> HindsightRelabelling:
-        """Goals by hindsight, which depend on samples alone."""
-        return self._relabelling
 
     @property
     def counters(self) -> torch.Tensor:
@@ -87,119 +79,114 @@ class BatchAssembler:
         for files in self._mapped:
             files.check_at_times()
 
-    def mix(
+    def assemble_mixture(
         self,
-        cuts: Sequence[tuple[BatchStream, Selection]],
+        selections: Sequence[tuple[BatchStream, Selection]],
         chosen: Sequence[np.ndarray],
         shares: Sequence[float],
-        last: bool,
     ) -> Batch:
-        """Collect samples of several tables' cuts into one batch, table by table.
+        """Gather samples of several tables' selections into one batch, table by table.
 
         Args:
-            cuts: Each table's training stream and its cut of the global batch.
-            chosen: Which samples of each cut.
+            selections: Each table's training stream and its selection of the global batch.
+            chosen: Which samples of each selection.
             shares: Part of each table in the global batch.
-            last: Whether this rank needs nothing more of the cuts.
         Raises:
             DataError: A mapped file has changed.
         """
         self._check_files()
-        self.settle()
-        parts, weights, probabilities, keys, origins = [], [], [], [], []
-        for (stream, cut), which, share in zip(cuts, chosen, shares, strict=True):
-            records = cut.resolutions[torch.from_numpy(which)]
-            origins.append(
-                records[:, Resolution.SLOT] if cut.origins is None else cut.origins[torch.from_numpy(which)]
-            )
-            words = cut.head
-            parts.append((self._collectors[stream], records, self._relabelling.draw(stream, records)))
-            weights.append(self._weigh(stream, words, records))
-            probabilities.append(self._probability(stream, words, records) * share)
-            keys.append(
-                position.transform_keys(
-                    self._config.seed, stream.spec.key, records[:, Resolution.SAMPLE_NUMBER]
-                )
-            )
-        epoch = torch.cat([cut.epochs[torch.from_numpy(w)] for (_, cut), w in zip(cuts, chosen, strict=True)])
+        self._releases.settle()
+        parts, weights, probabilities, keys, origins, epochs = [], [], [], [], [], []
+        for (stream, selection), which, share in zip(selections, chosen, shares, strict=True):
+            index = torch.from_numpy(which)
+            records, all_origins = selection.resolutions[index], selection.origins
+            origins.append(records[:, Resolution.SLOT] if all_origins is None else all_origins[index])
+            goals = self._relabelling.draw(stream.spec.key, records)
+            parts.append((self._collectors[stream], records, goals))
+            weights.append(self._weigh(stream, selection.head, records))
+            probabilities.append(self._probability(stream, selection.head, records) * share)
+            numbers = records[:, Resolution.SAMPLE_NUMBER]
+            keys.append(position.transform_keys(self._config.seed, stream.spec.key, numbers))
+            epochs.append(selection.epochs[index])
         tensors, mask = parts[0][0].collect_from(parts)
-        if last:
-            for stream, cut in cuts:
-                self._consume(stream, cut.key)
-        source = torch.repeat_interleave(torch.tensor([len(records) for _, records, _ in parts]))
-        records, weight = torch.cat([records for _, records, _ in parts]), torch.cat(weights)
-        goals = self._relabelling.together([goal_step for _, _, goal_step in parts])
-        probability = torch.cat(probabilities)
-        rest = (weight, source, probability, goals, self._burn_in)
-        origin = None if all(cut.origins is None for _, cut in cuts) else torch.cat(origins)
-        batch = Batch(tensors, mask, records, self._valid, False, 0, epoch, *rest, origin)
+        is_spread = any(selection.origins is not None for _, selection in selections)
+        batch = Batch(
+            tensors,
+            mask,
+            torch.cat([records for _, records, _ in parts]),
+            self._valid,
+            False,
+            0,
+            torch.cat(epochs),
+            torch.cat(weights),
+            torch.repeat_interleave(torch.tensor([len(records) for _, records, _ in parts])),
+            torch.cat(probabilities),
+            self._relabelling.together([goal_step for _, _, goal_step in parts]),
+            self._burn_in,
+            torch.cat(origins) if is_spread else None,
+        )
         parts[0][0].lend(batch)
         return self._finish(batch, torch.cat(keys), parts[0][0])
 
-    def make(
+    def assemble(
         self,
         stream: BatchStream,
-        cut: Selection,
+        selection: Selection,
         part: int,
         num_parts: int,
-        pass_size: int | None,
-        last: bool = True,
+        pass_size: int | None = None,
     ) -> Batch:
-        """Collect every num_parts-th sample of a cut, so that no rank gets only one end of the batch.
+        """Gather every num_parts-th sample of a selection, so that no rank gets only one end of the batch.
 
         Args:
-            stream: Where the cut is from.
-            cut: The global batch.
+            stream: Where the selection is from.
+            selection: The global batch.
             part: Which part of it.
             num_parts: Micro batches that share it.
-            pass_size: Items of an evaluation pass; samples beyond it are fillers.
-            last: Whether this rank needs nothing more of the cut.
+            pass_size: Items of an evaluation pass, of which samples beyond it are fillers; None: no pass.
         Raises:
             DataError: A mapped file has changed.
         """
         self._check_files()
-        self.settle()
-        micro = self._info.micro
+        self._releases.settle()
         if stream not in self._collectors:
             self._collectors[stream] = self._collector(stream)
         if num_parts == 1:
-            records = cut.resolutions.clone()
+            records = selection.resolutions.clone()
         else:
-            records = cut.resolutions[part::num_parts].clone(memory_format=torch.contiguous_format)
-        origin = None if cut.origins is None else cut.origins[part::num_parts].clone()
+            records = selection.resolutions[part::num_parts].clone(memory_format=torch.contiguous_format)
+        origin = None if selection.origins is None else selection.origins[part::num_parts].clone()
         epoch = self._no_epoch
-        if stream.spec.kind != "random":
-            epoch = cut.epochs.view(micro, num_parts)[:, part].clone()
-        words = cut.head
-        goals = self._relabelling.draw(stream, records)
+        if stream.spec.sampler.walks:
+            epoch = selection.epochs.view(self._info.micro, num_parts)[:, part].clone()
+        goals = self._relabelling.draw(stream.spec.key, records)
         collector = self._collectors[stream]
         tensors, mask = collector.collect(records, goals)
-        total = words[Head.TOTAL]
-        if last:
-            self._consume(stream, cut.key)
-        valid = self._valid if pass_size is None else records[:, Resolution.SAMPLE_NUMBER] < pass_size
-        weight = None if stream.spec.priorities is None else self._weigh(stream, words, records)
+        numbers = records[:, Resolution.SAMPLE_NUMBER]
+        valid = self._valid if pass_size is None else numbers < pass_size
+        weight = None if stream.spec.priorities is None else self._weigh(stream, selection.head, records)
+        unit, total = stream.state.has_unit_masses, selection.head[Head.TOTAL]
         rest = (weight, None, None, goals, self._burn_in)
-        unit = stream.has_unit_masses
         batch = Batch(tensors, mask, records, valid, unit, total, epoch, *rest, origin)
         collector.lend(batch)
         keys = None
         if self.transform is not None:
-            keys = position.transform_keys(
-                self._config.seed, stream.spec.key, records[:, Resolution.SAMPLE_NUMBER]
-            )
+            keys = position.transform_keys(self._config.seed, stream.spec.key, numbers)
         return self._finish(batch, keys, collector)
+
+    def release(self, stream: BatchStream, key: int) -> None:
+        """Release a selection of which this rank needs nothing more, once the device has read it."""
+        collector = self._collectors[stream]
+        if self._placing is not None and isinstance(collector, DeviceGatherer) and collector.reads_in_place:
+            self._releases.hold(self._placing.lane.record(), stream.release, key)
+        else:
+            stream.release(key)
 
     # ---- to the device ---------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Tell the streams which cuts the device has read; waits for nothing."""
-        if self._placing is not None:
-            self._placing.guards.settle()
-
     def drain(self) -> bool:
-        """Wait until the device has read every cut; return whether it had one to read."""
-        return self._placing is not None and self._placing.guards.drain()
+        """Wait until the device has read every selection; return whether it had one to read."""
+        return self._releases.drain()
 
     def refuse_capture(self) -> None:
         """Refuse to make a batch for a CUDA graph.
@@ -219,16 +206,11 @@ class BatchAssembler:
         return {} if self._placing is None else {"collect": self._placing.describe()}
 
     def close(self) -> None:
-        """Let the device end its reading of the tables, which are closed behind this."""
+        """Wait until the device has read the tables, which are closed after this."""
         if self._placing is not None:
+            with contextlib.suppress(RuntimeError):  # a device that has failed reads nothing any more
+                self._releases.drain()
             self._placing.close()
-
-    def _consume(self, stream: BatchStream, key: int) -> None:
-        collector = self._collectors[stream]
-        if self._placing is not None and isinstance(collector, DeviceGatherer):
-            self._placing.consume(stream, key, collector)
-        else:
-            stream.consume(key)
 
     def _finish(self, batch: Batch, keys: torch.Tensor | None, collector: Gatherer) -> Batch:
         """Move a batch to the device and call the user's transform."""
@@ -258,7 +240,7 @@ class BatchAssembler:
     @staticmethod
     def _probability(stream: BatchStream, words: list[int], records: torch.Tensor) -> torch.Tensor:
         """Return the probabilities of samples within their table. [B], float64."""
-        if stream.has_unit_masses:
+        if stream.state.has_unit_masses:
             return torch.full((len(records),), 1 / max(words[Head.TOTAL], 1), dtype=torch.float64)
         return records[:, Resolution.MASS].double() / max(words[Head.TOTAL], 1)
 
@@ -268,7 +250,7 @@ class BatchAssembler:
         if stream.spec.priorities is None:
             return torch.ones(len(records))
         weight = torch.empty(records.size(0))
-        stream.ops.importance_(
+        stream.table.ops.importance_(
             weight, records, words[Head.NUMERATOR], words[Head.DIVISOR], words[Head.EXPONENT]
         )
         return weight
@@ -278,20 +260,19 @@ class BatchAssembler:
         prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
         depth = max(2, info.accumulation) + prepared
         if self._placing is None:
-            return Gatherer(**self._wanted_of(stream, depth))
+            return Gatherer(**self._gathering(stream.table, depth))
         placing = self._placing
-        return self._placed(stream, placing.carriage(placing.way), placing.reach(stream.table), depth + 1)
+        table = stream.table
+        return self._placed(table, placing.carriage(placing.way), placing.reach(table), depth + 1)
 
-    def _placed(
-        self, stream: BatchStream, carriage: FieldTransfer, reach: Reach, depth: int
-    ) -> DeviceGatherer:
-        return DeviceGatherer(carriage, reach, **self._wanted_of(stream, depth))
+    def _placed(self, table: Table, carriage: FieldTransfer, reach: Reach, depth: int) -> DeviceGatherer:
+        return DeviceGatherer(carriage, reach, **self._gathering(table, depth))
 
-    def _wanted_of(self, stream: BatchStream, depth: int) -> dict[str, Any]:
-        """Return the arguments that every collector takes."""
+    def _gathering(self, table: Table, depth: int) -> dict[str, Any]:
+        """Return the arguments that every gatherer takes."""
         return {
             "fields": self._needs.fields,
-            "table": stream.table,
+            "table": table,
             "statistics": self._statistics,
             "n_step": self._config.n_step if self._needs.n_step else None,
             "num_samples": self._info.micro,

@@ -1,73 +1,96 @@
-"""What a Replay is made of, and how all its ranks build it together."""
+"""Builds a replay: creates or attaches the stores, and makes what reads them. Collective on all ranks.
+
+The order of the parts: stores, failure detector, batch barrier, channels to other nodes, batch streams, batch
+assembler. Each part is given the earlier ones when it is made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo, Turns
-from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.batch_info import TRAIN, Turns
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.batching.relabelling import HindsightRelabelling
-from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
-from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, statistics_of
+from deepspeed_gear.batching.transfer.deferred_release import DeferredRelease
+from deepspeed_gear.context import Context
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
-from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.distributed.control_plane import rendezvous
 from deepspeed_gear.distributed.failure_detector import FailureDetector
-from deepspeed_gear.distributed.read_needs import ReadNeeds, needs_of
-from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
-from deepspeed_gear.distributed.topology import RankCoordinates, Topology
-from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.replay import config_resolution
 from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.replay.attach_stores import attach_tables
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
-from deepspeed_gear.replay.node_setup import (
-    NodeLinks,
-    arrivals_by_table,
-    connect,
-    routes_by_table,
-    status_of,
-    watch_over,
-)
-from deepspeed_gear.replay.stream_specs import mixture_of, stream_specs, total_weight
+from deepspeed_gear.replay.node_exchange import NodeExchange, SpreadTables
+from deepspeed_gear.replay.quota_agreement import agree_on_quotas
+from deepspeed_gear.replay.replay_plan import ReplayPlan
+from deepspeed_gear.replay.stream_specs import SampledTable, mixture_of, stream_specs, weight_total
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mixture import Mixture
-from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
+Streams = dict[str, dict[str, BatchStream]]  # by table and name
 
-@dataclass(frozen=True)
-class ReplayPlan:
-    """What all ranks have agreed on before there is a store."""
 
-    exchange: ControlPlane
-    config: GearConfig
-    ops: Ops
-    topology: Topology
-    info: BatchInfo
-    datasets: dict[str, Dataset]
-    schemas: dict[str, Schema]
-    fields: list[ResolvedField]
-    needs: ReadNeeds
-    placement: ShardPlacement
-    group: Any = None
+@dataclass
+class Resources:
+    """What a replay must stop and detach from, filled in as it is made.
 
-    @property
-    def splits(self) -> dict[str, dict[str, float]]:
-        """Split of each sampled table."""
-        return {
-            t: config_resolution.split_of(self.config, t, self.datasets) for t in self.config.sampled_tables
-        }
+    Args:
+        plan: What was agreed on.
+        tables: By name.
+        states: Of all streams.
+        late_updates: Priorities that a device has yet to compute.
+        prefetchers: The thread that prepares batches, while there is one.
+        detector: Over the ranks of all nodes; None for one node.
+        barrier: Of ranks that train together; None where none waits for another.
+        exchange: With other nodes.
+        assembler: Makes batches.
+    """
+
+    plan: ReplayPlan
+    tables: dict[str, Table]
+    states: list[StreamState]
+    late_updates: AsyncPriorityUpdates
+    prefetchers: list[Prefetcher[Any]] = field(default_factory=list)
+    detector: FailureDetector | None = None
+    barrier: BatchBarrier | None = None
+    exchange: NodeExchange | None = None
+    assembler: BatchAssembler | None = None
+
+    def release(self) -> None:
+        """Stop what runs and detach from the stores."""
+        if self.exchange is not None:
+            self.exchange.part()
+        if self.detector is not None:
+            self.detector.part()
+        try:
+            if self.barrier is not None:
+                self.barrier.end()
+            self.late_updates.close()
+            for state in self.states:
+                state.stop.set()
+            for prefetcher in self.prefetchers:
+                prefetcher.stop()
+            self.prefetchers.clear()
+            if self.exchange is not None:
+                self.exchange.leave()
+        finally:  # an interrupt may end these waits
+            if self.detector is not None:
+                self.detector.end()
+        if self.assembler is not None:
+            self.assembler.close()
+        for table in self.tables.values():
+            table.close()
+        self.plan.exchange.close()
 
 
 @dataclass(frozen=True)
@@ -76,119 +99,55 @@ class ReplayParts:
 
     Args:
         plan: What was agreed on.
-        tables: By name.
-        streams: Of each sampled table, by name.
+        context: Of this rank; its check raises if a rank of any node is lost.
         mixture: How many samples come from each table; None for one.
-        status: Turns of ranks that train together; None where nobody waits for another.
-        maker: What collects.
-        links: To other nodes.
-        watch: Over the ranks of all nodes; None for one node.
+        streams: Of each sampled table, by name.
+        exchange: With other nodes.
+        releases: Selections that the device still reads.
+        assembler: Makes batches.
+        resources: What is stopped and detached from in the end.
     """
 
     plan: ReplayPlan
-    tables: dict[str, Table]
-    streams: dict[str, dict[str, BatchStream]]
+    context: Context
     mixture: Mixture | None
-    status: BatchBarrier | None
-    maker: BatchAssembler
-    links: NodeLinks
-    watch: FailureDetector | None
+    streams: Streams
+    exchange: NodeExchange
+    releases: DeferredRelease
+    assembler: BatchAssembler
+    resources: Resources
 
-    def check(self) -> None:
-        """Raise if a rank of any node is lost; called while this process waits for room or for a cut.
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The stores, by name of the table."""
+        return self.resources.tables
 
-        It may wait for itself: for cuts that its device has read by now.
-
-        Raises:
-            LostNodeError: One is.
-        """
-        self.maker.settle()
-        if self.watch is not None:
-            self.watch.check()
+    @property
+    def barrier(self) -> BatchBarrier | None:
+        """Of ranks that train together; None where none waits for another."""
+        return self.resources.barrier
 
     def explain(self, error: BaseException) -> None:
         """Tell the other ranks what ends this one, and this one which of them is lost."""
-        if self.watch is not None:
-            self.watch.explain(error)
-        elif self.status is not None:
-            self.status.explain(error)
+        if self.resources.detector is not None:
+            self.resources.detector.explain(error)
+        elif self.barrier is not None:
+            self.barrier.explain(error)
 
     @property
     def train(self) -> list[BatchStream]:
         """The training stream of each sampled table."""
-        return _train(self.plan.config, self.streams)
-
-    @property
-    def leads_shard(self) -> bool:
-        """Whether this rank does for all of its node what is done to the node's shards."""
-        topology = self.plan.topology
-        return topology.leads_node and topology.node in self.plan.placement.order
-
-    @property
-    def leads_first_shard(self) -> bool:
-        """Whether this rank does what one node does for all."""
-        return self.leads_shard and self.plan.topology.node == self.plan.placement.order[0]
+        return [self.streams[table][TRAIN] for table in self.plan.config.sampled_tables]
 
     @property
     def all_streams(self) -> list[BatchStream]:
         return [stream for streams in self.streams.values() for stream in streams.values()]
 
     def leave_inner_stage(self) -> None:
-        """Let nobody wait for this rank's reading where it reads nothing."""
+        """Let no process wait for this rank's reading where it reads nothing."""
         if not self.plan.topology.place.reads:
             for stream in self.all_streams:
                 stream.leave()
-
-
-def agree_on(
-    config: Mapping[str, Any] | GearConfig | str | Path,
-    process_group: Any,
-    schemas: Mapping[str, Schema] | None,
-    info: BatchInfo | None,
-    place: RankCoordinates | None,
-) -> ReplayPlan:
-    """Read config and data on every rank and compare. Collective; the arguments are those of `Replay`.
-
-    Raises:
-        ConfigError, DataError, BuildError: On every rank.
-    """
-    if schemas is not None:
-        for name, schema in arguments.mapping("schemas", schemas, "table -> Schema").items():
-            arguments.one_of(f"schemas: {name}", schema, Schema, "a Schema")
-    arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
-    arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
-    exchange = ControlPlane(process_group)
-    agree = exchange.agree
-    checked = config_resolution.read_config(
-        exchange, agree("reading the config", lambda: config_resolution.section_of(config))
-    )
-    ops = agree("loading the ops", lambda: load_backend(checked.backend))
-    here = place or RankCoordinates(exchange.rank, exchange.world_size)
-    topology = Topology.discover(exchange, here)
-    sizes = info or agree("the batch sizes", lambda: config_resolution.batch_info(checked, here.data_world))
-    if info is not None:
-        agree("the batch sizes", lambda: refuse_batch_sizes(checked))
-    config_resolution.compare_placement(exchange, topology, checked)
-    datasets = config_resolution.open_data(exchange, checked)
-    known = agree("the schemas", lambda: config_resolution.schemas_of(checked, datasets, schemas))
-    fields = agree("the fields", lambda: config_resolution.fields_of(checked, known, datasets))
-    needs = agree("the fields", lambda: needs_of(here, checked, fields))
-    placement = place_tables(exchange, topology, checked, datasets)
-    return ReplayPlan(
-        exchange, checked, ops, topology, sizes, datasets, known, fields, needs, placement, process_group
-    )
-
-
-def refuse_device(plan: ReplayPlan) -> None:
-    """Refuse a config of which a DeviceReplay is made.
-
-    Raises:
-        ConfigError: Its table lies on devices.
-    """
-    if plan.config.on_device:
-        plan.exchange.close()
-        at = f"gear.tables.{plan.config.sampled_tables[0]}.placement"
-        raise ConfigError(at, 'must be "host" for a Replay', "device", "use DeviceReplay, or an engine")
 
 
 def build(
@@ -204,159 +163,165 @@ def build(
     Raises:
         ConfigError, StoreError: On every rank, before anything is left behind.
     """
-    config, topology, exchange = plan.config, plan.topology, plan.exchange
-    placement, datasets = plan.placement, plan.datasets
-    mixture, splits = mixture_of(config, plan.info, plan.ops), plan.splits
-
-    def streams_of(table: str) -> list[StreamSpec]:
-        dataset, split = datasets.get(table), splits[table]
-        num_shards = len(placement.order) if table in placement.spread else 1
-        weight = weights.get(table)
-        replicated = len(placement.order) > 1 and num_shards == 1
-        num_items = config_resolution.num_items_of(config, table, plan.schemas[table], dataset)
-        sizes = num_items, num_shards, weight, replicated
-        return stream_specs(config, table, plan.fields, split, plan.info, dataset, mixture, *sizes)
-
-    sampled = config.sampled_tables
-    weights = _weights_of_parts(plan)
-    wanted = exchange.agree("the sampler", lambda: {table: streams_of(table) for table in sampled})
-    routes = exchange.agree(
-        "the fields", lambda: routes_by_table(topology, placement, config, plan.fields, plan.schemas)
-    )
-
-    def sizes() -> list[TableSpec]:
-        arrivals = arrivals_by_table(config, routes, wanted, datasets)
-        num_peers, shards = topology.num_peers, placement.shards
-        batches = {t: max(spec.batch for spec in of_table) for t, of_table in wanted.items()}
-        more = num_peers, shards, arrivals, batches
-        return config_resolution.table_specs(config, plan.schemas, datasets, plan.fields, *more)
-
-    specs = exchange.agree("the sizes of the tables", sizes)
-    tables, streams = attach_tables(exchange, topology, config, plan.ops, specs, wanted)
-    status, links, watch = None, NodeLinks(), None
-    made: list[BatchAssembler] = []  # also where another rank fails to make its own
+    config, topology, control_plane = plan.config, plan.topology, plan.exchange
+    mixture = mixture_of(config, plan.info, plan.ops)
+    specs = _agree_on_streams(plan, mixture)
+    spread = control_plane.agree("the fields", lambda: SpreadTables(plan))
+    sizes = control_plane.agree("the sizes of the tables", lambda: _table_specs(plan, specs, spread))
+    tables, states = attach_tables(control_plane, topology, config, plan.ops, sizes, specs)
+    every = [state for of_table in states.values() for state in of_table.values()]
+    made = Resources(plan, tables, every, AsyncPriorityUpdates(config.timeout_s))
     try:
-        watch = watch_over(exchange, topology, tables[sampled[0]], config.timeout_s)
-        if turns is not None:
-            status = status_of(topology, tables[sampled[0]], turns, config, watch, plan.group)
-        train = _train(config, streams)
-        exchange.agree("the fields", lambda: made.append(_maker(plan, train, engine_dtype, device)))
-        maker = made[0]
-        links = connect(
-            topology,
-            exchange,
-            placement,
-            config,
-            routes,
-            streams,
-            datasets,
-            maker.relabelling.draw,
-            plan.group,
-            watch,
-            device,
+        first = tables[config.sampled_tables[0]]
+        detector = made.detector = _start_detector(plan, first)
+        barrier = made.barrier = None if turns is None else _barrier(plan, first, turns, detector)
+        releases = DeferredRelease()
+        context = _context(plan, detector, releases)
+        relabelling = control_plane.agree(
+            "the fields", lambda: HindsightRelabelling(config, plan.fields, plan.needs.fields)
         )
+        exchange = made.exchange = NodeExchange(plan, detector, device)
+        selectors = exchange.selectors(states, spread, relabelling.draw)
+        totals = _totals_of_all(plan, states)
+        training = context if barrier is None else _context(plan, barrier, releases)
+        streams: Streams = {name: {} for name in states}
+        for state in every:
+            table, spec, selector = state.table.spec.name, state.spec, selectors.get(state)
+            check = (training if spec.name == TRAIN else context).check
+            follows = spec.together and plan.holds_shard and selector is None
+            num_items = totals.get((table, spec.name))
+            streams[table][spec.name] = BatchStream(state, selector, check, follows, num_items)
+        train = [streams[table][TRAIN] for table in config.sampled_tables]
+        assembler = made.assembler = control_plane.agree(
+            "the fields",
+            lambda: BatchAssembler(plan, train, relabelling, engine_dtype, device, releases),
+        )
+        agree_on_quotas(control_plane, plan.leads_shard, list(_flat(streams)))
     except BaseException:
-        every = [stream for of_table in streams.values() for stream in of_table.values()]
-        release([], every, tables, exchange, status, links, watch, made[0] if made else None)
+        made.release()
         raise
-    parts = ReplayParts(plan, tables, streams, mixture, status, maker, links, watch)
-    for stream in parts.all_streams:
-        stream.check = parts.check
-        rate = config.resolved_tables[stream.table.spec.name].rate
-        if stream.is_gated:
-            stream.gate_wait.timeout_s = config.timeout_s if rate is None else rate.timeout_s
-    if status is not None:
-        for stream in train:
-            stream.check = _both(maker.settle, status.check)
+    parts = ReplayParts(plan, context, mixture, streams, exchange, releases, assembler, made)
     parts.leave_inner_stage()
     return parts
 
 
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        second()
-
-    return both
+def _flat(streams: Streams) -> list[BatchStream]:
+    return [stream for of_table in streams.values() for stream in of_table.values()]
 
 
-def _weights_of_parts(plan: ReplayPlan) -> dict[str, float]:
+def _agree_on_streams(plan: ReplayPlan, mixture: Mixture | None) -> dict[str, list[StreamSpec]]:
+    """Return the streams of each sampled table. Collective."""
+    weights, num_holders = _weight_totals(plan), len(plan.placement.order)
+
+    def streams(name: str) -> list[StreamSpec]:
+        dataset = plan.datasets.get(name)
+        num_shards = num_holders if name in plan.placement.spread else 1
+        table = SampledTable(
+            name=name,
+            split=plan.splits[name],
+            dataset=dataset,
+            num_items=config_resolution.num_items_of(plan.config, name, plan.schemas[name], dataset),
+            num_shards=num_shards,
+            weight_total=weights.get(name),
+            replicated=num_holders > 1 and num_shards == 1,
+        )
+        return stream_specs(plan.config, table, plan.fields, plan.info, mixture)
+
+    sampled = plan.config.sampled_tables
+    return plan.exchange.agree("the sampler", lambda: {name: streams(name) for name in sampled})
+
+
+def _weight_totals(plan: ReplayPlan) -> dict[str, float]:
     """Return the sum of the weights of each table of which nodes have parts only. Collective."""
-    config, topology = plan.config, plan.topology
     splits = plan.splits
 
     def mine() -> dict[str, float]:
         parts = {name: data for name, data in plan.datasets.items() if data.part is not None}
         sampled = {name: data for name, data in parts.items() if name in splits}
-        return {name: total_weight(config, plan.fields, splits[name], sampled[name]) for name in sampled}
+        return {
+            name: weight_total(plan.config, plan.fields, splits[name], data) for name, data in sampled.items()
+        }
 
     found = plan.exchange.agree("the weights", mine)
-    leads = topology.leads_node and topology.node in plan.placement.order
-    of_nodes = [known for known in plan.exchange.gather(found if leads else None) if known is not None]
+    of_nodes = [
+        known for known in plan.exchange.gather(found if plan.leads_shard else None) if known is not None
+    ]
     return {name: sum(known[name] for known in of_nodes) for name in found}
 
 
-def _train(config: GearConfig, streams: Mapping[str, Mapping[str, BatchStream]]) -> list[BatchStream]:
-    return [streams[table][TRAIN] for table in config.sampled_tables]
-
-
-def statistics_of_plan(plan: ReplayPlan, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
-    """Return the statistics of the training split that fields are normalised with, where they are."""
-    dataset = config_resolution.statistics_source(plan.config, plan.datasets)
-    if dataset is None or not any(field.normalize for field in fields):
-        return {}
-    split = next(split for table, split in plan.splits.items() if table in plan.datasets)
-    return dataset.statistics if dict(dataset.split) == split else statistics_of(dataset, split)
-
-
-def _maker(
-    plan: ReplayPlan, train: list[BatchStream], engine_dtype: torch.dtype, device: torch.device
-) -> BatchAssembler:
-    config, fields, mine = plan.config, plan.fields, plan.needs.fields
-    return BatchAssembler(
-        config,
-        plan.needs,
-        train,
-        statistics_of_plan(plan, mine),
-        plan.info,
-        engine_dtype,
-        device,
-        HindsightRelabelling(config, fields, mine),
-        BurnIn.of(config, fields, mine),
-        int(plan.topology.num_nodes > 1),
+def _table_specs(
+    plan: ReplayPlan, specs: Mapping[str, list[StreamSpec]], spread: SpreadTables
+) -> list[TableSpec]:
+    batches = {table: max(spec.batch for spec in of_table) for table, of_table in specs.items()}
+    return config_resolution.table_specs(
+        plan.config,
+        plan.schemas,
+        plan.datasets,
+        plan.fields,
+        plan.topology.num_peers,
+        plan.placement.shards,
+        spread.arrivals(specs),
+        batches,
     )
 
 
-def release(
-    prefetch: list[Prefetcher[Any]],
-    streams: list[BatchStream],
-    tables: dict[str, Table],
-    exchange: ControlPlane,
-    status: BatchBarrier | None,
-    links: NodeLinks,
-    watch: FailureDetector | None,
-    maker: BatchAssembler | None,
-    late: AsyncPriorityUpdates | None = None,
-) -> None:
-    """Stop what runs and detach from the stores."""
-    links.part()
-    if watch is not None:
-        watch.part()
-    try:
-        if status is not None:
-            status.end()
-        if late is not None:
-            late.close()
-        for stream in streams:
-            stream.stopped = True
-        for prefetcher in prefetch:
-            prefetcher.stop()
-        links.leave()
-    finally:  # an interrupt may end these waits
-        if watch is not None:
-            watch.end()
-    if maker is not None:
-        maker.close()
-    for table in tables.values():
-        table.close()
-    exchange.close()
+def _totals_of_all(
+    plan: ReplayPlan, states: Mapping[str, Mapping[str, StreamState]]
+) -> dict[tuple[str, str], int]:
+    """Return the items of spread streams, all nodes together, by table and stream. Collective."""
+    mine = {
+        (name, state.spec.name): state.masses.total
+        for name in plan.placement.spread & set(states)
+        for state in states[name].values()
+    }
+    found = plan.exchange.gather(mine if plan.leads_shard else None)
+    return {key: sum(known[key] for known in found if known is not None) for key in mine}
+
+
+def _context(
+    plan: ReplayPlan, failures: FailureDetector | BatchBarrier | None, releases: DeferredRelease
+) -> Context:
+    """Return the context of this rank, which may wait for itself: for what its device has read by now."""
+
+    def check() -> None:
+        releases.settle()
+        if failures is not None:
+            failures.check()
+
+    topology = plan.topology
+    where = topology.rank, topology.world_size, topology.node, topology.num_nodes
+    return Context(*where, timeout_s=plan.config.timeout_s, check=check)
+
+
+def _start_detector(plan: ReplayPlan, table: Table) -> FailureDetector | None:
+    """Begin to watch the ranks where there are several nodes. Collective."""
+    topology, timeout_s = plan.topology, plan.config.timeout_s
+    if topology.num_nodes == 1:
+        return None
+    name = plan.exchange.broadcast(secrets.token_hex(8))
+
+    def prepare() -> FailureDetector:
+        store = rendezvous(timeout_s) if topology.leads_node else None
+        detector = FailureDetector(table.memory, table.views, topology, store, name, timeout_s)
+        detector.prepare()
+        return detector
+
+    detector = plan.exchange.agree("watching the ranks", prepare)
+    detector.start()
+    return detector
+
+
+def _barrier(plan: ReplayPlan, table: Table, turns: Turns, detector: FailureDetector | None) -> BatchBarrier:
+    """Return the batch barrier of the ranks. Collective over the leaders of nodes."""
+    topology, config = plan.topology, plan.config
+    only_readers, timeout_s = turns != "schedule", config.timeout_s
+    if detector is None:
+        return BatchBarrier(table, topology, only_readers, timeout_s)
+    order = topology.holders if only_readers else list(range(topology.num_nodes))
+    channel = None
+    over_nodes = len(order) > 1 and topology.node in order
+    if over_nodes and topology.leads_node:
+        channel = NodeChannel(topology, order, "turns", timeout_s, plan.group, detector)
+        channel.open()
+    early = only_readers and config.prefetch > 0
+    return BatchBarrier(table, topology, only_readers, timeout_s, channel, over_nodes, early, detector)

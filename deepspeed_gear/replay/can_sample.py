@@ -9,7 +9,7 @@ import numpy as np
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.node_setup import meet
+from deepspeed_gear.replay.quota_agreement import may_select
 from deepspeed_gear.sampling.batch_stream import BatchStream
 
 _POLL_S = 100e-6
@@ -20,28 +20,29 @@ class Readiness:
 
     Args:
         parts: Of the Replay.
-        timeout_s: Longest wait for a rank that is far behind.
-        feed: Whose thread may be in a cut.
+        loader: Whose thread may be in a selection.
     """
 
-    def __init__(self, parts: ReplayParts, timeout_s: float, feed: BatchLoader) -> None:
-        self._parts, self._timeout_s, self._feed = parts, timeout_s, feed
+    def __init__(self, parts: ReplayParts, loader: BatchLoader) -> None:
+        self._parts, self._timeout_s, self._loader = parts, parts.context.timeout_s, loader
         self._streams, self._table = parts.train, parts.train[0].table
         self._asked: np.ndarray = self._table.views["questions/asked"]
         self._answers: np.ndarray = self._table.views["questions/answers"]
         self._peer = self._table.memory.peer
 
     def ask(self, key: int) -> bool:
-        """Return whether a global batch could be cut when the first rank has asked this question. Collective.
+        """Return whether a global batch could be selected when the first rank has asked this question. Collective.
 
         Raises:
             PeerError: A rank does not ask in time.
         """
         number = int(self._asked[self._peer])
         self._wait_for_slowest(number)
-        if any(stream.joint is not None for stream in self._streams):
+        if any(stream.state.joint_limiter is not None for stream in self._streams):
             self._asked[self._peer] = number + 1
-            if self._parts.leads_shard:  # nobody of this node writes while nodes agree on what may be added
+            if (
+                self._parts.plan.leads_shard
+            ):  # nobody of this node writes while nodes agree on what may be added
                 self._wait_for_slowest(number + len(self._answers))
             answer = self._ask_nodes(key)
             self._tell(number, answer)
@@ -56,12 +57,12 @@ class Readiness:
 
     def _ask_nodes(self, key: int) -> bool:
         """Ask the streams one after the other, those that several nodes hold by what all of these say."""
-        exchange, leads, found = self._parts.plan.exchange, self._parts.leads_shard, True
+        exchange, leads, found = self._parts.plan.exchange, self._parts.plan.leads_shard, True
         for stream in self._streams:
-            if stream.joint is not None:
-                may = meet(exchange, leads, stream, key, self._feed.prepares)
+            if stream.state.joint_limiter is not None:
+                may = may_select(exchange, leads, stream, key, self._loader.prepares)
             else:
-                answers = exchange.gather(self._can_cut(stream, key))
+                answers = exchange.gather(self._can_select(stream, key))
                 may = any(answers) if stream.spec.num_shards > 1 else all(answers)
             found = found and may
         return found
@@ -69,12 +70,12 @@ class Readiness:
     def _tell(self, number: int, answer: bool) -> None:
         """Go on when the leader of this node knows how far its writers may go: this rank may be one."""
         entry, plan = self._answers[number % len(self._answers)], self._parts.plan
-        if self._parts.leads_shard:
+        if self._parts.plan.leads_shard:
             with self._table.lock:
                 entry[:] = number + 1, answer
         until = time.monotonic() + self._timeout_s
         while plan.topology.node in plan.placement.order and entry[0] != number + 1:
-            self._parts.check()
+            self._parts.context.check()
             if time.monotonic() > until:
                 raise PeerError("the first rank of this node", f"must answer within {self._timeout_s} s")
             time.sleep(_POLL_S)
@@ -84,15 +85,15 @@ class Readiness:
             entry = self._answers[number % len(self._answers)]
             if entry[0] == number + 1:
                 return bool(entry[1])
-        answer = all(self._can_cut(stream, key) for stream in self._streams)
+        answer = all(self._can_select(stream, key) for stream in self._streams)
         with self._table.lock:
             if entry[0] != number + 1:
                 entry[:] = number + 1, answer
             return bool(entry[1])
 
-    def _can_cut(self, stream: BatchStream, key: int) -> bool:
+    def _can_select(self, stream: BatchStream, key: int) -> bool:
         with stream.table.lock:
-            return stream.may_cut(key)
+            return stream.can_select(key)
 
     def _wait_for_slowest(self, number: int) -> None:
         until = time.monotonic() + self._timeout_s
@@ -100,7 +101,7 @@ class Readiness:
             behind = self._behind(number)
             if not behind:
                 return
-            self._parts.check()
+            self._parts.context.check()
             if time.monotonic() > until:
                 rule = f"must ask can_sample() as often as this rank, within {self._timeout_s} s"
                 raise PeerError(f"local rank {behind[0]}", rule, None, "every rank must call it in turn")

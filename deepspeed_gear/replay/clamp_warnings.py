@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from deepspeed_gear.ops.constants import MASS_BITS
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.samplers.prioritized import WINDOW, PriorityMasses
+from deepspeed_gear.sampling.priority_masses import WINDOW
 
 LOG = logging.getLogger("deepspeed_gear")
 MOST_CLAMPED = 1e-3  # part of the reports that may be clamped without a warning
@@ -64,8 +64,8 @@ def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning]:
     """Return the warnings of the streams that have priorities."""
     found = []
     for stream in streams:
-        masses = stream.masses
-        if isinstance(masses, PriorityMasses):
+        masses = stream.state.priorities
+        if masses is not None:
             name, when = stream.table.spec.name, f"in the latest {WINDOW} global batches"
             most_bits = masses.rule.most_bits
             found.append(ClampWarning(name, most_bits, masses.num_clamped, masses.recent, when))

@@ -35,9 +35,9 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.batch_assembler import Transform
-from deepspeed_gear.replay.builder import ReplayPlan, agree_on, statistics_of_plan
 from deepspeed_gear.replay.clamp_warnings import ClampWarning
-from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.replay.replay_plan import ReplayPlan, make_plan
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 
@@ -83,7 +83,7 @@ class DeviceReplay(ProcessBound):
         engine_dtype: torch.dtype = torch.float32,
     ) -> None:
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
-        plan = agree_on(config, process_group, schemas, info, place)
+        plan = make_plan(config, process_group, schemas, info, place)
         self._plan, self.config, self.topology, self.batch_info = plan, plan.config, plan.topology, plan.info
         try:
             self.device = plan.exchange.agree("the device", lambda: device_of(device))
@@ -119,7 +119,7 @@ class DeviceReplay(ProcessBound):
         self._collector = Gatherer(
             needs.fields,
             self.table,
-            statistics_of_plan(plan, needs.fields),
+            plan.statistics(needs.fields),
             config.n_step if needs.n_step else None,
             plan.info.micro,
             0,

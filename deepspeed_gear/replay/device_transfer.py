@@ -18,7 +18,6 @@ import torch
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest, made_up_records, measure
 from deepspeed_gear.batching.transfer.cuda_streams import Event, lane_of, refuse_capture
-from deepspeed_gear.batching.transfer.deferred_release import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import (
     DeviceGatherer,
     FieldTransfer,
@@ -38,7 +37,6 @@ from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.distributed.read_needs import ReadNeeds
 from deepspeed_gear.errors import BuildError, ConfigError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.store.cuda_registration import (
     CudaRuntime,
     Registration,
@@ -52,7 +50,7 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 LOG = logging.getLogger("deepspeed_gear")
-MakeCollector = Callable[[BatchStream, FieldTransfer, Reach, int], DeviceGatherer]
+MakeCollector = Callable[[Table, FieldTransfer, Reach, int], DeviceGatherer]
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class DeviceTransfer:
     Args:
         config: The config.
         needs: What this rank needs of a batch.
-        train: The training stream of each sampled table.
+        tables: The sampled tables.
         device: Where batches go.
         num_samples: B.
         keep: Batches that their user may hold.
@@ -100,13 +98,13 @@ class DeviceTransfer:
         self,
         config: GearConfig,
         needs: ReadNeeds,
-        train: Sequence[BatchStream],
+        tables: Sequence[Table],
         device: torch.device,
         num_samples: int,
         keep: int,
         make: MakeCollector,
     ) -> None:
-        self.lane, self.guards = lane_of(device), DeferredRelease()
+        self.lane = lane_of(device)
         self._options, self._needs, self._keep = config.collect, needs, keep
         self._registrations: list[Registration] = []
         self._registered: dict[str, int] = {}
@@ -114,7 +112,7 @@ class DeviceTransfer:
         self._refused: dict[str, str] = {}
         self._figures: dict[str, TransferTimings] = {}
         self._measured: dict[str, int] = {}
-        self._tables = [stream.table for stream in train]
+        self._tables = list(tables)
         self._names = {table.spec.name: self._names_of(table) for table in self._tables}
         self._ops: Ops | None = self._tables[0].ops
         self._reaches: dict[str, Reach] = {}
@@ -123,7 +121,7 @@ class DeviceTransfer:
                 self._ops = self._kernels(config)
             for table in self._tables:
                 self._reaches[table.spec.name] = self._reach(table)
-            self.way = self._choose(train[0], num_samples, make)
+            self.way = self._choose(self._tables[0], num_samples, make)
             self._note()
         except BaseException:
             self.close()
@@ -223,12 +221,12 @@ class DeviceTransfer:
 
     # ---- the choice ------------------------------------------------------------------------------
 
-    def _choose(self, stream: BatchStream, num_samples: int, make: MakeCollector) -> str:
+    def _choose(self, table: Table, num_samples: int, make: MakeCollector) -> str:
         possible, wanted = self._possible(), self._options.way
         if not any(self._names.values()):  # a stage that reads no column
             return STAGED
         if wanted != "auto":
-            if wanted in possible and self._works(stream, wanted, num_samples, make):
+            if wanted in possible and self._works(table, wanted, num_samples, make):
                 return wanted
             raise ConfigError(
                 "gear.collect.way",
@@ -237,20 +235,19 @@ class DeviceTransfer:
                 f"{self._refused.get(wanted, '')}; use auto or staged",
             )
         for way in possible:
-            if self._works(stream, way, num_samples, make) and way not in self._figures:
+            if self._works(table, way, num_samples, make) and way not in self._figures:
                 return way  # nothing is measured: the first one
         return fastest(self._figures) if self._figures else STAGED
 
-    def _works(self, stream: BatchStream, way: str, num_samples: int, make: MakeCollector) -> bool:
+    def _works(self, table: Table, way: str, num_samples: int, make: MakeCollector) -> bool:
         """Try a way, and measure it where there is room for a step; return whether it can be taken."""
-        table = stream.table
         single = {column.name for column in table.spec.schema if column.rows == "1"}
         held = {name: len(table.collected(name)) for name in self._names[table.spec.name]}
         rows = min((n for name, n in held.items() if name not in single), default=table.spec.num_rows)
         slots = min((n for name, n in held.items() if name in single), default=1)
         records = made_up_records(table, num_samples, rows, slots)
         try:
-            collector = make(stream, self.carriage(way), self.reach(table), 2)
+            collector = make(table, self.carriage(way), self.reach(table), 2)
             if len(records):
                 collector.collect(records)  # loads kernels
                 self.lane.record().synchronize()
@@ -273,13 +270,6 @@ class DeviceTransfer:
             note_collect(table, self._registered.get(table.spec.name, 0), text)
 
     # ---- batches ---------------------------------------------------------------------------------
-
-    def consume(self, stream: BatchStream, key: int, collector: DeviceGatherer) -> None:
-        """Say that a cut was read, as soon as the device has read what the lane was given until now."""
-        if collector.reads_in_place:
-            self.guards.hold(self.lane.record(), stream.consume, key)
-        else:
-            stream.consume(key)
 
     def bring(self, batch: Batch) -> Batch:
         """Return a batch whose samples are described on the device, too. Inside the lane."""
@@ -327,7 +317,6 @@ class DeviceTransfer:
     def close(self) -> None:
         """Wait for the device and give registered memory back; safe to call twice."""
         with contextlib.suppress(RuntimeError):  # a device that has failed reads nothing any more
-            self.guards.drain()
             self.lane.record().synchronize()
         for registration in self._registrations:
             registration.close()

@@ -51,16 +51,19 @@ class Evaluation:
         return found
 
     def _pass(self, stream: BatchStream, number: int, check: Callable[[], None]) -> Iterator[Batch]:
-        place, index, num_batches = self._parts.plan.topology.place, 0, 1
-        lent = LentTensors(max(2, self._parts.plan.info.accumulation))
+        plan, assembler = self._parts.plan, self._parts.assembler
+        place, index, num_batches = plan.topology.place, 0, 1
+        lent = LentTensors(max(2, plan.info.accumulation))
         while index < num_batches:
             check()
             lent.make_room()
-            cut = stream.take(number << PASS_SHIFT | index)
-            size = int(cut.head[Head.EPOCH_SIZE])
+            key = number << PASS_SHIFT | index
+            selection = stream.get(key)
+            size = int(selection.head[Head.EPOCH_SIZE])
             num_batches = -(-size // stream.spec.batch)
-            maker = self._parts.maker
-            batch = maker.hand_over(maker.make(stream, cut, place.data_rank, place.data_world, size))
+            batch = assembler.assemble(stream, selection, place.data_rank, place.data_world, size)
+            assembler.release(stream, key)
+            batch = assembler.hand_over(batch)
             lent.add(batch)
             yield batch
             index += 1

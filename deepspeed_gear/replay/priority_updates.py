@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -11,14 +11,14 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
-from deepspeed_gear.config import PrioritizedSampler, Sampler, TopKSampler
+from deepspeed_gear.config.sampler_options import PriorityOptions
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import DataError, ShapeError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS
 from deepspeed_gear.ops.records import LogEntry, Resolution, Slot
 from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates, UpdatePart
 from deepspeed_gear.sampling.priority_log import check_priorities
-from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.priority_masses import PriorityMasses
 
 
 def as_given(
@@ -40,7 +40,7 @@ def as_given(
 
 def report(
     tables: Sequence[PriorityMasses],
-    sampler: Sampler,
+    sampler: PriorityOptions,
     batch: Batch,
     priorities: torch.Tensor,
     mask: torch.Tensor | None,
@@ -62,7 +62,6 @@ def report(
         return
     late.drain()
     if values.dim() == 2:
-        assert isinstance(sampler, (PrioritizedSampler, TopKSampler))
         values = reduce_steps(values, mask_of(batch, values, mask), sampler.reduce, sampler.eta)
     _check_size(values, batch, priorities)
     parts, rounded = _parts(tables, batch), as_float32(values)
@@ -76,7 +75,7 @@ def report(
 
 def _report_later(
     tables: Sequence[PriorityMasses],
-    sampler: Sampler,
+    sampler: PriorityOptions,
     batch: Batch,
     values: torch.Tensor,
     mask: torch.Tensor | None,
@@ -87,7 +86,6 @@ def _report_later(
     refuse_capture("update_priorities", rule, "call it behind the graph")
     given, faults = values, values.new_zeros(2, dtype=torch.float32)
     if values.dim() == 2:
-        assert isinstance(sampler, (PrioritizedSampler, TopKSampler))
         chosen, differ = _mask_unseen(batch, values, mask)
         none_counts = ~chosen.any(1)
         empty = torch.where(
@@ -287,8 +285,18 @@ def report_by_id(
     priorities: torch.Tensor | Sequence[float],
     steps: Sequence[int] | torch.Tensor | None,
     reports: bool,
+    shard_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> int:
-    """Report priorities of items by id; see `Replay.set_priorities`."""
+    """Report priorities of items by id; see `Replay.set_priorities`.
+
+    Args:
+        masses: Of the training stream.
+        ids: As there.
+        priorities: As there.
+        steps: As there.
+        reports: Whether this rank reports.
+        shard_of: Ids -> shard that has each, -1 for none; None: this store has all. [n] -> [n], int64.
+    """
     numbers, anchors = _items(masses, ids, steps)
     given = arguments.tensor("priorities", priorities)
     if tuple(given.shape) != numbers.shape:
@@ -298,8 +306,8 @@ def report_by_id(
     with masses.table.lock:
         updates, known = masses.handles_of(numbers, anchors)
     shard = masses.table.spec.shard
-    if masses.shard_of is not None and shard is not None:
-        updates, known = _over_nodes(masses.shard_of(numbers), shard.index, numbers, updates, known)
+    if shard_of is not None and shard is not None:
+        updates, known = _over_nodes(shard_of(numbers), shard.index, numbers, updates, known)
     if reports:
         masses.reports.add_items(updates[known], values[known], LogEntry.BY_ID)
     return int(known.sum())

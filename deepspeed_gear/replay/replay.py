@@ -6,40 +6,47 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, overload
 
 import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.actors.inference_loader import InferenceLoader
+from deepspeed_gear.actors.inference_loader import InferenceLoader, open_loader
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.checkpoint import checkpoint
 from deepspeed_gear.config import GearConfig
+from deepspeed_gear.config.sampler_options import PriorityOptions
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
-from deepspeed_gear.replay import priority_updates, replay_statistics
-from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates
+from deepspeed_gear.replay import priority_updates, replay_statistics, table_edits
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader
-from deepspeed_gear.replay.builder import agree_on, build, refuse_device, release
+from deepspeed_gear.replay.builder import build
 from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.clamp_warnings import warnings_of
 from deepspeed_gear.replay.evaluation import Evaluation
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.tables import Tables
+from deepspeed_gear.replay.replay_plan import make_plan, refuse_device
+from deepspeed_gear.replay.table_access import TableAccess
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.process_bound import ProcessBound
+from deepspeed_gear.store.table import Table
+from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.late_columns import fill
+from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
+from deepspeed_gear.writer.vector_writer import VectorWriter
 
 Ids = Sequence[int] | torch.Tensor
 T = TypeVar("T")
 
 
-class Replay(Tables):
+class Replay(ProcessBound):
     """The replay system of a config, on the ranks of a process group.
 
     Construction, `iterator` of a split, `state_dict`, `load_state_dict` and `close` are collective. One
@@ -77,58 +84,45 @@ class Replay(Tables):
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         if not isinstance(turns, str) or turns not in get_args(Turns):
             raise ConfigError("turns", f"must be one of {', '.join(get_args(Turns))}", turns)
-        plan = agree_on(config, process_group, schemas, info, place)
+        plan = make_plan(config, process_group, schemas, info, place)
         self.config, self.topology, self.batch_info = plan.config, plan.topology, plan.info
         refuse_device(plan)
         self.datasets, self.schemas, self.fields = plan.datasets, plan.schemas, plan.fields
         self.device = to
-        parts = build(plan, None if info is None else turns, engine_dtype, self.device)
-        self._parts, self._maker, self._train = parts, parts.maker, parts.train
-        self.tables, self._streams = parts.tables, parts.streams
-        self._place, self._closed = plan.topology.place, False
+        parts = self._parts = build(plan, None if info is None else turns, engine_dtype, to)
+        self.tables, self._place, self._closed = parts.tables, plan.topology.place, False
         self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
-        self._inserters = {}
+        self._access = TableAccess(parts)
         self._loaders: list[InferenceLoader] = []
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
-        self._writers = weakref.WeakSet()
-        self.metrics, self._late = Metrics(), AsyncPriorityUpdates(plan.config.timeout_s)
+        self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
+        self.metrics, self._late_updates = Metrics(), parts.resources.late_updates
         self._passes = Evaluation(parts)
-        self._feed = BatchLoader(
-            plan.config,
-            self._train,
-            parts.mixture,
-            parts.maker,
-            plan.info,
-            self._place.data_rank,
-            plan.topology.rank == 0,
-            self.metrics,
-            None if turns == "schedule" else parts.status,
-            "micro" if turns == "schedule" else turns,
-            parts.check,
-            self._late.check,
-        )
-        leads_node = plan.topology.leads_node  # each for its own store
-        self._warnings = warnings_of(self._train) if leads_node else []
-        self._questions = Readiness(parts, self.config.timeout_s, self._feed)
-        self._finalizer = weakref.finalize(
-            self,
-            release,
-            self._feed.prefetchers,
-            parts.all_streams,
-            parts.tables,
-            plan.exchange,
-            parts.status,
-            parts.links,
-            parts.watch,
-            parts.maker,
-            self._late,
-        )
+        self._loader = BatchLoader(parts, self.metrics, turns)
+        self._warnings = (
+            warnings_of(parts.train) if plan.topology.leads_node else []
+        )  # each for its own store
+        self._questions = Readiness(parts, self._loader)
+        self._finalizer = weakref.finalize(self, parts.resources.release)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the Replay", "must be open", None, "it was closed")
+
+    def _table(self, name: str | None) -> Table:
+        self._check_open()
+        return self._access.find(name)
+
+    @property
+    def _sampled(self) -> list[Table]:
+        self._check_open()
+        return self._access.sampled
 
     @property
     def streams(self) -> dict[str, BatchStream]:
         """The streams of the first sampled table by name: "train", and one for each split."""
         self._check_open()
-        return self._streams[self.config.sampled_tables[0]]
+        return self._parts.streams[self.config.sampled_tables[0]]
 
     @property
     def transform(self) -> Transform | None:
@@ -138,12 +132,173 @@ class Replay(Tables):
         them is the same for any number of ranks. They are on the batch's device.
         """
         self._check_open()
-        return self._maker.transform
+        return self._parts.assembler.transform
 
     @transform.setter
     def transform(self, transform: Transform | None) -> None:
         self._check_open()
-        self._maker.transform = None if transform is None else arguments.function("transform", transform)
+        self._parts.assembler.transform = (
+            None if transform is None else arguments.function("transform", transform)
+        )
+
+    # ---- tables --------------------------------------------------------------------------------
+
+    def add(self, trajectory: Mapping[str, Any], table: str | None = None) -> int:
+        """Store a trajectory; batches from the next cut on may hold it.
+
+        Args:
+            trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
+            table: Which table; None for the sampled one.
+        Returns:
+            Its id.
+        Raises:
+            DataError: It does not fit the schema; nothing has changed.
+            StoreFullError: There is no room.
+        """
+        self._check_open()
+        return self._access.add(trajectory, table)
+
+    def set_version(self, version: int, table: str | None = None) -> None:
+        """Say which version the learner's policy has now; steps that are too far behind go at the next cut.
+
+        With `on_stale = "wait"` it waits until no actor's open trajectory would fall too far behind. Any rank
+        may say it, each node's ranks for its own store.
+
+        Raises:
+            ConfigError: The table has no versions.
+            NotReadyError: This process has such a trajectory open, or an actor has not ended it in time.
+        """
+        self._check_open()
+        version = arguments.count("version", version, least=0)
+        table_edits.set_policy_version(self._table(table), version, self._parts.context)
+
+    def fill(self, number: int, table: str | None = None, **columns: Any) -> None:
+        """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
+
+        Args:
+            number: Id of the trajectory.
+            table: Which table; None for the sampled one.
+            **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
+        Raises:
+            DataError: A column is not late, was written already, or does not fit; nothing has changed.
+            StoreError: The trajectory is not stored on this node.
+        """
+        self._check_open()
+        fill(self._table(table), number, columns, self.config.timeout_s)
+
+    @overload
+    def writer(self, envs: None = None, table: str | None = None) -> TrajectoryWriter: ...
+
+    @overload
+    def writer(
+        self, envs: Any, table: str | None = None, autoreset: Autoreset | None = None
+    ) -> VectorWriter: ...
+
+    def writer(
+        self, envs: Any = None, table: str | None = None, autoreset: Autoreset | None = None
+    ) -> TrajectoryWriter | VectorWriter:
+        """Return a writer for simulators in this process.
+
+        Where a rank writes, `sample` never waits for items: it raises NotReadyError, and `can_sample` says
+        whether it would.
+
+        Args:
+            envs: A number of environments, or an environment: what takes their steps; None: what takes
+                trajectories.
+            table: Which table; None for the sampled one.
+            autoreset: As `TrajectoryWriter.vector`; with a number of environments it must be given.
+        Raises:
+            DataError: No autoreset mode is given, or not that of the environment.
+            StoreError: The table holds a data set.
+        """
+        self._check_open()
+        target = self._table(table)
+        if envs is not None:
+            resolve(envs, autoreset)  # raises before this process counts as one that writes
+        self._access.note_writer(target)
+        writer = TrajectoryWriter(target, self._access.inserter(table))
+        self._writers.add(writer)
+        return writer if envs is None else writer.vector(envs, autoreset)
+
+    def inference_loader(
+        self,
+        batch_size: int,
+        timeout: float | None = None,
+        table: str | None = None,
+        *,
+        num_simulators: int | None = None,
+        length: int | None = None,
+        asks: Sequence[str] | None = None,
+        answers: Sequence[str] | None = None,
+    ) -> InferenceLoader:
+        """Return the requests of this node's simulators for actions, in batches; `writer.simulators` asks.
+
+        Args:
+            batch_size: Requests at most.
+            timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
+            table: Which table; None for the sampled one.
+            num_simulators: Most that attach to this rank; None: twice the batch.
+            length: Steps for which each has rows; None: the table's max_length, else 256.
+            asks: Columns that the policy sees; None: the observations.
+            answers: Columns that it gives; None: the actions.
+        Raises:
+            ConfigError, StoreError, StoreFullError: As `replay.inference.open_loader`.
+        """
+        self._check_open()
+        places = num_simulators, length, asks, answers
+        loader = open_loader(self._table(table), self.config, self.device, batch_size, timeout, *places)
+        self._loaders.append(loader)
+        return loader
+
+    def read(
+        self, ids: Sequence[int] | torch.Tensor, table: str | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        """Return copies of whole trajectories: column -> [T, *shape], [T+1, *shape] or [*shape].
+
+        A trajectory that was evicted, as one of a queue when it was sampled, can be read until its rows are
+        freed: once all ranks have their batch, an addition by any process may do that where it needs room.
+
+        Raises:
+            StoreError: An id is not stored, or its rows were freed.
+        """
+        self._check_open()
+        return table_edits.read(self._table(table), ids)
+
+    def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
+        """Remove trajectories from the next cut on; ids that are not stored are ignored.
+
+        Returns:
+            How many were removed.
+        Raises:
+            StoreError: The table holds a data set.
+        """
+        self._check_open()
+        target = self._table(table)
+        return table_edits.remove(target, ids)
+
+    def clear(self, table: str | None = None) -> None:
+        """Remove everything from a table; an epoch that is under way ends.
+
+        Raises:
+            StoreError: The table holds a data set.
+        """
+        self._check_open()
+        target = self._table(table)
+        table_edits.clear(target, self._access.streams(target))
+
+    @property
+    def run(self) -> str:
+        """Id of the run, the same on all ranks: `run=` or GEAR_RUN of an actor that is to write into it."""
+        return self._table(self.config.sampled_tables[0]).run.id
+
+    def __len__(self) -> int:
+        """Return the number of trajectories in this node's stores of the sampled tables."""
+        return sum(table.num_trajectories for table in self._sampled)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in this node's stores of the sampled tables."""
+        return sum(table.num_steps for table in self._sampled)
 
     # ---- sampling --------------------------------------------------------------------------------
 
@@ -164,7 +319,7 @@ class Replay(Tables):
                 ranks. The next call tries again.
         """
         self._check_reads()
-        batch = self._feed.next()
+        batch = self._loader.next()
         for warning in self._warnings:
             warning.check()
         return batch
@@ -175,7 +330,7 @@ class Replay(Tables):
         As where simulators run in the training ranks: collect while it is False, and sample once it is True.
         """
         self._check_reads()
-        return self._questions.ask(self._feed.next_key)
+        return self._questions.ask(self._loader.next_key)
 
     def agree(self, action: Callable[[], T]) -> T:
         """Take a turn of the ranks that an engine trains together; alone, only do it.
@@ -188,8 +343,8 @@ class Replay(Tables):
         """
         self._check_open()
         arguments.function("action", action)
-        status = self._parts.status
-        return action() if status is None else status.agree(action, self._feed.take_digest)
+        status = self._parts.barrier
+        return action() if status is None else status.agree(action, self._loader.take_digest)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.iterator()
@@ -261,8 +416,10 @@ class Replay(Tables):
                 "priorities", rule, list(priorities.shape), "reduce them over the sequence ranks"
             )
         assert batch is not None  # as_given has looked
-        self._late.check()
-        priority_updates.report(masses, self.config.item_sampler, batch, priorities, mask, self._late)
+        self._late_updates.check()
+        options = self.config.item_sampler
+        assert isinstance(options, PriorityOptions)  # as the sampler has priorities
+        priority_updates.report(masses, options, batch, priorities, mask, self._late_updates)
 
     def set_priorities(
         self,
@@ -284,9 +441,11 @@ class Replay(Tables):
             ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
         """
         self._check_open()
-        self._late.drain()
-        report = self._place.reports
-        return priority_updates.report_by_id(self._priorities(table), ids, priorities, steps, report)
+        self._late_updates.drain()
+        masses, placement = self._priorities(table), self._parts.plan.placement
+        name = masses.table.spec.name
+        shard_of = partial(placement.shard_of, name) if name in placement.spread else None
+        return priority_updates.report_by_id(masses, ids, priorities, steps, self._place.reports, shard_of)
 
     def priorities(self, ids: Ids, steps: Ids | None = None, table: str | None = None) -> torch.Tensor:
         """Return the priorities that the latest cut has drawn with, 0 for what is gone. [n], float32."""
@@ -299,8 +458,9 @@ class Replay(Tables):
 
     def _priorities(self, table: str | None) -> PriorityMasses:
         name = self._table(table).spec.name
-        masses = self._streams[name][TRAIN].masses if name in self._streams else None
-        if not isinstance(masses, PriorityMasses):
+        streams = self._parts.streams[name]
+        masses = streams[TRAIN].state.priorities if TRAIN in streams else None
+        if masses is None:
             raise ConfigError(
                 "gear.sampler.kind",
                 'must be "prioritized" or "top_k" for priorities to be reported',
@@ -323,7 +483,7 @@ class Replay(Tables):
         comes again.
         """
         self._check_open()
-        return checkpoint.state_of(self._parts, self._feed, self._passes.begun)
+        return checkpoint.state_of(self._parts, self._loader, self._passes.begun)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Write what was added to tables, priorities and the position; return the position. Collective.
@@ -342,10 +502,10 @@ class Replay(Tables):
         """
         self._check_open()
         path = arguments.folder("folder", folder)
-        self._parts.plan.exchange.agree("what was reported", self._late.drain)
+        self._parts.plan.exchange.agree("what was reported", self._late_updates.drain)
         at = os.path.realpath(path)
         kept = self._last_saves.get(at)
-        state = checkpoint.save(self._parts, self._feed, self._passes.begun, Path(at), kept)
+        state = checkpoint.save(self._parts, self._loader, self._passes.begun, Path(at), kept)
         self._last_saves[at] = state
         return state
 
@@ -369,7 +529,7 @@ class Replay(Tables):
         known = checkpoint.newest_state(self._parts, at) if state is None else state
         self._drain_and_check(known)
         loading = checkpoint.read(self._parts, at, known)
-        self._passes.begun = checkpoint.go_on(self._parts, self._feed, known)
+        self._passes.begun = checkpoint.go_on(self._parts, self._loader, known)
         checkpoint.replace(self._parts, loading)
         if known["save"] is not None:
             self._last_saves[str(at)] = dict(known)
@@ -383,10 +543,10 @@ class Replay(Tables):
         self._check_open()
         arguments.mapping("state", state, "give what state_dict or save has returned")
         self._drain_and_check(state)
-        self._passes.begun = checkpoint.go_on(self._parts, self._feed, state)
+        self._passes.begun = checkpoint.go_on(self._parts, self._loader, state)
 
     def _drain_and_check(self, state: Mapping[str, Any]) -> None:
-        self._parts.plan.exchange.agree("what was reported", self._late.drain)
+        self._parts.plan.exchange.agree("what was reported", self._late_updates.drain)
         checkpoint.check(self._parts, state)
 
     def take_metrics(self) -> dict[str, float]:
@@ -398,10 +558,14 @@ class Replay(Tables):
         this rank wait, in all.
         """
         self._check_open()
-        taken = self.metrics.take(self._maker.counters)
-        if any(stream.is_gated for stream in self._train):
-            taken["rate_wait_s"] = sum(stream.gate_wait.total_s for stream in self._train)
-        return {**taken, **self._parts.links.take_metrics(), **replay_statistics.of_last_batch(self._train)}
+        taken = self.metrics.take(self._parts.assembler.counters)
+        if any(stream.state.may_wait for stream in self._parts.train):
+            taken["rate_wait_s"] = sum(stream.state.limiter_wait.total_s for stream in self._parts.train)
+        return {
+            **taken,
+            **self._parts.exchange.take_metrics(),
+            **replay_statistics.of_last_batch(self._parts.train),
+        }
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes of the store, how the training stream draws, and times since the last call.
@@ -413,10 +577,10 @@ class Replay(Tables):
             **replay_statistics.of_store(self._sampled),
             "batches": self.metrics.num_batches,
             "digest": self.metrics.digest,
-            **replay_statistics.of_priorities(self._train),
+            **replay_statistics.of_priorities(self._parts.train),
             **self.take_metrics(),
-            **replay_statistics.of_selection(self._train),
-            **self._maker.describe(),
+            **replay_statistics.of_selection(self._parts.train),
+            **self._parts.assembler.describe(),
         }
 
     # ---- end -------------------------------------------------------------------------------------
@@ -444,17 +608,13 @@ class Replay(Tables):
             for loader in self._loaders:
                 loader.close()
             self._finalizer()
-            self._let_go()
+            self._drop()
 
-    def _let_go(self) -> None:
+    def _drop(self) -> None:
         """Drop what looks into the stores: their memory is free unless the program holds a part of it."""
-        parts, feed = self._parts, self._feed
         self.__dict__.pop("_all_priorities", None)
-        self.tables, self._streams, self._inserters, self._loaders, self._train = {}, {}, {}, [], []
-        self._warnings = []
-        del self._parts, self._maker, self._passes, self._feed, self._questions
-        for hub in (*parts.all_streams, parts, feed):  # all else refers to these, and they to all else:
-            vars(hub).clear()  # without this the memory would stay until the next collection of garbage
+        self.tables, self._loaders, self._warnings = {}, [], []
+        del self._parts, self._access, self._passes, self._loader, self._questions
 
     def __enter__(self) -> Replay:
         return self

@@ -12,7 +12,6 @@ import torch
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.sample_counts import RecentSelections, recent_cuts
-from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
 from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.slot_sets import distinct
@@ -38,8 +37,8 @@ def of_priorities(streams: Sequence[BatchStream]) -> dict[str, int]:
     """Return how many reports were applied, ignored and clamped; nothing without priorities."""
     found: Counter[str] = Counter()
     for stream in streams:
-        if isinstance(stream.masses, PriorityMasses):
-            found.update(stream.masses.statistics())
+        if stream.state.priorities is not None:
+            found.update(stream.state.priorities.statistics())
     return dict(found)
 
 
@@ -104,7 +103,7 @@ def _weights(stream: BatchStream, cut: RecentSelections) -> torch.Tensor:
     weight = torch.ones(len(cut.records))
     if stream.spec.priorities is not None and len(cut.records):
         head = cut.head
-        stream.ops.importance_(
+        stream.table.ops.importance_(
             weight, cut.records, head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
         )
     return weight
@@ -156,18 +155,19 @@ def _batches_since(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
 
 def _histogram(stream: BatchStream) -> dict[int, int] | None:
     """Count the priorities of the items that can be drawn: k stands for [2^k, 2^(k+1))."""
-    if not isinstance(stream.masses, PriorityMasses):
+    masses = stream.state.priorities
+    if masses is None:
         return None
-    values = stream.masses.values[stream.masses.leaves > 0]
+    values = masses.values[masses.leaves > 0]
     bins, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
     return dict(zip(bins.tolist(), counts.tolist(), strict=True))
 
 
 def _draws(stream: BatchStream) -> dict[str, float] | None:
     """Return mean, maximum, and the fraction of items that were never drawn, of those that can be."""
-    if stream.draws is None:
+    if stream.state.counts is None:
         return None
-    counts = stream.draws.drawable(stream.masses)
+    counts = stream.state.counts.drawable(stream.masses)
     if not len(counts):
         return None
     return {**_mean_and_max(counts), "never": float((counts == 0).mean())}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,23 +11,23 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.errors import StoreError
+from deepspeed_gear.context import Context
+from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.store.eviction import Evictor, quiet
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.records import SlotRetention
+from deepspeed_gear.store.records import Control, Peer, SlotRetention
 from deepspeed_gear.store.slot_sets import distinct
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 
+_POLL_S = 500e-6
+
 
 def inserter_of(
-    table: Table,
-    streams: list[BatchStream],
-    max_length: int | None,
-    timeout_s: float,
-    check: Callable[[], None] = lambda: None,
+    table: Table, streams: list[BatchStream], max_length: int | None, context: Context
 ) -> Inserter:
     """Return what adds trajectories to a table, so that all its streams know them from their next cut on.
 
@@ -34,8 +35,7 @@ def inserter_of(
         table: With a capacity.
         streams: Those that draw from it.
         max_length: Steps of the longest trajectory.
-        timeout_s: Longest wait for room.
-        check: Called while it waits; raises to end the wait.
+        context: Longest wait for room, and the check while it waits.
     """
     refuse_read_only(table)
     name, rules = f"table {table.spec.name}", [stream.spec.rule for stream in streams]
@@ -47,14 +47,15 @@ def inserter_of(
             masses.of(np.array([slot]))
 
     readers, more = SelectionPins(table), committed if custom else None
-    return Inserter(table, readers, timeout_s, max_length, tuple(checks), more, True, check)
+    return Inserter(table, readers, context, max_length, tuple(checks), more, True)
 
 
 def add(
     table: Table, streams: list[BatchStream], trajectory: Mapping[str, Any], max_length: int | None
 ) -> int:
     """Store a trajectory. Returns its id."""
-    return inserter_of(table, streams, max_length, table.lock.timeout_s).add(trajectory)
+    context = Context(timeout_s=table.lock.timeout_s)
+    return inserter_of(table, streams, max_length, context).add(trajectory)
 
 
 def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -96,7 +97,7 @@ def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
     """Retire trajectories; ids that are not stored are ignored. Returns how many there were."""
     refuse_read_only(table)
     numbers = arguments.integers("ids", ids)
-    room = Evictor(table, SelectionPins(table), table.lock.timeout_s)
+    room = Evictor(table, SelectionPins(table), Context(timeout_s=table.lock.timeout_s))
     with quiet(table, table.lock.timeout_s):
         slots = table.slots_of(numbers)
         slots = distinct(slots[slots >= 0])
@@ -108,13 +109,49 @@ def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
 def clear(table: Table, streams: list[BatchStream]) -> None:
     """Retire everything and end the epoch."""
     refuse_read_only(table)
-    room = Evictor(table, SelectionPins(table), table.lock.timeout_s)
+    room = Evictor(table, SelectionPins(table), Context(timeout_s=table.lock.timeout_s))
     with quiet(table, table.lock.timeout_s):
         for slot in np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0].tolist():
             room.retire(slot)
         for stream in streams:
-            stream.restart()
+            stream.state.end_epoch()
         room.free_retired()
+
+
+def set_policy_version(table: Table, version: int, context: Context) -> None:
+    """Set the policy version of a node's store; it never falls.
+
+    Args:
+        table: With versions.
+        version: The new one.
+        context: Longest wait for open trajectories, and the check while it waits.
+    Raises:
+        ConfigError: The table has no versions.
+        NotReadyError: This process has an open trajectory that is too old, or another one for too long.
+    """
+    name, life = f"table {table.spec.name}", table.spec.life
+    if life.version_column is None:
+        rule, remedy = "must have versions", f"set gear.tables.{table.spec.name}.version"
+        raise ConfigError(name, rule, None, remedy)
+    staleness, until = Staleness(table), time.monotonic() + context.timeout_s
+    while True:
+        with table.lock:
+            behind = staleness.open_behind(version) if life.waits else []
+            if not behind:
+                table.control[Control.POLICY_VERSION] = max(
+                    int(table.control[Control.POLICY_VERSION]), version
+                )
+                return
+            processes = [int(table.peers[peer, Peer.PID]) for peer in behind]
+        rule = f"must have no open trajectory more than {life.max_lag} versions behind {version}"
+        if table.memory.peer in behind:
+            raise NotReadyError(name, rule, None, "end this process's own trajectories first")
+        if time.monotonic() > until:
+            raise NotReadyError(
+                name, f"{rule}, within {context.timeout_s:g} s", processes, "look at these actors"
+            )
+        context.check()
+        time.sleep(_POLL_S)
 
 
 def _as_column(rows: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

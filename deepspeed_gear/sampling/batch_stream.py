@@ -1,244 +1,230 @@
-"""A stream: the global batches of one purpose (train, eval), cut once per node and read by all its ranks.
+"""Batch stream: the global batches of one purpose (train, eval), selected once per node and read by its ranks.
 
-Everything lies in the store: the tree of masses, the changes that wait for a cut, the position, and a ring
-of the latest cuts with what their draws resolved to. Whoever first asks for a global batch makes its cut,
-under the store's lock; the others read the result. So all ranks use one resolution, and a tree never
-changes under a draw.
+The process that first asks for a global batch makes its selection under the store's lock; the others read it
+from a ring in the store. So all ranks use one selection, and a tree of masses never changes under a draw.
 
-Order of a cut, so that a process may die at any instruction: queued masses go into the tree (repeatable),
-the draws into a ring entry that is marked empty, then the entry's key (the commit point), then the
-position.
-
-Ranks that sample side by side would wait for each other's cuts in every step. So they draw ahead for the
-next cut, in turn, as long as nothing has changed: Position.AHEAD is the global batch whose draws lie in its
-ring entry already. Any change forgets them; the cut itself is made by whoever asks for it, as ever.
-
-Where a table lies on several nodes, one process of each node makes the cuts together with those of the other
-nodes (`selector`); the others of the node follow it. If it cannot make one, they read why in a notice.
+Where a table lies on several nodes, one process of each node makes the selections together with those of the
+other nodes; the other processes of the node follow it (`follows`). If it cannot make one, they read why.
 """
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from deepspeed_gear.errors import PeerError, StoreError
-from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.sampling.global_rate_gate import GlobalRateGate
-from deepspeed_gear.sampling.local_selector import GateClosedError, LocalSelector
-from deepspeed_gear.sampling.rate_gate import EmptyError, GateWait, RateGate
-from deepspeed_gear.sampling.rate_waiting import IDLE_S, Gated
-from deepspeed_gear.sampling.sample_counts import SampleCounts
-from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
-from deepspeed_gear.sampling.selecting import Drawing
-from deepspeed_gear.sampling.selection import Selection, StreamSpec
-from deepspeed_gear.sampling.selection_failure import SelectionFailure
+from deepspeed_gear.sampling.local_selector import LocalSelector, RateLimitedError
+from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
+from deepspeed_gear.sampling.select import SelectionMaker
+from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.sampling.selection_readers import SelectionReaders
-from deepspeed_gear.sampling.staleness import Staleness
-from deepspeed_gear.sampling.stream_kinds import DRAWS, ORDERS, masses_of
+from deepspeed_gear.sampling.stream_state import TRAIN, StreamState
 from deepspeed_gear.store.records import Control
-from deepspeed_gear.store.stream_records import NEVER_LATE, NOTHING, Head, Position
-from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.stream_records import NEVER_LATE, Head, Position
 
+__all__ = ["TRAIN", "BatchStream"]
 _POLL_S = 100e-6
-TRAIN = "train"
-_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
+_IDLE_S, _MOST_PAUSE_S = 500e-6, 8e-3
+_LISTEN_S = 0.02  # after which a wait looks whether it is to end
+_CLEAN_S = 1.0  # how often a selection looks for writers that have died
 
 
-class BatchStream(Drawing, Gated):
-    """A stream in this process.
+class BatchStream:
+    """A batch stream in this process.
 
-    Process safety: `cut` and `queue` want the table's lock; `take` and `consume` take it themselves.
+    Process safety: `get` and `release` take the table's lock themselves; `can_select` and `prepare` want it.
+
+    Args:
+        state: What of the stream lies in the store.
+        selector: The items, of this store or of all nodes; None: of this store.
+        check: Called while `get` waits; raises to end the wait.
+        follows: Whether another process of the node makes the selections.
+        num_items: Items of all nodes together; None: this store holds all.
     """
 
-    def __init__(self, spec: StreamSpec, table: Table) -> None:
-        self.spec, self.table, self.ops = spec, table, table.ops
-        views = table.views
-        self.masses = masses_of(spec)(spec, table)
-        self.selector = LocalSelector(spec, self.masses)  # where several nodes hold the table: theirs
-        self.notice = SelectionFailure(spec, table) if spec.together else None
-        self.num_items_of_all: int | None = None  # where several nodes hold a data set
-        self.follows = False  # another process of the node makes the cuts
-        self.draws = SampleCounts(spec, table) if spec.count_draws else None
-        self.position: np.ndarray = views[spec.at + "position"]
-        self.consumed: np.ndarray = views[spec.at + "consumed"]
-        self.heads: np.ndarray = views[spec.at + "heads"]
-        self._ring_words: np.ndarray = views[spec.at + "ring"]
-        self.ring = torch.from_numpy(self._ring_words)
-        self.epochs = torch.from_numpy(views[spec.at + "epochs"])
-        # Words one by one: behind a batch that has emptied the caches, a NumPy call takes 10 us and more.
-        self._words: memoryview = self.position.data
-        self._control: memoryview = table.control.data
-        self._heads: list[memoryview] = [head.data for head in self.heads]
-        self._entries = list(zip(self.ring, self.epochs, strict=True))
-        self.origins = torch.from_numpy(views[spec.at + "origins"]) if spec.num_shards > 1 else None
-        self._drawn_masses = [entry[:, Resolution.MASS] for entry in self._ring_words]
-        self._coordinates = torch.empty(spec.batch, dtype=torch.int64)
-        self._consumed_words: memoryview = self.consumed.data
-        self._peer, self._num_peers = table.memory.peer, len(self.consumed)
-        on_line = table.spec.dataset is None
-        self.last_drawn: np.ndarray | None = views.get(spec.at + "last_drawn")  # cut of each slot
-        self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
-        self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
-        self._is_online, self._look_again = on_line, 0.0
-        trains = spec.name == TRAIN and on_line
-        staleness = Staleness(table) if trains else None
-        self._staleness = staleness if staleness is not None and staleness.is_limited else None
-        if self.draws is not None or self._staleness is not None:
-            self.masses.on_change = self._note_new
-        gate = RateGate(spec, table, self.masses, self.position) if trains else None
-        self._gate, self._is_limited = gate, gate is not None and not gate.is_plain
-        self._bells = None if not trains or table.ops.native is None else table.bells
-        self.gate_wait = GateWait()
-        self.joint = None
-        if self._gate is not None and self.is_gated and spec.num_shards > 1:
-            self.joint = GlobalRateGate(table, self._gate, self.position, self.gate_wait)
-        self._pause_s = IDLE_S
-        self.collects_here = False
-        self.stopped = False  # set by another thread: ends a wait of `take`
-        self.check: Callable[[], None] = lambda: None  # called while `take` waits: raises to end it
-        self._timeout_s = table.lock.timeout_s
-        self.peers = SelectionReaders(spec, table, self.consumed, self._timeout_s)
-        table.on_recover(self._recover)
+    def __init__(
+        self,
+        state: StreamState,
+        selector: LocalSelector | None = None,
+        check: Callable[[], None] = lambda: None,
+        follows: bool = False,
+        num_items: int | None = None,
+    ) -> None:
+        self.state, self.spec, self.table, self.masses = state, state.spec, state.table, state.masses
+        self.selector = LocalSelector(state) if selector is None else selector
+        self.follows = follows
+        self._check, self._num_items = check, num_items
+        self._maker = SelectionMaker(state, self.selector)
+        self._words, self._control, self._heads = state.words, state.control, state.head_words
+        self._released: memoryview = state.consumed.data
+        self._peer, self._num_peers = self.table.memory.peer, len(state.consumed)
+        self._timeout_s = self.table.lock.timeout_s
+        self.readers = SelectionReaders(self.spec, self.table, state.consumed, self._timeout_s)
+        self._limits_here = state.is_limited and state.joint_limiter is None
+        self._writes_here = False  # this process writes too: it must not wait for itself
+        self._events = None
+        if self.table.ops.native is not None and self._is_online and self.spec.name == TRAIN:
+            self._events = self.table.bells
+        self._pause_s, self._next_cleaning = _IDLE_S, 0.0
+
+    @property
+    def _is_online(self) -> bool:
+        return self.table.spec.dataset is None
 
     @property
     def num_items(self) -> int:
         """Sum of all masses, all nodes together: of a pass, its items."""
-        return self.masses.total if self.num_items_of_all is None else self.num_items_of_all
+        return self.masses.total if self._num_items is None else self._num_items
 
-    # ---- changes ---------------------------------------------------------------------------------
+    # ---- selections ------------------------------------------------------------------------------
 
-    def initialise(self) -> None:
-        """Set masses and position in new memory, before it is linked."""
-        self.heads[:, Head.KEY] = self.position[Position.AHEAD] = NOTHING
-        if self.last_drawn is not None:
-            self.last_drawn[:] = NOTHING
-        self.masses.initialise()
-
-    def _recover(self) -> None:
-        """Make the stream whole after a process died inside the store."""
-        self.position[Position.AHEAD] = NOTHING
-        self.position[Position.RECOVERED] = self.table.control[Control.RECOVERIES]
-        if self._gate is not None and self._gate.most:
-            self._gate.retire_used_up()
-        self.masses.recover()
-        newest = int(self.heads[:, Head.KEY].argmax())
-        if (
-            self.heads[newest, Head.KEY] >= self.position[Head.KEY]
-            and self.heads[newest, Head.KEY] != NOTHING
-        ):
-            self._advance(newest)
-
-    def catch_up(self) -> None:
-        """Make the stream whole if a process without streams has found a dead one. Wants the lock."""
-        if self._words[Position.RECOVERED] != self._control[Control.RECOVERIES]:
-            self._recover()
-
-    # ---- cuts ------------------------------------------------------------------------------------
-
-    def take(self, key: int) -> Selection:
-        """Return the cut of a global batch; make it if nobody has.
+    def get(self, key: int) -> Selection:
+        """Return the selection of a global batch; make it if no process has.
 
         Raises:
-            PeerError: A living rank has not consumed an older cut in time.
-            StoreError: No item has mass, or the cut is older than the ring.
+            PeerError: A living rank has not released an older selection in time.
+            NotReadyError: The rate limiter admits none in time.
+            StoreError: No item has mass, or the selection is older than the ring.
         """
-        until = None
-        entry, heard = key % self.spec.depth, 0
+        state, until, awaited = self.state, None, 0
+        entry = key % self.spec.depth
         while self.masses.too_early(key):  # a thread that prepares ahead: as long as a training step takes
             self._check_going_on()
-            time.sleep(IDLE_S)
+            time.sleep(_IDLE_S)
         while True:
             with self.table.lock:
-                self.catch_up()
-                held, at = self._heads[entry][Head.KEY], self._words[Head.KEY]
+                state.catch_up()
+                held = self._heads[entry][Head.KEY]
                 if held == key:
-                    self.gate_wait.end()
-                    return self._seen(key, entry)
-                skips = key > at and self.spec.kind != "pass"
-                if held > key or key < at or skips:
-                    raise StoreError(
-                        f"stream {self.spec.name}: global batch {key}",
-                        "must be the next one or in the ring of cuts",
-                        f"the stream is at {at}",
-                        "ranks of a node must ask for the same batches in the same order",
-                    )
-                late, slow = self.peers.late(held), self.masses.late(key)
+                    state.limiter_wait.end()
+                    return self._read(key, entry)
+                self._check_order(key, held)
+                late, slow = self.readers.late(held), self.masses.late(key)
                 self.prepare(key)
-                alone = self._gate if self._is_limited and self.joint is None else None
-                closed = alone is not None and not late and not alone.is_open(self.count_of(key), False)
-                if closed:
-                    heard = self._listen()
-                ready = not late and not slow and not closed and not self.follows
+                limited = False
+                if self._limits_here and not late and state.limiter is not None:
+                    limited = not state.limiter.is_open(self.spec.num_samples(key), exact=False)
+                if limited:
+                    awaited = self._listen()
+                ready = not late and not slow and not limited and not self.follows
                 empty = None
                 if ready and self.selector.in_store:
                     try:
-                        self._cut(key, entry)
-                        self.gate_wait.end()
-                        return self._seen(key, entry)
-                    except EmptyError as error:
-                        empty, heard = error, self._listen()
+                        self._maker.select(key, entry, self._check_going_on)
+                        state.limiter_wait.end()
+                        return self._read(key, entry)
+                    except NothingToSampleError as error:
+                        empty, awaited = error, self._listen()
             if ready and empty is None:
-                self._cut_together(key, entry)
+                self._select_together(key, entry)
                 continue
             self._check_going_on()
-            if self.follows and self.notice is not None:
-                self.notice.check(key)
-            if closed or empty is not None:
-                self._wait_for_gate(key, heard, empty)
+            if self.follows and state.failure is not None:
+                state.failure.check(key)
+            if limited or empty is not None:
+                self._wait_for_items(key, awaited, empty)
                 continue
-            if self.follows and self._words[Position.LIMITED]:  # the first rank of this node waits
+            if self.follows and self._words[Position.LIMITED]:  # the leader of this node waits
                 until = None
-                self.gate_wait.wait()
+                state.limiter_wait.wait()
             elif until is None:
                 until = time.monotonic() + self._timeout_s
-                self.peers.wait_awake(held + 1)
+                self.readers.wait_awake(held + 1)
                 self.masses.wait_awake(key)
                 continue
             elif time.monotonic() > until and {*late, *slow} != {self._peer}:  # its own device will get there
                 raise self._too_late(key, late, slow)
             time.sleep(_POLL_S)
 
-    def may_cut(self, key: int) -> bool:
-        """Return whether a global batch has been cut, or could be cut now from this store. Wants the lock."""
-        self.catch_up()
+    def release(self, key: int) -> None:
+        """Note that this process needs nothing more of all selections up to `key`."""
+        self._released[self._peer] = key + 1
+
+    def leave(self) -> None:
+        """Note that this process reads nothing, so that no process waits for it. `seek` forgets it."""
+        self.state.consumed[self._peer] = NEVER_LATE
+        self.masses.ask(NEVER_LATE)
+
+    def can_select(self, key: int) -> bool:
+        """Return whether a global batch is selected, or could be now from this store. Wants the lock."""
+        self.state.catch_up()
         if self.prepare(key):
             return True
-        gate = self._gate
-        return self.masses.will_have_mass() if gate is None else gate.is_open(self.count_of(key))
+        limiter = self.state.limiter
+        if limiter is None:
+            return self.masses.will_have_mass()
+        return limiter.is_open(self.spec.num_samples(key))
 
-    def _note_new(self, slots: np.ndarray) -> None:
-        """Take note of slots that hold something new."""
-        if self.draws is not None:
-            self.draws.forget(slots)
-        if self._staleness is not None:
-            self._staleness.note_versions(slots)
+    def prepare(self, key: int) -> bool:
+        """Evict what the table must not hold for a global batch; return whether that is selected already.
+
+        Stale trajectories, and now and then what writers have left that died. Wants the lock.
+        """
+        if key < self._words[Head.KEY]:
+            return True
+        if self._is_online and time.monotonic() > self._next_cleaning:
+            self.table.unfinished.end_abandoned()
+            self._next_cleaning = time.monotonic() + _CLEAN_S
+        if self.state.staleness is not None and not self._control[Control.SELECTING]:
+            self.masses.take_changes()
+            self.state.staleness.drop(key)
+        return False
+
+    def note_writer(self) -> None:
+        """Note that this process writes too: it must not wait for items that it would add itself."""
+        self._writes_here = True
+        if self.state.joint_limiter is not None:
+            self._words[Position.WRITES] = 1
+
+    def _check_order(self, key: int, held: int) -> None:
+        at = self._words[Head.KEY]
+        skips = key > at and not self.spec.sampler.is_pass
+        if held > key or key < at or skips:
+            raise StoreError(
+                f"stream {self.spec.name}: global batch {key}",
+                "must be the next one or in the ring of selections",
+                f"the stream is at {at}",
+                "ranks of a node must ask for the same batches in the same order",
+            )
 
     def _check_going_on(self) -> None:
-        if self.stopped:
-            raise StoreError(
-                f"stream {self.spec.name}", "must be open", None, "it was closed while it waited"
-            )
-        self.check()
+        if self.state.stop.is_set():
+            rule = "it was closed while it waited"
+            raise StoreError(f"stream {self.spec.name}", "must be open", None, rule)
+        self._check()
 
-    def _cut_together(self, key: int, entry: int) -> None:
+    def _read(self, key: int, entry: int) -> Selection:
+        state = self.state
+        if (key + 1) % self._num_peers == self._peer:
+            self._draw_ahead(key + 1)
+        origins = None if state.origins is None else state.origins[entry]
+        head: list[int] = self._heads[entry][: Head.NUM_SET].tolist()
+        return Selection(key, head, *state.entries[entry], origins)
+
+    def _draw_ahead(self, key: int) -> None:
+        """Draw for the next selection, where several ranks want it and none of them reads its ring entry."""
+        if self._num_peers == 1 or self.follows or self.state.is_limited or not self.selector.in_store:
+            return
+        if self._words[Head.KEY] == key and not self.readers.late(
+            self._heads[key % self.spec.depth][Head.KEY]
+        ):
+            self._maker.draw_ahead(key)
+
+    def _select_together(self, key: int, entry: int) -> None:
+        """Make a selection with the other nodes, without the lock while it waits for them."""
         with self.table.lock:
-            self._control[Control.SELECTING] += (
-                1  # what is drawn from must stay between the exchanges of the cut
-            )
-        is_closed = False
+            self._control[Control.SELECTING] += 1  # its items must stay between the exchanges
+        is_limited = False
         try:
-            self._cut(key, entry)
-        except GateClosedError:
-            is_closed = True
-        except EmptyError as empty:  # on all nodes: the next cut begins with what they agree on
-            is_closed = self.joint is not None
+            self._maker.select(key, entry, self._check_going_on)
+        except RateLimitedError:
+            is_limited = True
+        except NothingToSampleError as empty:  # on all nodes: the next attempt begins with their agreement
+            is_limited = self.state.joint_limiter is not None
             self._forget(entry)
-            if not is_closed:
+            if not is_limited:
                 self._end_wait()
                 self.selector.fail(key, empty.error)
                 raise empty.error from None
@@ -250,135 +236,76 @@ class BatchStream(Drawing, Gated):
         finally:
             with self.table.lock:
                 self._control[Control.SELECTING] -= 1
-        if is_closed:
+        if is_limited:
             self._wait_together()
         else:
             self._end_wait()
 
     def _forget(self, entry: int) -> None:
         with self.table.lock:
-            self._heads[entry][Head.KEY] = NOTHING
+            self._heads[entry][Head.KEY] = -1
 
     def _too_late(self, key: int, late: list[int], slow: list[int]) -> PeerError:
         if late:
-            room = f"find room in the ring of {self.spec.depth} cuts"
-            return self.peers.error(key, late, room, "still needs an older one")
+            rule = f"find room in the ring of {self.spec.depth} selections"
+            return self.readers.error(key, late, rule, "still needs an older one")
         if slow or not self.follows:
-            missing = "has not asked for the batch behind them"
-            return self.peers.error(key, slow, "have the priorities of all ranks", missing)
-        return self.peers.error(key, [0], "be made by the first rank of this node", "has not made it")
+            missing = "has not asked for the batch after them"
+            return self.readers.error(key, slow, "have the priorities of all ranks", missing)
+        return self.readers.error(key, [0], "be selected by the leader of this node", "has not done it")
 
-    def _seen(self, key: int, entry: int) -> Selection:
-        if (key + 1) % self._num_peers == self._peer:
-            self._draw_ahead(key + 1)
-        origins = None if self.origins is None else self.origins[entry]
-        return Selection(key, self._heads[entry][: Head.NUM_SET].tolist(), *self._entries[entry], origins)
+    # ---- waiting for the rate limiter ------------------------------------------------------------
 
-    def consume(self, key: int) -> None:
-        """Say that this process has copied what it needs of all cuts up to `key`."""
-        self._consumed_words[self._peer] = key + 1
+    def _wait_for_items(self, key: int, awaited: int, empty: NothingToSampleError | None = None) -> None:
+        """Wait for items that a selection may sample, until a slot changes but not for long.
 
-    def leave(self) -> None:
-        """Say that this process reads nothing: nobody waits for it. `seek` forgets it."""
-        self.consumed[self._peer] = NEVER_LATE
-        self.masses.ask(NEVER_LATE)
-
-    def _cut(self, key: int, entry: int) -> None:
-        rows, count = self._rows(key, entry)
-        head = self._heads[entry]
-        head[Head.KEY] = NOTHING
-        after: list[int] = self._words[: Head.NUM_SET].tolist()
-        self._begin(key, after)
-        selector = self.selector
-        selector.begin(key, entry, count, self._check_going_on)
-        if self.spec.kind in ORDERS:
-            self._walk(key, rows, self._entries[entry][1], torch.empty(count, dtype=torch.int64), after)
-        elif count:
-            is_ahead = self._words[Position.AHEAD] == key and not self.masses.waiting
-            after[Head.TOTAL] = self._checked(selector.apply(key))
-            if self.spec.kind not in DRAWS:
-                self._take_first(rows, after[Head.SAMPLES])
-            elif self._gate is not None and self._gate.most:
-                self._draw_limited(rows, after[Head.SAMPLES])
-            elif not is_ahead:
-                self._draw(rows, count, after[Head.SAMPLES], after[Head.TOTAL])
-            if selector.in_store:
-                self.pin(key, rows)
-        selector.finish()
-        if count and isinstance(self.masses, PriorityMasses):
-            masses = self._drawn_masses[entry]
-            after[Head.NUMERATOR : Head.EXPONENT + 1] = selector.weigh(key, masses[:count], after[Head.TOTAL])
-        after[Head.KEY], after[Head.COUNT] = key + 1, count
-        after[Head.SAMPLES] += count
-        if selector.in_store:
-            self._commit(key, entry, after)
-        else:
+        Args:
+            key: Number of the global batch.
+            awaited: What `_listen` has returned, before the limiter was asked.
+            empty: Why nothing can be sampled although the limiter admits it; None: it does not.
+        Raises:
+            NotReadyError: No other process adds items, or none came in time.
+            StoreError: Nothing can be sampled, and no process may attach that adds something.
+        """
+        limiter, wait = self.state.limiter, self.state.limiter_wait
+        if empty is not None and (limiter is None or not (self.state.may_wait or self._writes_here)):
+            raise empty.error
+        assert limiter is not None
+        waited = wait.wait()
+        waits_for_itself = self._writes_here or (limiter.is_plain and not limiter.has_writers)
+        if waits_for_itself or waited > wait.timeout_s:
+            wait.end()
+            waited = 0.0 if waits_for_itself else waited
             with self.table.lock:
-                self._commit(key, entry, after)
+                count = self.spec.num_samples(key)
+                raise limiter.too_late(key, count, waited, is_empty=empty is not None)
+        if self._events is None:
+            time.sleep(_IDLE_S)
+        else:
+            self._events.wait(0, awaited, _LISTEN_S)
 
-    def _commit(self, key: int, entry: int, after: list[int]) -> None:
-        head = self._heads[entry]
-        _AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
-        counts = self._gate is not None and self._gate.most > 0
-        if counts and self._gate is not None:
-            self._gate.count(self.selector.drawn(self._ring_words[entry, : after[Head.COUNT]]))
-        head[Head.KEY] = key  # the commit point
-        self._advance(entry)
-        if counts and self._gate is not None:
-            self._gate.retire_used_up()
-        if self.draws is not None and self.selector.counts_draws:
-            self.draws.count(self._ring_words[entry, : after[Head.COUNT]])
+    def _listen(self) -> int:
+        """Ask to be woken by the next change of a slot; return what to wait with. Wants the lock."""
+        if self._events is None:
+            return 0
+        self._control[Control.LISTENING] = 1
+        return self._events.count(0)
 
-    def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
-        """Return the part of a ring entry that a cut fills, and its number of samples."""
-        rows = self._entries[entry][0]
-        count = self.count_of(key)
-        return (rows if count == self.spec.batch else rows[:count]), count
+    def _wait_together(self) -> None:
+        """Pause before all nodes ask their limiter again; the other processes of this node see it."""
+        self._words[Position.LIMITED] = 1
+        self.state.limiter_wait.wait()
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
-    def _draw_ahead(self, key: int) -> None:
-        """Draw for the next cut, where several ranks want it and nothing is known that comes before it."""
-        words, entry = self._words, key % self.spec.depth
-        if self._num_peers == 1 or self.spec.kind not in DRAWS or words[Head.KEY] != key:
-            return
-        if not self.selector.in_store or self.follows or self._is_limited:
-            return
-        if self.spec.count is not None:  # which may fail, or be 0, and is not this batch's business
-            return
-        if (
-            words[Position.AHEAD] == key
-            or self.masses.waiting
-            or self.peers.late(self._heads[entry][Head.KEY])
-        ):
-            return
-        self._heads[entry][Head.KEY] = NOTHING
-        total = self.masses.total
-        if total:
-            self._draw(*self._rows(key, entry), words[Head.SAMPLES], total)
-            words[Position.AHEAD] = key
-
-    def _advance(self, entry: int) -> None:
-        head = self._heads[entry]
-        self._words[1 : Head.NUM_SET] = head[1 : Head.NUM_SET]
-        self._words[Position.DONE] = 0
-        self._words[Head.KEY] = head[Head.KEY] + 1
-
-    def restart(self) -> None:
-        """Let changes that wait for the end of an epoch take effect at the next cut. Wants the lock."""
-        if self.spec.kind == "epoch" and self.position[Head.EPOCH_SIZE]:
-            self.position[Head.EPOCH] += 1
-            self.position[Position.DONE] = 0
-            self.position[Head.EPOCH_FIRST], self.position[Head.EPOCH_SIZE] = self.position[Head.SAMPLES], 0
+    def _end_wait(self) -> None:
+        self._words[Position.LIMITED] = 0
+        self._pause_s = _IDLE_S
+        self.state.limiter_wait.end()
 
     # ---- position --------------------------------------------------------------------------------
 
-    def seek(self, key: int, samples: int, epoch: int, epoch_first: int, epoch_size: int) -> None:
-        """Continue at a global batch. Wants the lock."""
-        self._control[Control.QUOTA] = 0  # until the nodes have agreed on how far writers may go from there
-        self.heads[:, Head.KEY] = NOTHING
-        if self.last_drawn is not None:
-            self.last_drawn[:] = NOTHING
-        self.consumed[:] = key
-        self.masses.restart(key)
-        self.position[Position.DONE], self.position[Position.AHEAD] = 0, NOTHING
-        words = [Head.KEY, Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE, Head.TOTAL]
-        self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)
+    @property
+    def position(self) -> np.ndarray:
+        """The words of `Position`, in the store. [16], int64."""
+        return self.state.position

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.records import Resolution, Slot
-from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
-from deepspeed_gear.sampling.samplers.step_priorities import rows_of
-from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.memory_layout import Region
+from deepspeed_gear.store.step_priorities import rows_of
 from deepspeed_gear.store.stream_records import NOTHING, Head
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
@@ -81,7 +80,7 @@ class SampleCounts:
 
     def drawable(self, masses: ItemMasses) -> np.ndarray:
         """Return the counters of the items that can be drawn now. [n], int32."""
-        if isinstance(masses, PriorityMasses) or not self._by_step:
+        if masses.spec.priorities is not None or not self._by_step:
             return np.asarray(self.counts[masses.leaves > 0])
         slots = np.nonzero(masses.leaves)[0]
         records = self._table.slots[slots]

@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 
 from deepspeed_gear.errors import GearError, NotReadyError, PeerError, StoreError, relayed
-from deepspeed_gear.sampling.rate_gate import EmptyTableError
-from deepspeed_gear.sampling.selection import NOTICE_WORDS, StreamSpec
+from deepspeed_gear.sampling.rate_limiting import EmptyTableError
+from deepspeed_gear.sampling.stream_spec import FAILURE_WORDS, StreamSpec
 from deepspeed_gear.store.table import Table
 
 _KINDS: tuple[type[GearError], ...] = (
@@ -17,7 +17,7 @@ _KINDS: tuple[type[GearError], ...] = (
     StoreError,
     PeerError,
 )  # what others raise: the first that fits
-_TEXT_BYTES = 8 * (NOTICE_WORDS - 4)
+_TEXT_BYTES = 8 * (FAILURE_WORDS - 4)
 
 
 class FailureRecord:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from deepspeed_gear.errors import PeerError
-from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.stream_records import NOTHING
 from deepspeed_gear.store.table import Table

@@ -1,99 +1,284 @@
-"""What continues a stream elsewhere: masses, position, and the cuts that nobody has used yet.
+"""State of a batch stream: its words and arrays in the table's store, and their copy in a checkpoint.
 
-Where several nodes hold the table, each saves the samples that are its own of every cut; the others have the
-id -1. Reports are saved as they stand, with their shard, since they may be of any.
+All of it lies in shared memory: the tree of masses, the priority updates that wait, the position, and a ring
+of the latest selections. Every process of a node has a `StreamState` over the same memory.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import numpy as np
+import torch
 
 from deepspeed_gear.ops.constants import SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot
-from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.age_masses import AgeMasses
+from deepspeed_gear.sampling.joint_rate_limiting import JointSelectionLimiter
+from deepspeed_gear.sampling.priority_masses import PriorityMasses
+from deepspeed_gear.sampling.rate_limiting import LimiterWait, SelectionLimiter
+from deepspeed_gear.sampling.sample_counts import SampleCounts
+from deepspeed_gear.sampling.selection_failure import SelectionFailure
+from deepspeed_gear.sampling.staleness import Staleness
+from deepspeed_gear.sampling.stream_spec import FAILURE_WORDS, StreamSpec
+from deepspeed_gear.sampling.sum_tree import ItemMasses
+from deepspeed_gear.store.memory_layout import Region
+from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.stream_records import NOTHING, Head, Position
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table_spec import TableSpec
+
+TRAIN = "train"
 
 
-def export(stream: BatchStream, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:
-    """Return what continues this stream elsewhere. Wants the lock.
+def masses_type(spec: StreamSpec) -> type[ItemMasses]:
+    """Return the class of a stream's masses."""
+    if spec.priorities is not None:
+        return PriorityMasses
+    return AgeMasses if spec.by_age else ItemMasses
+
+
+def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
+    """Return what a stream keeps in the store of a table."""
+    masses = masses_type(spec).regions(spec, table.num_slots, table.num_rows, table.num_peers)
+    at, depth, batch = spec.at, spec.depth, spec.batch
+    return [
+        *([Region(at + "origins", "int64", (depth, batch))] if spec.num_shards > 1 else []),
+        *([Region(at + "notice", "int64", (FAILURE_WORDS,))] if spec.together else []),
+        Region(at + "position", "int64", (Head.NUM_WORDS,)),
+        Region(at + "consumed", "int64", (table.num_peers,)),
+        Region(at + "heads", "int64", (depth, Head.NUM_WORDS)),
+        Region(at + "ring", "int64", (depth, batch, Resolution.NUM_WORDS)),
+        Region(at + "epochs", "int64", (depth, batch)),
+        *masses,
+        *SampleCounts.regions(spec, table),
+        *([] if table.dataset is not None else [Region(at + "last_drawn", "int64", (table.num_slots,))]),
+    ]
+
+
+def _noting(counts: SampleCounts | None, staleness: Staleness | None) -> Callable[[np.ndarray], None] | None:
+    """Return what takes note of slots that hold something new; None: nothing does."""
+    if counts is None and staleness is None:
+        return None
+
+    def note(slots: np.ndarray) -> None:
+        if counts is not None:
+            counts.forget(slots)
+        if staleness is not None:
+            staleness.note_versions(slots)
+
+    return note
+
+
+class StreamState:
+    """A batch stream's part of a store, in this process.
+
+    Process safety: every method wants the table's lock; `initialise` wants memory that is not linked yet.
 
     Args:
-        stream: Of a table whose lock is held.
-        slots: Those that are saved, ascending. [n], int64.
-        since: Cuts from this global batch on have not been used.
+        spec: The stream.
+        table: Its table.
     """
-    stream.catch_up()
-    unused = np.nonzero(stream.heads[:, Head.KEY] >= since)[0]
-    if stream.origins is not None and stream.spec.kind == "pass":
-        unused = unused[:0]  # a pass begins anew
-    ring, own = _own_samples(stream, unused)
-    if not _is_stored(stream.table, ring[own], slots):
-        unused, ring = unused[:0], ring[:0]  # from rows that are gone: these batches cannot come any more
-    ring[..., Resolution.SLOT] = np.searchsorted(slots, ring[..., Resolution.SLOT])
-    return {
-        **stream.masses.export(slots),
-        **({} if stream.draws is None else stream.draws.export(slots)),
-        "position": stream.position[: Head.NUM_SET].copy(),
-        "heads": stream.heads[unused],
-        "ring": ring,
-        "epochs": stream.epochs.numpy()[unused],
-    }
 
+    def __init__(self, spec: StreamSpec, table: Table) -> None:
+        self.spec, self.table, self.ops = spec, table, table.ops
+        views, at = table.views, spec.at
+        self.position: np.ndarray = views[at + "position"]
+        self.consumed: np.ndarray = views[at + "consumed"]
+        self.heads: np.ndarray = views[at + "heads"]
+        self.ring_words: np.ndarray = views[at + "ring"]
+        self.ring = torch.from_numpy(self.ring_words)
+        self.epochs = torch.from_numpy(views[at + "epochs"])
+        self.origins = torch.from_numpy(views[at + "origins"]) if spec.num_shards > 1 else None
+        self.last_drawn: np.ndarray | None = views.get(at + "last_drawn")  # newest selection of each slot
+        # Words one by one: after a batch that has emptied the caches, a NumPy call takes 10 us and more.
+        self.words: memoryview = self.position.data
+        self.control: memoryview = table.control.data
+        self.head_words: list[memoryview] = [head.data for head in self.heads]
+        self.entries = list(zip(self.ring, self.epochs, strict=True))
+        self.stop = threading.Event()  # set by another thread: ends a wait for a selection
+        self.failure = SelectionFailure(spec, table) if spec.together else None
 
-def _own_samples(stream: BatchStream, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return ring entries with what this store holds of them, and which samples these are."""
-    ring = stream.ring.numpy()[entries].copy()
-    drawn = np.arange(stream.spec.batch) < stream.heads[entries, Head.COUNT, None]
-    ring[~drawn] = 0
-    if stream.origins is None:
-        return ring, drawn
-    shard, origins = stream.table.spec.shard, stream.origins.numpy()[entries]
-    assert shard is not None
-    own = drawn & (ring[..., Resolution.ID] != UNKNOWN) & (origins >> SHARD_BITS == shard.index)
-    ring[own, Resolution.SLOT] = origins[own] & ((1 << SHARD_BITS) - 1)
-    ring[drawn & ~own] = 0
-    ring[drawn & ~own, Resolution.ID] = UNKNOWN
-    return ring, own
+        trains_online = spec.name == TRAIN and table.spec.dataset is None
+        self.counts = SampleCounts(spec, table) if spec.count_draws else None
+        staleness = Staleness(table) if trains_online else None
+        self.staleness = staleness if staleness is not None and staleness.is_limited else None
+        made = masses_type(spec)(spec, table, _noting(self.counts, self.staleness))
+        self.masses: ItemMasses = made
+        self.priorities = made if isinstance(made, PriorityMasses) else None
+        self.ages = made if isinstance(made, AgeMasses) else None
+        self.has_item_masses = spec.priorities is not None or spec.rule.has_weights
+        self.has_unit_masses = spec.rule.unit == "step" and not self.has_item_masses
 
+        self.limiter = SelectionLimiter(spec, table, made, self.position) if trains_online else None
+        self.is_limited = self.limiter is not None and not self.limiter.is_plain
+        self.limiter_wait = LimiterWait(spec.rate_timeout_s)
+        self.joint_limiter: JointSelectionLimiter | None = None
+        if self.limiter is not None and self.may_wait and spec.num_shards > 1:
+            limiter, wait = self.limiter, self.limiter_wait
+            self.joint_limiter = JointSelectionLimiter(table, limiter, self.position, wait)
+        table.on_recover(self.recover)
 
-def _is_stored(table: Table, records: np.ndarray, slots: np.ndarray) -> bool:
-    """Tell whether the trajectories of all samples lie in these slots."""
-    current = table.slots[records[:, Resolution.SLOT], Slot.GENERATION] == records[:, Resolution.GENERATION]
-    return bool((current & np.isin(records[:, Resolution.SLOT], slots)).all())
+    @property
+    def may_wait(self) -> bool:
+        """Whether a selection may have to wait for items."""
+        return self.is_limited or self.table.spec.num_writers > 0
 
+    @property
+    def with_priorities(self) -> PriorityMasses:
+        """The masses of a sampler by priority."""
+        assert self.priorities is not None
+        return self.priorities
 
-def restore(stream: BatchStream, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
-    """Continue what `export` has saved; the table's slots are in place. Wants the lock.
+    @property
+    def with_ages(self) -> AgeMasses:
+        """The masses of a sampler by age."""
+        assert self.ages is not None
+        return self.ages
 
-    Cuts that were not used are kept if the global batch has still the same size and the ring the room. Where
-    several nodes hold the table, they must be put into the ring first: `keep_cuts` comes behind that.
-    """
-    stream.masses.restore(slots, content)
-    if stream.draws is not None:
-        stream.draws.restore(slots, content)
-    stream.position[Position.AHEAD] = NOTHING
-    if stream.origins is not None or not keeps_cuts(stream, content):
-        return
-    ring = content["ring"]
-    ring[..., Resolution.SLOT] = slots[ring[..., Resolution.SLOT]]
-    ring[..., Resolution.FIRST_ROW] = stream.table.slots[ring[..., Resolution.SLOT], Slot.FIRST_ROW]
-    stream.ring.numpy()[content["heads"][:, Head.KEY] % stream.spec.depth] = ring
-    keep_cuts(stream, content)
+    # ---- changes ---------------------------------------------------------------------------------
 
+    def initialise(self) -> None:
+        """Set masses and position in new memory, before it is linked."""
+        self.heads[:, Head.KEY] = self.position[Position.AHEAD] = NOTHING
+        if self.last_drawn is not None:
+            self.last_drawn[:] = NOTHING
+        self.masses.initialise()
 
-def keeps_cuts(stream: BatchStream, content: dict[str, np.ndarray]) -> bool:
-    """Whether the stream takes up the cuts that were not used."""
-    heads, ring = content["heads"], content["ring"]
-    return ring.shape[1] == stream.spec.batch and 0 < len(heads) <= stream.spec.depth
+    def recover(self) -> None:
+        """Repair the stream after a process died inside the store."""
+        self.position[Position.AHEAD] = NOTHING
+        self.position[Position.RECOVERED] = self.table.control[Control.RECOVERIES]
+        if self.limiter is not None and self.limiter.most:
+            self.limiter.evict_used_up()
+        self.masses.recover()
+        newest = int(self.heads[:, Head.KEY].argmax())
+        key = self.heads[newest, Head.KEY]
+        if key >= self.position[Head.KEY] and key != NOTHING:
+            self.advance(newest)
 
+    def catch_up(self) -> None:
+        """Repair the stream if a process without streams has found a dead one."""
+        if self.words[Position.RECOVERED] != self.control[Control.RECOVERIES]:
+            self.recover()
 
-def keep_cuts(stream: BatchStream, content: dict[str, np.ndarray]) -> None:
-    """Continue behind cuts whose samples are in the ring. Wants the lock."""
-    heads = content["heads"]
-    entries = heads[:, Head.KEY] % stream.spec.depth
-    stream.heads[entries], stream.epochs.numpy()[entries] = heads, content["epochs"]
-    stream.position[: Head.NUM_SET] = content["position"]
-    if stream.origins is None:
-        for entry, head in zip(entries.tolist(), heads, strict=True):
-            stream.pin(int(head[Head.KEY]), stream.ring[entry, : int(head[Head.COUNT])])
+    def advance(self, entry: int) -> None:
+        """Move the position after a committed selection."""
+        head, words = self.head_words[entry], self.words
+        words[1 : Head.NUM_SET] = head[1 : Head.NUM_SET]
+        words[Position.DONE] = 0
+        words[Head.KEY] = head[Head.KEY] + 1
+
+    def pin(self, key: int, records: torch.Tensor) -> None:
+        """Keep the rows of sampled trajectories until all processes have released the selection.
+
+        Args:
+            key: Of the selection.
+            records: Resolutions, with slots of this store. [n, 8], int64.
+        """
+        if self.last_drawn is not None:
+            self.last_drawn[records[:, Resolution.SLOT].numpy()] = key
+
+    def end_epoch(self) -> None:
+        """Let changes that wait for the end of an epoch take effect at the next selection."""
+        sampler, position = self.spec.sampler, self.position
+        if sampler.walks and not sampler.is_pass and position[Head.EPOCH_SIZE]:
+            position[Head.EPOCH] += 1
+            position[Position.DONE] = 0
+            position[Head.EPOCH_FIRST], position[Head.EPOCH_SIZE] = position[Head.SAMPLES], 0
+
+    def seek(self, key: int, samples: int, epoch: int, epoch_first: int, epoch_size: int) -> None:
+        """Continue at a global batch."""
+        self.control[Control.QUOTA] = 0  # until the nodes have agreed how much writers may add from there
+        self.heads[:, Head.KEY] = NOTHING
+        if self.last_drawn is not None:
+            self.last_drawn[:] = NOTHING
+        self.consumed[:] = key
+        self.masses.restart(key)
+        self.position[Position.DONE], self.position[Position.AHEAD] = 0, NOTHING
+        words = [Head.KEY, Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE, Head.TOTAL]
+        self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)
+
+    # ---- in a checkpoint -------------------------------------------------------------------------
+    #
+    # Where several nodes hold the table, each saves its own samples of every selection; the others have the
+    # id -1. Priority updates are saved as they stand, with their shard, since they may be of any.
+
+    def export(self, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:
+        """Return masses, position, and the selections that were not used yet.
+
+        Args:
+            slots: Those that are saved, ascending. [n], int64.
+            since: Selections from this global batch on have not been used.
+        """
+        self.catch_up()
+        unused = np.nonzero(self.heads[:, Head.KEY] >= since)[0]
+        if self.origins is not None and self.spec.sampler.is_pass:
+            unused = unused[:0]  # a pass begins anew
+        ring, own = self._own_samples(unused)
+        if not self._are_stored(ring[own], slots):
+            unused, ring = unused[:0], ring[:0]  # their rows are gone: these batches cannot come any more
+        ring[..., Resolution.SLOT] = np.searchsorted(slots, ring[..., Resolution.SLOT])
+        return {
+            **self.masses.export(slots),
+            **({} if self.counts is None else self.counts.export(slots)),
+            "position": self.position[: Head.NUM_SET].copy(),
+            "heads": self.heads[unused],
+            "ring": ring,
+            "epochs": self.epochs.numpy()[unused],
+        }
+
+    def _own_samples(self, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return ring entries with the samples of this store, and which samples these are."""
+        ring = self.ring_words[entries].copy()
+        drawn = np.arange(self.spec.batch) < self.heads[entries, Head.COUNT, None]
+        ring[~drawn] = 0
+        if self.origins is None:
+            return ring, drawn
+        shard, origins = self.table.spec.shard, self.origins.numpy()[entries]
+        assert shard is not None
+        own = drawn & (ring[..., Resolution.ID] != UNKNOWN) & (origins >> SHARD_BITS == shard.index)
+        ring[own, Resolution.SLOT] = origins[own] & ((1 << SHARD_BITS) - 1)
+        ring[drawn & ~own] = 0
+        ring[drawn & ~own, Resolution.ID] = UNKNOWN
+        return ring, own
+
+    def _are_stored(self, records: np.ndarray, slots: np.ndarray) -> bool:
+        """Return whether the trajectories of all samples lie in these slots."""
+        sampled = records[:, Resolution.SLOT]
+        current = self.table.slots[sampled, Slot.GENERATION] == records[:, Resolution.GENERATION]
+        return bool((current & np.isin(sampled, slots)).all())
+
+    def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
+        """Continue what `export` has returned; the table's slots are in place.
+
+        Selections that were not used are kept if the global batch has still the same size and the ring the
+        room. Where several nodes hold the table, they are put into the ring first: `keep_selections` follows.
+        """
+        self.masses.restore(slots, content)
+        if self.counts is not None:
+            self.counts.restore(slots, content)
+        self.position[Position.AHEAD] = NOTHING
+        if self.origins is not None or not self.keeps_selections(content):
+            return
+        ring = content["ring"]
+        ring[..., Resolution.SLOT] = slots[ring[..., Resolution.SLOT]]
+        ring[..., Resolution.FIRST_ROW] = self.table.slots[ring[..., Resolution.SLOT], Slot.FIRST_ROW]
+        self.ring_words[content["heads"][:, Head.KEY] % self.spec.depth] = ring
+        self.keep_selections(content)
+
+    def keeps_selections(self, content: dict[str, np.ndarray]) -> bool:
+        """Return whether the stream takes up the selections that were not used."""
+        heads, ring = content["heads"], content["ring"]
+        return ring.shape[1] == self.spec.batch and 0 < len(heads) <= self.spec.depth
+
+    def keep_selections(self, content: dict[str, np.ndarray]) -> None:
+        """Continue after selections whose samples are in the ring."""
+        heads = content["heads"]
+        entries = heads[:, Head.KEY] % self.spec.depth
+        self.heads[entries], self.epochs.numpy()[entries] = heads, content["epochs"]
+        self.position[: Head.NUM_SET] = content["position"]
+        if self.origins is None:
+            for entry, head in zip(entries.tolist(), heads, strict=True):
+                self.pin(int(head[Head.KEY]), self.ring[entry, : int(head[Head.COUNT])])

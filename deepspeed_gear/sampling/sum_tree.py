@@ -17,7 +17,7 @@ from deepspeed_gear.ops.constants import FAN_OUT, tree_levels, tree_size
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution, Slot, SlotState
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
-from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.stream_records import NOTHING
@@ -44,16 +44,19 @@ class ItemMasses:
     Args:
         spec: The stream.
         table: Its table.
+        on_change: Called with the committed slots that hold something new, or may do so; None: by no one.
     """
 
-    def __init__(self, spec: StreamSpec, table: Table) -> None:
+    def __init__(
+        self, spec: StreamSpec, table: Table, on_change: Callable[[np.ndarray], None] | None = None
+    ) -> None:
         self.spec, self.table, self.ops = spec, table, table.ops
         views = table.views
         self.num_items = self.count_items(spec, len(table.slots), table.spec.num_rows)
         self.words = views[spec.at + "changes"].data
         self._control: memoryview = table.control.data
         self._late = table.spec.schema.late_bits(spec.rule.late) if table.extents is not None else 0
-        self.on_change: Callable[[np.ndarray], None] | None = None  # is told which slots hold something new
+        self._on_change = on_change
         self.queued: np.ndarray = views[spec.at + "queued"]
         self._dirty: np.ndarray = views[spec.at + "dirty"]
         self.sums = torch.from_numpy(views[spec.at + "sums"])
@@ -120,10 +123,10 @@ class ItemMasses:
 
     def _tell_changed(self, slots: np.ndarray | None) -> None:
         """Say which committed slots hold something new, or may do so; None: any."""
-        if self.on_change is None:
+        if self._on_change is None:
             return
         states = self.table.slots[:, Slot.STATE]
-        self.on_change(
+        self._on_change(
             np.nonzero(states == SlotState.COMMITTED)[0]
             if slots is None
             else slots[states[slots] == SlotState.COMMITTED]
@@ -216,7 +219,7 @@ class ItemMasses:
         """Put what has changed into the tree by one op, where the slot table alone says the masses."""
         seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
         unit, log = self._plain_unit, self._log
-        if unit is None or log is None or self.on_change is not None or self.words[TreeChanges.NUM_QUEUED]:
+        if unit is None or log is None or self._on_change is not None or self.words[TreeChanges.NUM_QUEUED]:
             return False
         if changed - seen > len(log):
             return False

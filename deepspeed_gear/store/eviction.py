@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
+from deepspeed_gear.context import Context
 from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Slot, SlotState
@@ -28,20 +29,23 @@ class Evictor:
     Args:
         table: With a capacity.
         readers: Of its store.
-        timeout_s: Longest wait.
+        context: Longest wait, and the check while it waits.
         samples: Whether this process samples too: it must not wait for itself.
-        check: Called while it waits; raises to end the wait.
     """
 
     def __init__(
         self,
         table: Table,
         readers: SelectionPins,
-        timeout_s: float,
+        context: Context,
         samples: bool = False,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.table, self.readers, self.timeout_s, self.check = table, readers, timeout_s, check
+        self.table, self.readers, self.timeout_s, self._check = (
+            table,
+            readers,
+            context.timeout_s,
+            context.check,
+        )
         self._samples = samples
         self.life = table.spec.life
         self.mover = Compactor(table, readers)
@@ -183,7 +187,7 @@ class Evictor:
         """
         if refusal in (Refusal.NO_SLOT, Refusal.NO_ROWS, Refusal.SCATTERED):
             raise self.table.full(refusal, num_steps)
-        self.check()
+        self._check()
         now = time.monotonic()
         waits_for_itself = self._samples and (refusal == Refusal.RATE_LIMITED or self.readers.are_frozen)
         if refusal == Refusal.RATE_LIMITED and self._is_shared:  # nodes may just agree on what may be added

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.sampling.samplers.step_priorities import StepPriorities
 from deepspeed_gear.store.native_handle import address
 from deepspeed_gear.store.records import Peer
+from deepspeed_gear.store.step_priorities import StepPriorities
 from deepspeed_gear.store.stream_records import NEVER_LATE, NOTHING, Head, Position
 from deepspeed_gear.store.table import Table
 
 _LAST_DRAWN = "/last_drawn"
-_AT_ONCE = ("random", "stratified", "top", "oldest", "newest")  # kinds whose cuts see what is stored then
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class SelectionPins:
         self._table, views = table, table.views
         names = [name.removesuffix(_LAST_DRAWN) for name in views if name.endswith(_LAST_DRAWN)]
         self._readers = [self._reader(name) for name in names]
-        self.orders = [name for name in names if self._described(name, "kind") not in _AT_ONCE]
+        self.orders = [name for name in names if self._described(name, "walks") != "False"]
 
     def _described(self, name: str, word: str) -> str:
         described = self._table.layout.meaning.get(name.removeprefix("stream/"), {})

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.context import Context
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.eviction import Evictor
@@ -31,28 +32,26 @@ class Inserter:
     Args:
         table: This process's store of it.
         readers: Of the store.
-        timeout_s: Longest wait for room.
+        context: Longest wait for room, and the check while it waits.
         max_length: Steps of the longest trajectory; None: as many as fit.
         checks: Called with the columns of a trajectory before anything changes; they raise DataError.
         committed: Called with the lock held behind a commit, with the slot; it may raise to take it back.
         samples: Whether this process samples too: it must not wait for itself.
-        check: Called while it waits; raises to end the wait.
     """
 
     def __init__(
         self,
         table: Table,
         readers: SelectionPins,
-        timeout_s: float,
+        context: Context,
         max_length: int | None = None,
         checks: tuple[Check, ...] = (),
         committed: Committed | None = None,
         samples: bool = False,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.table, self._readers, self.timeout_s = table, readers, timeout_s
+        self.table, self._readers, self.timeout_s = table, readers, context.timeout_s
         self.max_length, self._checks, self._committed = max_length, checks, committed
-        self.room = Evictor(table, readers, timeout_s, samples, check)
+        self.room = Evictor(table, readers, context, samples)
         self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
         steps = next((c for c in table.spec.schema if c.rows != "1"), None)
         assert steps is not None

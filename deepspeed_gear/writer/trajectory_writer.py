@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from deepspeed_gear.actors.inference_client import InferenceClient, attach_places
+from deepspeed_gear.context import Context
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.sampling.mass_rules import check_weights
 from deepspeed_gear.schema import Schema
@@ -30,6 +31,41 @@ Grows = TypeVar("Grows", OpenTrajectory, VectorWriter, InferenceClient)
 _LOOK_S = 0.5  # how often a writer looks whether the run goes on
 
 
+class RunWatch:
+    """Looks whether a rank is still attached to a store that this process writes to.
+
+    Args:
+        table: Of the store.
+        checks: Called while this process waits; they raise to end the wait.
+    """
+
+    def __init__(self, table: Table, checks: list[Callable[[], None]]) -> None:
+        self._table, self.checks = table, checks
+        self._looked = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last look was a while ago."""
+        return time.monotonic() - self._looked > _LOOK_S
+
+    def look(self) -> None:
+        """Raise unless a rank is attached.
+
+        Raises:
+            StoreError: None is.
+        """
+        self._looked = time.monotonic()
+        if not self._table.has_living_rank:
+            name = f"table {self._table.spec.name}"
+            raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
+
+    def check(self) -> None:
+        """Raise if a wait for ranks cannot end: `look`, and the other checks."""
+        for check in self.checks:
+            check()
+        self.look()
+
+
 class TrajectoryWriter(ProcessBound):
     """Adds trajectories to a table of this node's store.
 
@@ -42,14 +78,13 @@ class TrajectoryWriter(ProcessBound):
     Args:
         table: Of the store.
         inserter: What adds to it.
-        owns: Whether `close` detaches from the store.
+        watch: Over the ranks of the run, by a writer that attached by itself; `close` detaches it. None: the
+            writer is a rank's, and the table its replay's.
     """
 
-    def __init__(self, table: Table, inserter: Inserter, owns: bool = False) -> None:
-        self._table, self._inserter, self._owns, self._open = table, inserter, owns, True
-        self._looked = 0.0
-        inserter.room.check = self.check_goes_on if owns else inserter.room.check
-        self._finalizer = weakref.finalize(self, table.close) if owns else None
+    def __init__(self, table: Table, inserter: Inserter, watch: RunWatch | None = None) -> None:
+        self._table, self._inserter, self._watch, self._open = table, inserter, watch, True
+        self._finalizer = None if watch is None else weakref.finalize(self, table.close)
         self._simulators: weakref.WeakSet[InferenceClient] = weakref.WeakSet()
         self._publisher = Publisher(inserter, self._look)
         self._num_whole = 0
@@ -86,21 +121,10 @@ class TrajectoryWriter(ProcessBound):
                 check_weights(f"column {found.weight}", np.atleast_1d(columns[found.weight]))
 
         checks = () if found.weight is None else (check_weight,)
-        readers = SelectionPins(found.table)
-        inserter = Inserter(found.table, readers, found.timeout_s, found.max_length, checks)
-        writer = cls(found.table, inserter, owns=True)
-        if check is not None:
-            writer._stop_when(check)
-        return writer
-
-    def _stop_when(self, check: Callable[[], None]) -> None:
-        goes_on = self._inserter.room.check
-
-        def both() -> None:
-            check()
-            goes_on()
-
-        self._inserter.room.check = both
+        watch = RunWatch(found.table, [] if check is None else [check])
+        context = Context(timeout_s=found.timeout_s, check=watch.check)
+        inserter = Inserter(found.table, SelectionPins(found.table), context, found.max_length, checks)
+        return cls(found.table, inserter, watch)
 
     @property
     def schema(self) -> Schema:
@@ -228,14 +252,9 @@ class TrajectoryWriter(ProcessBound):
         return writer
 
     def check_while_waiting(self, check: Callable[[], None]) -> None:
-        """Call this too whenever `add` waits; it raises to end the wait."""
-        known = self._inserter.room.check
-
-        def both() -> None:
-            known()
-            check()
-
-        self._inserter.room.check = both
+        """Call this too whenever `add` waits; it raises to end the wait. Of a writer that was attached."""
+        assert self._watch is not None
+        self._watch.checks.append(check)
 
     # ---- end -------------------------------------------------------------------------------------
 
@@ -243,21 +262,19 @@ class TrajectoryWriter(ProcessBound):
         """Raise unless this is open (each call) and a rank is attached (now and then)."""
         if not self._open:
             self._refuse_closed()
-        if self._owns and time.monotonic() - self._looked > _LOOK_S:
-            self.check_goes_on()
+        if self._watch is not None and self._watch.is_due:
+            self._watch.look()
 
     def check_goes_on(self) -> None:
-        """Refuse to write for nobody.
+        """Raise unless a rank reads what is written.
 
         Raises:
             StoreError: No rank is attached to the store any more, or this writer is closed.
         """
         if not self._open:
             self._refuse_closed()
-        self._looked = time.monotonic()
-        if not self.run_goes_on:
-            name = f"table {self._table.spec.name}"
-            raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
+        if self._watch is not None:
+            self._watch.look()
 
     def _refuse_closed(self) -> NoReturn:
         remedy = "the writer was closed, by itself or with its Replay"

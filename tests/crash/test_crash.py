@@ -19,6 +19,7 @@ from gear_support import STEP, trajectory, wait_until
 from process_support import exit_status, in_child, kill
 from store_support import StoreScene, check_whole, every_death, priority_rule, stream_spec
 
+from deepspeed_gear.context import Context
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.ops.records import Slot, SlotState
@@ -34,12 +35,12 @@ DEATHS = int(os.environ.get("GEAR_TEST_DEATHS", "14"))
 
 
 def items(stream: Any, key: int) -> list[list[int]]:
-    return [[int(r[0]), int(r[5]), int(r[7])] for r in stream.take(key).resolutions.numpy()]
+    return [[int(r[0]), int(r[5]), int(r[7])] for r in stream.get(key).resolutions.numpy()]
 
 
 def sampled(stream: Any, key: int) -> list[list[int]]:
     found = items(stream, key)
-    stream.consume(key)
+    stream.release(key)
     return found
 
 
@@ -128,7 +129,7 @@ def test_death_inside_an_op(op: str, backend: str) -> None:
         object.__setattr__(other.ops, op, update)
         if op == "tree_update_":  # as where masses do not follow from lengths alone
             other.masses._plain_unit = None
-        other.take(1)
+        other.get(1)
 
     assert exit_status(in_child(die)) == -signal.SIGKILL
     after = sampled(stream, 1)
@@ -145,7 +146,7 @@ def test_random_deaths(backend: str, kind: str) -> None:
     """Two processes add, remove and sample; one after the other is killed at a random time and replaced."""
     scene = StoreScene(backend, [stream_spec(kind, "step", 16)], LENGTHS, num_slots=12, num_rows=100)
     stream, chance = scene.streams[0], random.Random(0)
-    stream.consume(1 << 60)  # this process only looks on: nobody waits for it
+    stream.release(1 << 60)  # this process only looks on: nobody waits for it
 
     def live(peer: int, seed: int) -> None:
         table, streams = scene.attach(peer)
@@ -157,10 +158,10 @@ def test_random_deaths(backend: str, kind: str) -> None:
                 table_edits.remove(table, [mine.randint(max(0, number - 12), number)])
             for _ in range(3):
                 key = int(streams[0].position[0])
-                streams[0].consume(key - 1)  # it always wants the newest
+                streams[0].release(key - 1)  # it always wants the newest
                 with contextlib.suppress(StoreError):  # the table may be empty for a moment
-                    streams[0].take(key)
-                    streams[0].consume(key)
+                    streams[0].get(key)
+                    streams[0].release(key)
 
     children = {peer: in_child(lambda peer=peer: live(peer, peer)) for peer in (1, 2)}
     for death in range(DEATHS):
@@ -195,8 +196,8 @@ def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
         return scene
 
     def act(table: Any, streams: Any) -> None:
-        streams[0].consume(0)  # else it waits for itself
-        Inserter(table, SelectionPins(table), 5.0).add(trajectory(5, 9))
+        streams[0].release(0)  # else it waits for itself
+        Inserter(table, SelectionPins(table), Context(timeout_s=5.0)).add(trajectory(5, 9))
 
     for scene in every_death(make, act, 60):
         check_whole(scene.table, scene.streams)
@@ -206,7 +207,9 @@ def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
             scene.table.slots[scene.table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
         )
         assert {found[0] for found in sampled(stream, 1)} <= ids
-        Inserter(scene.table, SelectionPins(scene.table), 5.0).add(trajectory(6, 20))  # no row is lost
+        Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=5.0)).add(
+            trajectory(6, 20)
+        )  # no row is lost
         check_whole(scene.table, scene.streams)
 
 
@@ -226,12 +229,12 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
             stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
         stream.masses.recover()
         table_edits.remove(scene.table, [1, 3])
-        Evictor(scene.table, SelectionPins(scene.table), 5.0).free_retired()
+        Evictor(scene.table, SelectionPins(scene.table), Context(timeout_s=5.0)).free_retired()
         return scene
 
     def act(table: Any, streams: Any) -> None:
-        streams[0].consume(0)
-        Inserter(table, SelectionPins(table), 5.0).add(trajectory(5, 7))
+        streams[0].release(0)
+        Inserter(table, SelectionPins(table), Context(timeout_s=5.0)).add(trajectory(5, 7))
 
     away = 0
     for scene in every_death(make, act, 28):
@@ -248,7 +251,7 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
             assert table.columns["code"][rows].tolist() == [number * STEP + step for step in range(steps)]
             if number != 5:
                 assert stream.masses.values[rows].tolist() == [1 + number + step / 8 for step in range(steps)]
-        Inserter(table, SelectionPins(table), 5.0).add(trajectory(6, 20))
+        Inserter(table, SelectionPins(table), Context(timeout_s=5.0)).add(trajectory(6, 20))
         check_whole(table, scene.streams)
     assert away > 0, "no death came while an extent lay in the spare rows"
 
@@ -265,7 +268,7 @@ def test_death_beside_the_point_of_a_move(backend: str, step: str) -> None:
 
     def die() -> None:
         table, (stream,) = scene.attach(1)
-        stream.consume(0)
+        stream.release(0)
         readers = SelectionPins(table)
         copy = readers.copy
 
@@ -276,7 +279,7 @@ def test_death_beside_the_point_of_a_move(backend: str, step: str) -> None:
 
         setattr(readers, step, last)
         with table.lock:
-            Evictor(table, readers, 5.0).mover._place(1, 20)
+            Evictor(table, readers, Context(timeout_s=5.0)).mover._place(1, 20)
 
     assert exit_status(in_child(die)) == -signal.SIGKILL
     with scene.table.lock:

@@ -54,8 +54,8 @@ def report(stream: Any, items: list[Item], priorities: list[float], order: Any =
 
 def sampled(stream: Any, key: int) -> list[list[int]]:
     stream.masses.ask(key)
-    found = stream.take(key).resolutions[:, [0, 5, 6, 7]].tolist()
-    stream.consume(key)
+    found = stream.get(key).resolutions[:, [0, 5, 6, 7]].tolist()
+    stream.release(key)
     return found
 
 
@@ -174,7 +174,7 @@ def test_random_deaths(backend: str, unit: str) -> None:
     scene = scene_of(backend, unit, alpha=lambda key: 0.4 + key // 50 % 2 * 0.2, **sizes)
     stream, chance = scene.streams[0], random.Random(0)
     stream.masses.ask(FOREVER)  # this process only looks on: nobody waits for it
-    stream.consume(FOREVER)
+    stream.release(FOREVER)
     accepted = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
 
     def live(peer: int, seed: int) -> None:
@@ -183,10 +183,10 @@ def test_random_deaths(backend: str, unit: str) -> None:
         while True:
             key = int(mine.position[0])
             mine.masses.ask(key)
-            mine.consume(key - 1)  # it always wants the newest
+            mine.release(key - 1)  # it always wants the newest
             with contextlib.suppress(StoreError):  # another process may have made newer ones meanwhile
-                records = mine.take(key).resolutions.numpy().copy()
-                mine.consume(key)
+                records = mine.get(key).resolutions.numpy().copy()
+                mine.release(key)
                 values = np.exp(np.random.default_rng(key).normal(size=len(records))).astype(np.float32)
                 keep = records[:, 0] >= peers + 1
                 mine.masses.reports.add_items(records[keep][:, [1, 2, 5]], values[keep], records[keep, 7])

@@ -270,9 +270,9 @@ def test_a_ring_entry_is_not_written_before_its_user_has_read_it(
 def test_a_cut_is_kept_until_the_lane_has_read_it(way: str) -> None:
     skip_without(way)
     with replay_of("cuda", {"way": way}) as replay:
-        placing = replay._maker._placing
+        placing = replay._parts.assembler._placing
         assert placing is not None
-        consumed = replay.streams["train"].consumed
+        consumed = replay.streams["train"].state.consumed
         replay.sample()
         with placing.lane.running():
             torch.cuda._sleep(SLEEP // 20)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
+from deepspeed_gear.context import Context
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.compaction import cheapest_run
@@ -53,7 +54,7 @@ def take(scene: StoreScene, key: int) -> np.ndarray:
     """Return what a cut draws, checked to be what is stored. [B, 8], int64."""
     stream, table = scene.streams[0], scene.table
     stream.masses.ask(key)
-    records = np.array(stream.take(key).resolutions.numpy())
+    records = np.array(stream.get(key).resolutions.numpy())
     check_drawn(scene, records)
     assert (table.slots[records[:, 1], Slot.STATE] == SlotState.COMMITTED).all()
     return records
@@ -87,7 +88,7 @@ def check_priorities(scene: StoreScene, known: dict[tuple[int, int], float]) -> 
 def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.DataObject) -> None:
     backend = data.draw(st.sampled_from(["cpu", "cpu", "reference"]))
     scene, key = scene_of(backend, removal), 0
-    by, known = Inserter(scene.table, SelectionPins(scene.table), 0.0), {}
+    by, known = Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)), {}
     late: np.ndarray | None = None  # of a cut that is not consumed yet
     for steps in data.draw(st.lists(st.integers(1, LONGEST), min_size=20, max_size=40)):
         try:
@@ -100,7 +101,7 @@ def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.D
             check_drawn(scene, late)
         if data.draw(st.booleans()):
             if late is not None:
-                scene.streams[0].consume(key - 1)
+                scene.streams[0].release(key - 1)
             late, key = take(scene, key), key + 1
             check_priorities(scene, known)
             known.update(set_priorities(scene, late))
@@ -111,7 +112,11 @@ def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.D
 @pytest.mark.parametrize("removal", RULES[:3])
 def test_a_store_of_random_lengths_is_almost_full(removal: str) -> None:
     scene = scene_of("cpu", removal, num_slots=400, num_rows=4000, spare_rows=41)
-    by, chance, levels = Inserter(scene.table, SelectionPins(scene.table), 0.0), np.random.default_rng(0), []
+    by, chance, levels = (
+        Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)),
+        np.random.default_rng(0),
+        [],
+    )
     for number, steps in enumerate(chance.integers(1, 41, 600).tolist()):
         by.add(trajectory(number, steps))
         levels.append(1 - int(scene.table.control[Control.FREE_ROWS]) / 4000)
@@ -139,7 +144,9 @@ def scattered(**options: Any) -> StoreScene:
 def reserve(scene: StoreScene, num_steps: int = 10) -> tuple[int, int]:
     """Return slot and the number of trajectories that are left."""
     with scene.table.lock:
-        slot = Inserter(scene.table, SelectionPins(scene.table), 0.0).room.reserve(num_steps)
+        slot = Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)).room.reserve(
+            num_steps
+        )
     return slot, scene.table.num_trajectories
 
 
@@ -160,14 +167,14 @@ def test_what_must_stay_stays(why: str) -> None:
     if why == "open":
         table.views["life"][:, SlotRetention.OPEN] = 1
     elif why == "drawn":
-        scene.streams[0].last_drawn[:] = 0
+        scene.streams[0].state.last_drawn[:] = 0
     elif why == "reserved":
         table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.STATE] = SlotState.RESERVED
     elif why == "cutting":
         table.control[Control.SELECTING] = 1
     before = table.slots.copy()
     with table.lock:
-        room = Inserter(table, SelectionPins(table), 0.0).room
+        room = Inserter(table, SelectionPins(table), Context(timeout_s=0.0)).room
         assert table.extents is not None
         assert table.extents.reserve(11, 10) == Refusal.SCATTERED
         assert not (room.mover.pays(11) and room.mover.make_run(11))
@@ -179,7 +186,7 @@ def test_an_extent_that_was_left_in_the_spare_rows_comes_home() -> None:
     scene = scattered()
     table = scene.table
     with table.lock:
-        mover = Inserter(table, SelectionPins(table), 0.0).room.mover
+        mover = Inserter(table, SelectionPins(table), Context(timeout_s=0.0)).room.mover
         slot = int(table.slots_of(np.array([5]))[0])
         mover._place(slot, table.spec.capacity_rows)  # and its mover dies
         assert table.extents is not None
@@ -198,7 +205,9 @@ def test_a_table_that_lets_nobody_go_has_no_spare_rows() -> None:
     assert [spare_rows_for(Retention("fifo"), 1000, longest) for longest in (50, 300, None)] == [50, 125, 125]
     scene = scattered(spare_rows=0)
     with scene.table.lock:
-        assert not Inserter(scene.table, SelectionPins(scene.table), 0.0).room.mover.pays(11)
+        assert not Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)).room.mover.pays(
+            11
+        )
     scene.close()
 
 

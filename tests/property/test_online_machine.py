@@ -303,7 +303,7 @@ class OnlineMachine(RuleBasedStateMachine):
             die()
 
         assert exit_status(in_child(write)) == -signal.SIGKILL
-        self.replay._streams["main"]["train"]._look_again = 0.0
+        self.replay._parts.streams["main"]["train"]._next_cleaning = 0.0
         self.replay.can_sample()
 
     @rule()

@@ -61,7 +61,7 @@ class PriorityMachine(RuleBasedStateMachine):
             initial=self.initial,
             log_size=40,
         )
-        kind = {"top": "top", "stratified": "stratified"}.get(self.kind, "random")
+        kind = {"top": "top_k", "stratified": "stratified"}.get(self.kind, "random")
         spec = stream_spec(kind, self.unit, self.batch, priorities=rule, seed=seed, depth=self.lag + 4)
         backend = "cpu" if seed % 4 else "reference"
         self.scene = StoreScene(backend, [spec], (), NUM_SLOTS, NUM_ROWS, NUM_PEERS)
@@ -161,16 +161,16 @@ class PriorityMachine(RuleBasedStateMachine):
         total = sum(masses_of(list(self.known.values()), self.alpha_at))
         if not self._enough(total):
             try:
-                self.streams[peer].take(self.key)
+                self.streams[peer].get(self.key)
                 raise AssertionError("there was nothing to draw")
             except StoreError:
                 self.alpha_of.setdefault(self.key, self.alpha)
                 return
-        cut = self.streams[peer].take(self.key)
+        cut = self.streams[peer].get(self.key)
         records = cut.resolutions.numpy().copy()
         self._check(cut.head, records, total)
         for stream in self.streams:
-            stream.consume(self.key)
+            stream.release(self.key)
         self.drawn = [*self.drawn[-2:], (self.samples, records)]
         self.key, self.samples = self.key + 1, self.samples + self.batch
 

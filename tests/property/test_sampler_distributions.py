@@ -17,7 +17,7 @@ from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.mass_rules import AgeWindow
-from deepspeed_gear.sampling.stream_kinds import stratify_
+from deepspeed_gear.sampling.samplers.uniform import stratify_
 
 BATCH, NUM_BATCHES = 20_000, 6
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
@@ -45,10 +45,10 @@ def counted(scene: StoreScene, count: int = NUM_BATCHES, by_row: bool = False) -
     counts = np.zeros(size, np.int64)
     for key in range(int(stream.position[0]), int(stream.position[0]) + count):
         stream.masses.ask(key)
-        records = stream.take(key).resolutions.numpy()
+        records = stream.get(key).resolutions.numpy()
         hit = records[:, 3] + records[:, 5] if by_row else records[:, 1]
         counts += np.bincount(hit, minlength=size)
-        stream.consume(key)
+        stream.release(key)
     return counts
 
 
@@ -113,7 +113,7 @@ def test_light_items_beside_heavy_ones_have_their_coordinates(scenes: Any) -> No
     prioritized(scene, PRIORITIES["of 2^1 to 2^40"])
     stream = scene.streams[0]
     stream.masses.ask(0)
-    stream.take(0)
+    stream.get(0)
     rows = torch.empty(62, 8, dtype=torch.int64)
     stream.masses.resolve(rows, torch.arange(62), 0)
     assert rows[:, 1].tolist() == [0] * 2 + [1] * 4 + [2] * 8 + [3] * 16 + [4] * 32
@@ -177,24 +177,24 @@ def test_strata_spread_a_batch(scenes: Any) -> None:
         assert (counted(scene, 1, by_row=True)[scene.streams[0].masses.leaves > 0] == 1).all()
 
 
-@pytest.mark.parametrize("kind", ["top", "oldest", "newest"])
+@pytest.mark.parametrize("kind", ["top_k", "fifo", "lifo"])
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 @pytest.mark.parametrize("batch", [1, 33, 200])
 def test_selected_items_are_those_of_a_sort(scenes: Any, kind: str, unit: str, batch: int) -> None:
     chance = np.random.default_rng(batch)
     lengths = chance.integers(1, 9, 200).tolist()
-    options = {"priorities": priority_rule(alpha=1.0, log_size=2000)} if kind == "top" else {}
+    options = {"priorities": priority_rule(alpha=1.0, log_size=2000)} if kind == "top_k" else {}
     scene = scenes(kind, unit, lengths, batch=batch, **options)
     items = [(n, s) for n, steps in enumerate(lengths) for s in range(steps if unit == "step" else 1)]
     values = chance.integers(1, 20, len(items))
-    if kind == "top":
+    if kind == "top_k":
         prioritized(scene, values)
         order = np.lexsort((np.arange(len(items)), -values))
     else:
-        order = np.arange(len(items))[:: -1 if kind == "newest" else 1]
+        order = np.arange(len(items))[:: -1 if kind == "lifo" else 1]
     stream = scene.streams[0]
     stream.masses.ask(0)
-    records = stream.take(0).resolutions.numpy()
+    records = stream.get(0).resolutions.numpy()
     found = [(int(r[0]), int(r[5]) if unit == "step" else 0) for r in records]
     assert found == [items[i] for i in order[:batch]]
 
@@ -205,8 +205,8 @@ def test_an_epoch_has_every_order(scenes: Any, drop: bool) -> None:
     counts = np.zeros((4, 6), np.int64)
     stream = scenes("epoch", "trajectory", [1] * 6, batch=4, drop=drop).streams[0]
     for key in range(3000):
-        counts[np.arange(4), stream.take(key).resolutions[:, 0].numpy()] += 1
-        stream.consume(key)
+        counts[np.arange(4), stream.get(key).resolutions[:, 0].numpy()] += 1
+        stream.release(key)
     assert p_value(counts.reshape(-1), np.ones(24)) > 1e-3
 
 

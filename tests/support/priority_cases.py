@@ -37,7 +37,7 @@ def cut(stream: Any, key: int, *others: Any) -> Any:
     """Let every process ask for a global batch, and cut it."""
     for each in (stream, *others):
         each.masses.ask(key)
-    made = stream.take(key)
+    made = stream.get(key)
     for each in (stream, *others):
-        each.consume(key)
+        each.release(key)
     return made

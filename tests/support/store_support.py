@@ -40,9 +40,10 @@ class StoreScene:
         spare_rows: int = 0,
         shard: Any = None,
     ) -> None:
+
         from deepspeed_gear.ops import load_backend
         from deepspeed_gear.sampling.batch_stream import BatchStream
-        from deepspeed_gear.sampling.stream_kinds import regions_of
+        from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
         from deepspeed_gear.store.memory_layout import RunIdentity
         from deepspeed_gear.store.retention import Retention
         from deepspeed_gear.store.table import Table
@@ -63,13 +64,13 @@ class StoreScene:
             life=life or Retention(),
             spare_rows=spare_rows,
         )
-        extra = [region for spec in self.specs for region in regions_of(spec, self.spec)]
+        extra = [region for spec in self.specs for region in stream_regions(spec, self.spec)]
         meaning = {spec.name: spec.describe() for spec in self.specs}
         self.layout = table_layout(self.spec, extra, meaning)
         self.table = Table.create(self.spec, extra, meaning, self.run, self.ops, timeout_s)
-        self.streams = [BatchStream(spec, self.table) for spec in self.specs]
+        self.streams = [BatchStream(StreamState(spec, self.table)) for spec in self.specs]
         for stream in self.streams:
-            stream.initialise()
+            stream.state.initialise()
         self.count = 0
         for steps in lengths:
             self.add(steps)
@@ -78,12 +79,13 @@ class StoreScene:
     def attach(self, peer: int, **changes: Any) -> tuple[Any, list[Any]]:
         """Attach to the store once more; return table and streams."""
         from deepspeed_gear.sampling.batch_stream import BatchStream
+        from deepspeed_gear.sampling.stream_state import StreamState
         from deepspeed_gear.store.table import Table
 
         given = {"expected": self.layout, "run_id": self.run.id, "ops": self.ops}
         given["timeout_s"] = self.timeout_s
         table = Table.attach(self.spec, self.name, peer=peer, **{**given, **changes})
-        return table, [BatchStream(spec, table) for spec in self.specs]
+        return table, [BatchStream(StreamState(spec, table)) for spec in self.specs]
 
     def add(self, num_steps: int) -> int:
         """Add the next trajectory; its number is its id while nothing else adds."""
@@ -108,10 +110,22 @@ def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
 
 
 def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any) -> Any:
-    """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given."""
+    """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given.
+
+    Args:
+        kind: "random", "stratified", "epoch", "pass", or one of the config's that takes items in an order:
+            "top_k", "fifo", "lifo".
+        unit: Of the items.
+        batch: Samples of a global batch.
+        **options: Of the stream and its mass rule.
+    """
+    from deepspeed_gear import config
     from deepspeed_gear.sampling.anchors import AnchorRule
     from deepspeed_gear.sampling.mass_rules import MassRule
-    from deepspeed_gear.sampling.selection import StreamSpec
+    from deepspeed_gear.sampling.samplers import sampler_for
+    from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
+    from deepspeed_gear.sampling.samplers.epoch import EvaluationPass
+    from deepspeed_gear.sampling.stream_spec import StreamSpec
 
     rule = MassRule(
         unit,  # type: ignore[arg-type]
@@ -123,15 +137,27 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
         weight=options.get("weight"),
         window=options.get("window"),
     )
-    extra = {name: options[name] for name in ("priorities", "drop", "num_shards") if name in options}
+    native = {"random": NativeDraw.RANDOM, "stratified": NativeDraw.STRATIFIED}.get(kind)
+    tail = "drop" if options.get("drop") else "wrap"
+    models: dict[str, Any] = {
+        "random": lambda: config.UniformSampler(),
+        "stratified": lambda: config.UniformSampler(stratified=True),
+        "epoch": lambda: config.EpochSampler(kind="epoch", tail=tail),
+        "top_k": lambda: config.TopKSampler(kind="top_k"),
+        "fifo": lambda: config.FifoSampler(kind="fifo"),
+        "lifo": lambda: config.LifoSampler(kind="lifo"),
+    }
+    sampler = EvaluationPass() if kind == "pass" else sampler_for(models[kind]())
+    by_age = kind in ("fifo", "lifo")
+    sampling = SamplerSpec(rule, native, options.get("priorities"), by_age)
+    extra = {name: options[name] for name in ("num_shards", "count", "count_draws") if name in options}
     seed, depth = options.get("seed", 0), options.get("depth", 4)
-    return StreamSpec(options.get("name", "train"), kind, rule, seed, 7, batch, depth, **extra)
+    return StreamSpec(options.get("name", "train"), sampler, sampling, seed, 7, batch, depth, **extra)
 
 
 def check_whole(table: Any, streams: Sequence[Any]) -> None:
     """Check that everything derived in a store agrees with its slot table; takes the lock."""
     from deepspeed_gear.ops.records import Slot, SlotState
-    from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
     from deepspeed_gear.sampling.sum_tree import TreeChanges
     from deepspeed_gear.store.records import Control
     from deepspeed_gear.store.stream_records import NOTHING
@@ -159,7 +185,7 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
             masses = stream.masses
             masses.take_changes()
             sums = masses.sums.clone()
-            stream.ops.tree_build_(sums, masses.num_items)
+            stream.table.ops.tree_build_(sums, masses.num_items)
             assert sums.equal(masses.sums), "an inner node is not the sum of its children"
             waiting = np.nonzero(masses.queued != NOTHING)[0]
             dirty = masses._dirty[: masses.words[TreeChanges.NUM_QUEUED]]
@@ -172,7 +198,7 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
             else:
                 assert np.isin(effective, [0, *wanted]).all()
                 assert (effective <= wanted).all()
-            if isinstance(masses, PriorityMasses):
+            if stream.state.priorities is not None:
                 check_priorities_whole(masses)
 
 

@@ -63,7 +63,7 @@ PENDING_ASSIGNMENTS = {
     "deepspeed_gear.distributed.sharded.sharded_selector: cut.first",
     "deepspeed_gear.distributed.sharded.sharded_selector: cut.owner",
     "deepspeed_gear.replay.batch_loader: stream.stopped",
-    "deepspeed_gear.replay.builder: stream.gate_wait.timeout_s",
+    "deepspeed_gear.replay.builder: stream.state.limiter_wait.timeout_s",
     "deepspeed_gear.replay.builder: stream.stopped",
     "deepspeed_gear.replay.device_transfer: batch.arrival",
     "deepspeed_gear.replay.node_setup: link.check",

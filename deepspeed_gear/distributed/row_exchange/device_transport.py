@@ -66,8 +66,7 @@ class DeviceTransport:
         received: list[np.ndarray] = [parts[0]] * len(order)
         for node, part in zip(order, parts, strict=True):
             received[node] = part
-        self._link.bytes_sent += sent.nbytes
-        self._link.bytes_received += found.nbytes
+        self._link.count_bytes(sent.nbytes, found.nbytes)
         return received
 
     def _all_to_all(

@@ -8,29 +8,28 @@ import torch
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
 from deepspeed_gear.ops.records import LogEntry
-from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.local_selector import Check, LocalSelector
-from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.priority_masses import PriorityMasses
+from deepspeed_gear.sampling.stream_state import StreamState
 
 
 class ReplicatedSelector(SelectionAgreement):
     """The items of a store that equals those of all other nodes, and stays so. One thread at a time.
 
     Args:
-        stream: Of this node's store, with priorities.
+        state: Of the stream in this node's store, with priorities.
         link: To the other nodes.
     """
 
-    def __init__(self, stream: BatchStream, link: NodeChannel) -> None:
-        super().__init__(stream, link)
-        self._here = LocalSelector(stream.spec, stream.masses)
+    def __init__(self, state: StreamState, link: NodeChannel) -> None:
+        super().__init__(state, link)
+        self._here = LocalSelector(state)
         self._reports = np.empty((0, LogEntry.NUM_WORDS), np.int64)
         self._heard: list[np.ndarray] = []  # those of all nodes
 
     @property
     def _priorities(self) -> PriorityMasses:
-        assert isinstance(self.masses, PriorityMasses)
-        return self.masses
+        return self.state.with_priorities
 
     def begin(self, key: int, entry: int, count: int, check: Check) -> None:
         self._key = key
@@ -41,7 +40,7 @@ class ReplicatedSelector(SelectionAgreement):
                 self._reports = np.concatenate([self._reports[:0], *(rows for _, rows in self._due)])
         except Exception as caught:
             error = caught
-        heard = self._hello(error, self.stream.stopped, [self._reports] * self._num_nodes)
+        heard = self._hello(error, self.state.stop.is_set(), [self._reports] * self._num_nodes)
         self.num_cuts += 1
         self._heard = [words.reshape(-1, LogEntry.NUM_WORDS) for words in heard]
 

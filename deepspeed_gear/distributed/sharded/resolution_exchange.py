@@ -16,11 +16,11 @@ from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTrans
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, RowExchange
 from deepspeed_gear.ops.records import Resolution, RowSample
-from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.stream_state import StreamState
 
 HEAD_WORDS = 2  # of a message: its size, the smallest mass that its node has drawn
 ROWS = 2  # a further one where rows come on their own: how many words of them
-Goals = Callable[[BatchStream, torch.Tensor], torch.Tensor | None]
+Goals = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 
 @dataclass
@@ -70,7 +70,7 @@ class ResolutionExchange:
     """Sends what other nodes lack of a cut, and fills this node's ring and arrivals. One thread at a time.
 
     Args:
-        stream: Of this node's part of the table.
+        state: Of the stream, in this node's part of the table.
         link: To the other nodes.
         routes: Who needs what.
         carrier: Moves rows.
@@ -80,18 +80,18 @@ class ResolutionExchange:
 
     def __init__(
         self,
-        stream: BatchStream,
+        state: StreamState,
         link: NodeChannel,
         routes: ExchangePlan,
         carrier: RowExchange,
         goals: Goals,
         freight: DeviceTransport | None = None,
     ) -> None:
-        self._stream, self._link, self._carrier = stream, link, carrier
+        self._state, self._link, self._carrier = state, link, carrier
         self._freight, self._rows = freight, [NO_WORDS] * routes.num_nodes
         self._head_size = HEAD_WORDS + (freight is not None)
         self._goals, self._index, self._num_nodes = goals, routes.index, routes.num_nodes
-        self._ops, self._draws_goals = stream.ops, any(need.goals for need in routes.needs)
+        self._ops, self._draws_goals = state.ops, any(need.goals for need in routes.needs)
         self._readers, self._need_of = (torch.from_numpy(part) for part in (routes.readers, routes.need_of))
         everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
         self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
@@ -128,7 +128,7 @@ class ResolutionExchange:
 
     def _pack(self, cut: NodeSelection, mine: OwnSamples) -> list[np.ndarray]:
         """Return the message for each node: this one's smallest mass, resolutions, rows."""
-        goals = self._goals(self._stream, mine.records) if self._draws_goals else None
+        goals = self._goals(self._state.spec.key, mine.records) if self._draws_goals else None
         samples, parts = self._sent(mine, goals, self._readers, self._need_of, cut.offset)
         if cut.needs_all:
             parts = self._sent(mine, None, *self._everyone, 0)[1]
@@ -191,14 +191,14 @@ class ResolutionExchange:
         self, cut: NodeSelection, mine: OwnSamples, words: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Fill the ring; return it, and the samples whose rows come: indices in the cut, and as of the op."""
-        assert self._stream.origins is not None
-        ring, count = self._stream.ring[cut.entry][: cut.count], len(mine.records) + len(cut.asked)
+        assert self._state.origins is not None
+        ring, count = self._state.ring[cut.entry][: cut.count], len(mine.records) + len(cut.asked)
         if count > len(self._which):
             self._samples = torch.empty(count, RowSample.NUM_WORDS, dtype=torch.int64)
             self._which = torch.empty(count, dtype=torch.int64)
         self._ops.take_draws_(
             ring,
-            self._stream.origins[cut.entry],
+            self._state.origins[cut.entry],
             self._samples,
             self._which,
             self._found,
@@ -216,7 +216,7 @@ class ResolutionExchange:
         )
         found = self._found_words[0]
         samples, which = self._samples[:found], self._which[:found]
-        goals = self._goals(self._stream, ring[which]) if self._draws_goals else None
+        goals = self._goals(self._state.spec.key, ring[which]) if self._draws_goals else None
         if goals is not None:
             samples[:, RowSample.GOAL] = goals
         return ring, which, samples

@@ -11,9 +11,8 @@ from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel, message_of
 from deepspeed_gear.errors import PeerError, StoreError, relayed
 from deepspeed_gear.ops.records import UpdateCount
-from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.local_selector import LocalSelector
-from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
+from deepspeed_gear.sampling.stream_state import StreamState
 
 TEXT_WORDS = 64
 _WAITS = 64  # exchanges of which waits are added up at once
@@ -41,15 +40,15 @@ class SelectionAgreement(LocalSelector):
     """A selector whose cuts begin with a record of every node, and which hears of their failures.
 
     Args:
-        stream: Of this node's part of the table.
+        state: Of the stream, in this node's part of the table.
         link: To the other nodes; shared by the streams of one thread.
     """
 
     in_store = False
 
-    def __init__(self, stream: BatchStream, link: NodeChannel) -> None:
-        super().__init__(stream.spec, stream.masses)
-        self.stream, self.link, self._table = stream, link, stream.table
+    def __init__(self, state: StreamState, link: NodeChannel) -> None:
+        super().__init__(state)
+        self.link, self._table = link, state.table
         self._num_nodes, self._index = link.count, link.index
         self._records = np.zeros((self._num_nodes, StatusMessage.NUM_WORDS), np.int64)
         self._totals = np.zeros(self._num_nodes, np.int64)
@@ -59,10 +58,6 @@ class SelectionAgreement(LocalSelector):
         self._late_us = np.zeros(self._num_nodes, np.int64)  # how long the others have waited for each node
         self._waited_us = np.zeros((_WAITS, self._num_nodes), np.int64)  # in exchanges that are not in it
         self._num_waits = 0
-
-    @property
-    def waiting(self) -> bool:
-        return self._waiting
 
     def _hello(
         self,
@@ -103,7 +98,7 @@ class SelectionAgreement(LocalSelector):
     def _raise_refusal(self, heard: np.ndarray, error: Exception | None) -> NoReturn:
         """Raise why a node does not make the cut that this one asks for."""
         if heard[:, StatusMessage.STOP].any():
-            self.link.left = True
+            self.link.note_left()
             self._raise_stop(heard)
         self._raise_failure(heard, error)
         asked = {self.link.name(i): key for i, key in enumerate(heard[:, StatusMessage.KEY].tolist())}
@@ -120,20 +115,21 @@ class SelectionAgreement(LocalSelector):
             self._key = None
             with self.link.parting(MOST_LEAVE_S):
                 self._hello(None, True)
-        self.link.left = False
+        self.link.note_left(False)
 
     def _record(self) -> np.ndarray:
         """Return what the others must know of this node's part."""
         words = np.zeros(StatusMessage.NUM_WORDS, np.int64)
-        masses = self.masses
+        masses, priorities = self.masses, self.state.priorities
         with self._table.lock:
-            words[StatusMessage.WAITING] = masses.waiting and not isinstance(masses, PriorityMasses)
             words[StatusMessage.TOTAL] = masses.total
-            if isinstance(masses, PriorityMasses):
-                words[StatusMessage.ITEMS] = masses.num_drawable
-                words[StatusMessage.HIGHEST] = masses.counts[UpdateCount.HIGHEST_PRIORITY]
-                if masses.rule.normalize == "table":
-                    words[StatusMessage.LEAST] = masses.least
+            if priorities is None:
+                words[StatusMessage.WAITING] = masses.waiting
+            else:
+                words[StatusMessage.ITEMS] = priorities.num_drawable
+                words[StatusMessage.HIGHEST] = priorities.counts[UpdateCount.HIGHEST_PRIORITY]
+                if priorities.rule.normalize == "table":
+                    words[StatusMessage.LEAST] = priorities.least
         words[StatusMessage.WAITED_US] = int(self.link.last_wait_s * 1e6)
         return words
 
@@ -157,7 +153,7 @@ class SelectionAgreement(LocalSelector):
         return self._late_us * 1e-6
 
     def _raise_stop(self, heard: np.ndarray) -> None:
-        if self.stream.stopped or self._key is None:
+        if self.state.stop.is_set() or self._key is None:
             name = f"stream {self.spec.name}"
             raise StoreError(name, "must be open", None, "it was closed while it waited")
         node = int(np.nonzero(heard[:, StatusMessage.STOP])[0][0])
@@ -189,8 +185,5 @@ class SelectionAgreement(LocalSelector):
         self._records, self._totals = heard, heard[:, StatusMessage.TOTAL].copy()
 
     def fail(self, key: int, error: Exception) -> None:
-        assert self.stream.notice is not None
-        self.stream.notice.write(key, error)
-
-    def restart(self) -> None:
-        """Begin anew: the table holds something else."""
+        assert self.state.failure is not None
+        self.state.failure.write(key, error)

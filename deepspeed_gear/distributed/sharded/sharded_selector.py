@@ -21,13 +21,12 @@ from deepspeed_gear.distributed.sharded.age_window import edge_over_nodes
 from deepspeed_gear.distributed.sharded.resolution_exchange import Goals, NodeSelection, ResolutionExchange
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement, StatusMessage
 from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
-from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.global_rate_gate import GlobalRateGate, NodeRate
-from deepspeed_gear.sampling.local_selector import Check, GateClosedError
-from deepspeed_gear.sampling.rate_gate import RateGate
-from deepspeed_gear.sampling.samplers.age import AgeMasses, items_of
-from deepspeed_gear.sampling.samplers.prioritized import PriorityMasses
-from deepspeed_gear.sampling.samplers.top_k import merge_top
+from deepspeed_gear.sampling.age_masses import items_of
+from deepspeed_gear.sampling.joint_rate_limiting import JointSelectionLimiter, NodeRate
+from deepspeed_gear.sampling.local_selector import Check, RateLimitedError
+from deepspeed_gear.sampling.rate_limiting import SelectionLimiter
+from deepspeed_gear.sampling.stream_state import StreamState
+from deepspeed_gear.sampling.top_priorities import merge_top
 
 
 class ShardedSelector(SelectionAgreement):
@@ -36,7 +35,7 @@ class ShardedSelector(SelectionAgreement):
     One thread at a time. It takes the table's lock itself, and never while it waits for other nodes.
 
     Args:
-        stream: Of this node's part of the table.
+        state: Of the stream, in this node's part of the table.
         link: To the other nodes; shared by the streams of one thread.
         routes: Who needs what.
         carrier: Moves rows.
@@ -49,7 +48,7 @@ class ShardedSelector(SelectionAgreement):
 
     def __init__(
         self,
-        stream: BatchStream,
+        state: StreamState,
         link: NodeChannel,
         routes: ExchangePlan,
         carrier: RowExchange,
@@ -57,9 +56,9 @@ class ShardedSelector(SelectionAgreement):
         verify_every: int,
         freight: DeviceTransport | None = None,
     ) -> None:
-        super().__init__(stream, link)
+        super().__init__(state, link)
         self._routes, self._verify_every = routes, verify_every
-        self._delivery = ResolutionExchange(stream, link, routes, carrier, goals, freight)
+        self._delivery = ResolutionExchange(state, link, routes, carrier, goals, freight)
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest cut
         self._is_first = True
         self._cut: NodeSelection | None = None
@@ -84,9 +83,9 @@ class ShardedSelector(SelectionAgreement):
         self._cut, self._key = self._new_cut(key, entry, count), key
         reports: list[np.ndarray] | None = None
         error: Exception | None = None
-        joint, said = self.stream.joint, NO_WORDS
+        joint, said = self.state.joint_limiter, NO_WORDS
         try:
-            if isinstance(self.masses, PriorityMasses):
+            if self.state.priorities is not None:
                 reports = self._take_reports(key)
             with self._table.lock:
                 if self._applies_first:
@@ -95,7 +94,7 @@ class ShardedSelector(SelectionAgreement):
                     said = joint.say(count)
         except Exception as caught:
             error = caught
-        self._heard = self._hello(error, self.stream.stopped, reports, said)
+        self._heard = self._hello(error, self.state.stop.is_set(), reports, said)
         if joint is not None:
             self._pass_gate(joint, key, count)
         self.num_cuts += 1
@@ -103,10 +102,10 @@ class ShardedSelector(SelectionAgreement):
     @property
     def _applies_first(self) -> bool:
         """Whether changes take effect before the nodes meet."""
-        later = isinstance(self.masses, PriorityMasses) or self._has_window
-        return not later and self.spec.kind not in ("epoch", "pass")
+        later = self.state.priorities is not None or self._has_window
+        return not later and not self.spec.sampler.walks
 
-    def _pass_gate(self, joint: GlobalRateGate, key: int, count: int) -> None:
+    def _pass_gate(self, joint: JointSelectionLimiter, key: int, count: int) -> None:
         """Go on if all nodes together may draw.
 
         Raises:
@@ -119,7 +118,7 @@ class ShardedSelector(SelectionAgreement):
             if joint.hear(said, count):
                 return
             error = joint.given_up(said, key, count)
-        raise GateClosedError if error is None else error
+        raise RateLimitedError if error is None else error
 
     def _new_cut(self, key: int, entry: int, count: int) -> NodeSelection:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
@@ -127,30 +126,31 @@ class ShardedSelector(SelectionAgreement):
         if turn not in self._wanted:
             self._wanted = {turn: self._routes.wanted(*turn)}
         wanted = self._wanted[turn]
-        verifies = self.spec.kind != "pass" and bool(self._verify_every) and key % self._verify_every == 0
+        verifies = (
+            not self.spec.sampler.is_pass and bool(self._verify_every) and key % self._verify_every == 0
+        )
         asked = np.arange(count) if verifies else wanted
         return NodeSelection(key, entry, count, offset, wanted, verifies, asked, np.zeros_like(asked))
 
     @property
     def _has_window(self) -> bool:
-        return isinstance(self.masses, AgeMasses) and self.spec.rule.window is not None
+        return self.spec.rule.window is not None
 
     # ---- masses ----------------------------------------------------------------------------------
 
     def apply(self, key: int) -> int:
-        if isinstance(self.masses, PriorityMasses):
+        if self.state.priorities is not None:
             self._apply_reports(key)
         elif self._has_window:
             if self._waiting or self._is_first:
                 self._apply_window(key)
-        elif self.spec.kind in ("epoch", "pass") and self._waiting:
+        elif self.spec.sampler.walks and self._waiting:
             self._apply_together(lambda: self.masses.apply(key))
         self._is_first = False
         return self.total
 
     def _apply_window(self, key: int) -> None:
-        masses = self.masses
-        assert isinstance(masses, AgeMasses)
+        masses = self.state.with_ages
         assert self.spec.rule.window is not None
         with self._table.lock:
             contents = masses.contents()
@@ -164,8 +164,7 @@ class ShardedSelector(SelectionAgreement):
 
     def _take_reports(self, key: int) -> list[np.ndarray]:
         """Copy the reports that are due; return those for each node, packed."""
-        masses = self.masses
-        assert isinstance(masses, PriorityMasses)
+        masses = self.state.with_priorities
         with self._table.lock:
             self._due = masses.reports.due(key)
             entries = [rows for _, rows in self._due]
@@ -178,8 +177,7 @@ class ShardedSelector(SelectionAgreement):
         return [packed[begin:end] for begin, end in pairwise(bounds)]
 
     def _apply_reports(self, key: int) -> None:
-        masses = self.masses
-        assert isinstance(masses, PriorityMasses)
+        masses = self.state.with_priorities
         latest = key - masses.rule.lag
         highest = int(self._records[:, StatusMessage.HIGHEST].max())
 
@@ -220,7 +218,7 @@ class ShardedSelector(SelectionAgreement):
         assert cut is not None
         if len(own):
             with self._table.lock:
-                self.stream.pin(cut.key, records)
+                self.state.pin(cut.key, records)
         cut.first = first - done
         cut.own.append(own + done if done else own)
         cut.records.append(records)
@@ -233,17 +231,17 @@ class ShardedSelector(SelectionAgreement):
         done: int,
         coordinates: torch.Tensor,
         first: int,
-        gate: RateGate,
+        limiter: SelectionLimiter,
         counted: np.ndarray,
     ) -> int:
-        joint, count = self.stream.joint, len(coordinates)
+        joint, count = self.state.joint_limiter, len(coordinates)
         assert joint is not None
         owner, own, records = self._found(coordinates, first)
         slots = records[:, Resolution.SLOT].numpy()
         if joint.fewest > len(rows):
             standing = count
         else:
-            standing = self._stand(own, slots, count, gate.num_admitted(slots, counted))
+            standing = self._stand(own, slots, count, limiter.num_admitted(slots, counted))
         kept = int(np.searchsorted(own, standing))
         np.add.at(counted, slots[:kept], 1)
         self._keep(done, first, owner[:standing], own[:kept], records[:kept])
@@ -273,12 +271,11 @@ class ShardedSelector(SelectionAgreement):
                     masses.take_out(int(slots[before]))
         return standing
 
-    def drawn(self, rows: np.ndarray) -> np.ndarray:
+    def own_samples(self, rows: np.ndarray) -> np.ndarray:
         return self._drawn
 
     def highest(self, count: int) -> torch.Tensor:
-        masses = self.masses
-        assert isinstance(masses, PriorityMasses)
+        masses = self.state.with_priorities
         with self._table.lock:
             items = masses.highest_items(count)
             own = np.stack(
@@ -300,8 +297,7 @@ class ShardedSelector(SelectionAgreement):
         return torch.tensor(chosen, dtype=torch.int64)
 
     def extreme(self, count: int, newest: bool) -> torch.Tensor:
-        masses = self.masses
-        assert isinstance(masses, AgeMasses)
+        masses = self.state.with_ages
         with self._table.lock:
             own = np.stack(masses.ends(count, newest), axis=1)
         found = self.link.gather_ragged(own)
@@ -325,9 +321,9 @@ class ShardedSelector(SelectionAgreement):
             own = np.concatenate([np.empty(0, np.int64), *cut.own])
             records = torch.cat([torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *cut.records])
         self._drawn = records.numpy()
-        if self.stream.draws is not None and len(own):
+        if self.state.counts is not None and len(own):
             with self._table.lock:
-                self.stream.draws.count(records.numpy())
+                self.state.counts.count(records.numpy())
         self._delivery.fill(cut, own, records)
 
     def deliver(
@@ -346,7 +342,7 @@ class ShardedSelector(SelectionAgreement):
         cut = self._cut = self._new_cut(key, entry, len(owner))
         self._key = key
         cut.first, cut.owner = first, owner[cut.asked]
-        self.stream.pin(key, records)
+        self.state.pin(key, records)
         self._delivery.fill(cut, own, records)
 
     def restart(self) -> None:
@@ -355,8 +351,7 @@ class ShardedSelector(SelectionAgreement):
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
         del drawn
-        masses = self.masses
-        assert isinstance(masses, PriorityMasses)
+        masses = self.state.with_priorities
         beta = masses.beta_at(key)
         if masses.rule.normalize == "batch":
             return self._delivery.least_drawn, 1, beta

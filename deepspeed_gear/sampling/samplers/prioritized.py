@@ -1,413 +1,49 @@
-"""Masses from priorities: stored priorities are the truth; masses, sums and minima are derived from them.
-
-An item is a trajectory (a leaf for each slot) or a step (a leaf for each row of the store). A cut applies
-what the ranks have reported (reports.py).
-"""
+"""Prioritized sampling: in proportion to priority ** alpha, with importance weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-import torch
-
-from deepspeed_gear.ops.constants import FAN_OUT, ONE_Q62, minima_size
-from deepspeed_gear.ops.records import PriorityUpdate, Slot, SlotState, UpdateCount
-from deepspeed_gear.sampling.mass_rules import UNIT_CODES
-from deepspeed_gear.sampling.priority_log import PriorityLog
-from deepspeed_gear.sampling.samplers.step_priorities import StepPriorities, rows_of
-from deepspeed_gear.sampling.samplers.top_k import oldest_of_equal
-from deepspeed_gear.sampling.selection import StreamSpec
-from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
-from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.records import Control
-from deepspeed_gear.store.slot_sets import distinct, is_among
-from deepspeed_gear.store.stream_records import NOTHING
-from deepspeed_gear.store.table import Table
-
-ShardOf = Callable[[np.ndarray], np.ndarray]  # ids -> shard that has them, -1 for none. [n] -> [n], int64
-MOST_MASS = np.iinfo(np.int64).max
-WINDOW = 256  # latest global batches of which clamped reports are counted apart
+from deepspeed_gear.config import PrioritizedSampler, value_at
+from deepspeed_gear.sampling.mass_rules import PriorityRule
+from deepspeed_gear.sampling.samplers.base import SamplerScope, SamplerSpec
+from deepspeed_gear.sampling.samplers.uniform import RandomDraws
 
 
-class PriorityMasses(ItemMasses):
-    """A mass for each trajectory or step: priority ** alpha in units of 2^-24.
-
-    Process safety: as in Masses.
+class Prioritized(RandomDraws):
+    """Items in proportion to priority ** alpha.
 
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016.
     """
 
-    def __init__(self, spec: StreamSpec, table: Table) -> None:
-        super().__init__(spec, table)
-        assert spec.priorities is not None
-        self.rule = spec.priorities
-        views, at = table.views, spec.at
-        self.values: np.ndarray = views[at + "priorities"]
-        self.counts: np.ndarray = views[at + "counts"]
-        self.by_step = spec.rule.unit == "step"
-        self._row_slots = views[at + "row_slots"] if self.by_step else np.empty(0, np.int32)
-        self._bases: np.ndarray = views[at + "bases"]
-        self._generations: np.ndarray = views[at + "generations"]  # of what has its first priority
-        self._steps: np.ndarray | None = views.get(at + "steps")  # of each slot, that have a priority
-        self.reports = PriorityLog(spec, table)
-        self.shard_of: ShardOf | None = None  # where several nodes hold the table
-        keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
-        minima = views[at + "minima"] if keeps_minima else np.empty(0, np.int64)
-        self._minima = torch.from_numpy(minima)
-        self._values, self._counts = torch.from_numpy(self.values), torch.from_numpy(self.counts)
-        self._count_words: memoryview = self.counts.data
-        self._row_slots_tensor = torch.from_numpy(self._row_slots)
-        self._unit = UNIT_CODES[spec.rule.unit]
-        self._window: np.ndarray = views[at + "window"]
-        self._window_words: memoryview = self._window.data
+    Options = PrioritizedSampler
+    options: PrioritizedSampler
 
-    @staticmethod
-    def count_items(spec: StreamSpec, num_slots: int, num_rows: int) -> int:
-        return num_rows if spec.rule.unit == "step" else num_slots
-
-    @classmethod
-    def regions(cls, spec: StreamSpec, num_slots: int, num_rows: int, num_peers: int) -> list[Region]:
-        rule, items = spec.priorities, cls.count_items(spec, num_slots, num_rows)
-        assert rule is not None
-        regions = [
-            Region(spec.at + "priorities", "float32", (items,)),
-            Region(spec.at + "counts", "int64", (UpdateCount.NUM_WORDS,)),
-            Region(spec.at + "window", "int64", (WINDOW, 2)),
-            Region(spec.at + "bases", "int64", (num_slots,)),
-            Region(spec.at + "generations", "int64", (num_slots,)),
-            *PriorityLog.regions(spec, num_peers),
-        ]
-        if spec.rule.unit == "step":
-            regions.append(Region(spec.at + "row_slots", "int32", (num_rows,)))
-            regions.append(Region(spec.at + "steps", "int64", (num_slots,)))
-        if rule.normalize == "table" and minima_size(items):
-            regions.append(Region(spec.at + "minima", "int64", (minima_size(items),)))
-        return [*super().regions(spec, num_slots, num_rows, num_peers), *regions]
-
-    def initialise(self) -> None:
-        self.reports.initialise()
-        self.words[TreeChanges.ALPHA] = self._alpha_at(0)
-        self.counts[UpdateCount.HIGHEST_PRIORITY] = np.ones(1, np.float32).view(np.int32)[0]
-        super().initialise()
-
-    # ---- reports ---------------------------------------------------------------------------------
-
-    def ask(self, key: int) -> None:
-        self.reports.ask(key)
-
-    def give_up(self) -> None:
-        self.reports.give_up()
-
-    def restart(self, key: int) -> None:
-        self.reports.restart(key)
-        self._window[:] = 0
-
-    def too_early(self, key: int) -> bool:
-        return self.reports.too_early(key)
-
-    def late(self, key: int) -> list[int]:
-        return self.reports.late(key)
-
-    def wait_awake(self, key: int) -> None:
-        self.reports.wait_awake(key)
-
-    # ---- changes ---------------------------------------------------------------------------------
-
-    @property
-    def waiting(self) -> bool:
-        return True  # reports may come at any time
-
-    def apply(self, key: int) -> None:
-        due = self.reports.due(key)
-        self.apply_reports(key, [entries for _, entries in due])
-        if due:
-            self.reports.take(due)
-
-    def apply_reports(self, key: int, reports: list[np.ndarray]) -> None:
-        """Put queued changes of slots into the tree, and reports behind them.
-
-        Args:
-            key: Number of the global batch whose cut comes next.
-            reports: In any order, each with batch and sample number. [n, 6] each, int64.
-        """
-        super().apply(key)
-        alpha = self._alpha_at(key)
-        if alpha != self.words[TreeChanges.ALPHA]:
-            self.words[TreeChanges.ALPHA] = alpha
-            self._build()
-        counts, window, at = self._count_words, self._window_words, key % WINDOW
-        if not reports:
-            window[at, 0] = window[at, 1] = 0
-            return
-        applied, clamped = counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
-        self.ops.prioritize_(
-            self.sums,
-            self._minima,
-            self._values,
-            self._counts,
-            self._slots,
-            torch.from_numpy(reports[0] if len(reports) == 1 else np.concatenate(reports)),
-            self.words[TreeChanges.ALPHA],
-            self._unit,
-            self.rule.most_bits,
+    def spec(self, scope: SamplerScope) -> SamplerSpec:
+        options = self.options
+        alpha, every = schedule(options.alpha, "gear.sampler.alpha"), options.alpha_every
+        rule = PriorityRule(
+            alpha=lambda key: alpha(key - key % every),
+            beta=schedule(options.beta, "gear.sampler.beta"),
+            initial=options.initial,
+            normalize=options.normalize,
+            lag=scope.prefetch,
+            log_size=scope.max_waiting_updates,
+            most_bits=scope.max_mass_bits,
         )
-        window[at, 0], window[at, 1] = (
-            counts[UpdateCount.APPLIED] - applied,
-            counts[UpdateCount.CLAMPED] - clamped,
-        )
+        return replace(super().spec(scope), priorities=rule)
 
-    def recover(self) -> None:
-        self.reports.recover()
-        steps = StepPriorities.find(self.ops, self.table.views, self.spec.at.rstrip("/"))
-        if steps is not None:
-            steps.mend(self.table)
-        super().recover()
 
-    def _alpha_at(self, key: int) -> int:
-        return int(self.rule.alpha(key) * ONE_Q62)  # exact: a power of two
+def schedule(value: Any, name: str) -> Callable[[int], float]:
+    """Return a config's schedule as a function of the global batch.
 
-    def known_reports(self, reports: np.ndarray) -> np.ndarray:
-        """Return reports with handles in place of ids, without those of items that are not here.
-
-        Args:
-            reports: By id: slot -1, the id in place of the generation. [n, 6], int64.
-        """
-        by_id = reports[:, PriorityUpdate.SLOT] < 0
-        if not by_id.any():
-            return reports
-        updates, known = self.handles_of(
-            reports[by_id, PriorityUpdate.GENERATION], reports[by_id, PriorityUpdate.ANCHOR]
-        )
-        found = reports.copy()
-        found[by_id, : PriorityUpdate.ANCHOR + 1] = updates
-        keep = ~by_id
-        keep[by_id] = known
-        return np.asarray(found[keep])
-
-    def handles_of(self, ids: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return slot, generation and anchor of items, and which of them the sampler can draw.
-
-        Args:
-            ids: Trajectories. [n], int64.
-            anchors: Steps, where an item is a step. [n], int64.
-        Returns:
-            [n, 3], int64, and [n], bool.
-        """
-        slots = self.table.slots_of(ids)
-        known = slots >= 0
-        records = self.table.slots[slots]
-        known[known] &= self.of(slots[known]) > 0
-        if self.by_step:
-            known &= self.spec.rule.anchors.admits(anchors, records[:, Slot.NUM_STEPS]) & (anchors >= 0)
-        return np.stack([slots, records[:, Slot.GENERATION], anchors], axis=1), known
-
-    def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Give new items their first priority, and take that of items that are gone.
-
-        Rows of a slot that is free already may be another trajectory's; whoever freed it has cleared them.
-        """
-        if self.by_step and self.table.extents is not None:
-            there = is_among(self.table.slots[slots, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
-            self._bases[slots[~there]] = 0
-            slots, masses = slots[there], masses[there]
-        known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
-        differ = ~known | ((self._bases[slots] > 0) != (masses > 0))  # others keep their priorities
-        items, admitted = self._items_of(slots[differ], masses[differ])
-        self._set_items(items, np.where(admitted, self._initial(), np.float32(0)))
-        if self._steps is not None:
-            longer = ~differ & (masses > 0) & (self._steps[slots] != self.table.slots[slots, Slot.NUM_STEPS])
-            self._set_grown(slots[longer])
-            self._steps[slots] = self.table.slots[slots, Slot.NUM_STEPS]
-        self._bases[slots] = masses
-        self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
-
-    def _set_grown(self, slots: np.ndarray) -> None:
-        """Give the steps of open trajectories that are new their first priority; the others keep theirs."""
-        if not len(slots):
-            return
-        assert self._steps is not None
-        items, steps, owner = rows_of(self.table.slots[slots])
-        admits = self.spec.rule.anchors.admits
-        now = admits(steps, self.table.slots[slots, Slot.NUM_STEPS][owner])
-        before = admits(steps, self._steps[slots][owner])
-        self._set_items(items[now & ~before], self._initial())
-        self._set_items(items[before & ~now], np.zeros((), np.float32))
-
-    def _set_items(self, items: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities of items. [n], int64; [n] or [], float32."""
-        priorities = np.broadcast_to(priorities, items.shape).copy()
-        new = torch.empty(len(items), dtype=torch.int64)
-        self.ops.mass_(new, torch.from_numpy(priorities), self.words[TreeChanges.ALPHA], self.rule.most_bits)
-        before = np.count_nonzero(self.leaves[items])
-        self.values[items] = priorities
-        changed = torch.from_numpy(items)
-        self.ops.tree_update_(self.sums, self.num_items, changed, new)
-        if len(self._minima):
-            self.ops.minima_update_(self._minima, self.sums, self.num_items, changed)
-        self.counts[UpdateCount.DRAWABLE] += np.count_nonzero(new.numpy()) - before
-
-    def _differing(self) -> np.ndarray:
-        differing = super()._differing()
-        records, unqueued = self.table.slots, self.queued == NOTHING
-        other = records[:, Slot.GENERATION] != self._generations
-        if self._steps is not None:
-            other |= records[:, Slot.NUM_STEPS] != self._steps
-        other &= unqueued & (self._bases != 0)
-        return distinct(np.append(differing, np.nonzero(other)[0]))
-
-    def _items_of(self, slots: np.ndarray, bases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return all items of slots, and which of them may be drawn. [m], int64, and [m], bool."""
-        if not self.by_step:
-            return np.ascontiguousarray(slots), bases > 0
-        records = self.table.slots[slots]
-        items, steps, owner = rows_of(records)
-        self._row_slots[items] = slots[owner]
-        admitted = self.spec.rule.anchors.admits(steps, records[owner, Slot.NUM_STEPS])
-        return items, admitted & (bases[owner] > 0)
-
-    def _initial(self) -> np.ndarray:
-        """Return the priority of new items. [], float32."""
-        if self.rule.initial is not None:
-            return np.array(self.rule.initial, np.float32)
-        return np.array(self.counts[UpdateCount.HIGHEST_PRIORITY], np.int32).view(np.float32)
-
-    @property
-    def applied(self) -> np.ndarray:
-        return self._bases
-
-    def _build(self) -> None:
-        """Derive everything from the priorities."""
-        leaves = self.sums[: self.num_items]
-        self.ops.mass_(leaves, self._values, self.words[TreeChanges.ALPHA], self.rule.most_bits)
-        self.ops.tree_build_(self.sums, self.num_items)
-        if len(self._minima):
-            self.ops.minima_build_(self._minima, self.sums, self.num_items)
-        self.counts[UpdateCount.DRAWABLE] = np.count_nonzero(self.leaves)
-
-    # ---- draws -----------------------------------------------------------------------------------
-
-    def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
-        if not self.by_step:
-            super().resolve(rows, coordinates, first)
-            return
-        self.ops.resolve_rows_(rows, self.sums, self._slots, self._row_slots_tensor, coordinates, first)
-
-    @property
-    def draws_anchor(self) -> bool:
-        return not self.by_step and super().draws_anchor
-
-    def highest(self, count: int) -> torch.Tensor:
-        """Return the coordinates of the items of highest priority; fewer if there are not so many. [n]."""
-        return self.coordinates_of(self.highest_items(count))
-
-    def highest_items(self, count: int) -> torch.Tensor:
-        """Return the items of highest priority, equal ones in stored order; or fewer. [n]."""
-        items = torch.empty(count, dtype=torch.int64)
-        self.ops.top_k_(items, self._values, self.sums)
-        items = items[items >= 0]
-        if self.table.spec.dataset is None and len(items):
-            in_order = oldest_of_equal(items.numpy(), self.values, self.leaves > 0, self.ids_of)
-            items = torch.from_numpy(in_order)
-        return items
-
-    def ids_of(self, items: np.ndarray) -> np.ndarray:
-        """Return the trajectories of items. [n] -> [n], int64."""
-        slots = self._row_slots[items] if self.by_step else items
-        return np.asarray(self.table.slots[slots, Slot.ID])
-
-    def weigh(self, key: int, masses: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor and exponent (Q62) of a cut's importance weights.
-
-        The weight of a sample is (numerator / (divisor * mass)) ** exponent.
-
-        Args:
-            key: Number of the global batch.
-            masses: Of what was drawn. [B], int64.
-            total: Sum of all masses.
-        """
-        beta = self.beta_at(key)
-        if self.rule.normalize == "batch":
-            return int(np.minimum.reduce(masses)), 1, beta  # which is what `min` calls
-        if self.rule.normalize == "table":
-            return self.least, 1, beta
-        return total, self._count_words[UpdateCount.DRAWABLE], beta
-
-    @property
-    def least(self) -> int:
-        """The smallest mass that is not 0; 0 if there is none."""
-        top = self._minima[-FAN_OUT:].numpy() if len(self._minima) else self.leaves
-        return int(top[top > 0].min(initial=MOST_MASS)) if top.any() else 0
-
-    @property
-    def num_drawable(self) -> int:
-        """Items with a mass."""
-        return self._count_words[UpdateCount.DRAWABLE]
-
-    def beta_at(self, key: int) -> int:
-        """Return the exponent of the importance weights of a global batch, Q62."""
-        return int(self.rule.beta(key) * ONE_Q62)
-
-    def num_clamped(self) -> int:
-        """Reports ever whose mass was clamped to the smallest or the largest one."""
-        return self._count_words[UpdateCount.CLAMPED]
-
-    def recent(self) -> tuple[int, int]:
-        """Return the reports that the latest `WINDOW` global batches applied, and those clamped of them."""
-        applied, clamped = self._window.sum(0).tolist()
-        return applied, clamped
-
-    def statistics(self) -> dict[str, int]:
-        """Return how many reports were applied, ignored because their item was gone, and clamped."""
-        words = {
-            "priorities_applied": UpdateCount.APPLIED,
-            "priorities_ignored": UpdateCount.STALE,
-            "priorities_clamped": UpdateCount.CLAMPED,
-        }
-        applied, clamped = self.recent()
-        found = {name: int(self.counts[word]) for name, word in words.items()}
-        return {**found, "priorities_applied_recent": applied, "priorities_clamped_recent": clamped}
-
-    # ---- content ---------------------------------------------------------------------------------
-
-    def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
-        self.take_changes()
-        known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
-        bases = np.where(known, self._bases[slots], 0)  # else they are of what the slot held before
-        items, _ = self._items_of(slots, bases)
-        log, counts = self.reports.waiting(), self.counts.copy()
-        if self.spec.num_shards == 1:  # else they are of any shard
-            saved = np.isin(log[:, PriorityUpdate.SLOT], slots)
-            log = log[saved]
-            log[:, PriorityUpdate.SLOT] = np.searchsorted(slots, log[:, PriorityUpdate.SLOT])
-            counts[UpdateCount.STALE] += len(saved) - len(log)
-        return {
-            "priorities": self.values[items],
-            "bases": bases,
-            **({} if self._steps is None else {"steps": self._steps[slots]}),
-            "queued": self.queued[slots],
-            "counts": counts,
-            "alpha": np.array([self.words[TreeChanges.ALPHA]]),
-            "log": log,
-        }
-
-    def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
-        self.reports.check_size(len(content["log"]))
-        self.values[:], self.queued[:], self._bases[:] = 0, -1, 0
-        items, admitted = self._items_of(slots, content["bases"])
-        # Where a slot has no mass, they are of whom it held before.
-        self.values[items] = np.where(admitted, content["priorities"], 0)
-        self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
-        self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
-        if self._steps is not None:
-            self._steps[slots] = content.get("steps", self.table.slots[slots, Slot.NUM_STEPS])
-        self.counts[:], self.words[TreeChanges.ALPHA] = content["counts"], int(content["alpha"][0])
-        log = content["log"].copy()
-        if self.spec.num_shards == 1:
-            by_id = log[:, PriorityUpdate.SLOT] < 0
-            log[~by_id, PriorityUpdate.SLOT] = slots[log[~by_id, PriorityUpdate.SLOT]]
-            log = self.known_reports(log)
-        self.reports.restore(log)
-        self._requeue()
-        self._build()
-        self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
+    Args:
+        value: A number or a schedule.
+        name: Of the option, for errors.
+    """
+    if isinstance(value, (int, float)):
+        constant = float(value)
+        return lambda _: constant
+    return lambda key: value_at(value, key, name)

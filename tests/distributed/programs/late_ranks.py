@@ -44,7 +44,7 @@ class Later:
 def run(section: dict[str, Any], is_late: bool) -> list[list[int]]:
     found = []
     with Replay(section) as replay:
-        replay._late._blocks = Later()
+        replay._late_updates._blocks = Later()
         for turn in range(20):
             batch = replay.sample()
             found.append(batch.number.tolist() + batch.id.tolist())
@@ -59,7 +59,7 @@ for options in json.loads(sys.argv[1]):
     assert run(options, True) == run(options, False), options
 
 with Replay(json.loads(sys.argv[1])[0]) as replay:
-    replay._late._blocks = Later()
+    replay._late_updates._blocks = Later()
     batch = replay.sample()
     values = torch.full((batch.num_samples,), torch.nan if rank == 1 else 1.0)
     replay.update_priorities(batch, values.as_subclass(Elsewhere))

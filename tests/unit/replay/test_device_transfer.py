@@ -257,7 +257,7 @@ def test_the_way_is_the_node_s_own_business() -> None:
 
 
 def consumed(replay: Replay) -> int:
-    return int(replay.streams["train"].consumed[0])
+    return int(replay.streams["train"].state.consumed[0])
 
 
 @pytest.mark.parametrize("way", ["direct", "copies"])
@@ -341,7 +341,7 @@ def test_closing_waits_for_the_device(late: LateLane) -> None:
     replay = online("direct", n_step={"n": 1, "gamma": 1.0})
     late.is_late = True
     replay.sample()
-    read = replay.streams["train"].consumed
+    read = replay.streams["train"].state.consumed
     thread = in_thread(replay.close)
     thread.join(0.2)
     assert thread.is_alive()

@@ -44,9 +44,9 @@ def draws(stream: BatchStream, first: int, count: int) -> np.ndarray:
     """Take cuts; return id, anchor and sample number of each sample. [n, 3]."""
     found = []
     for key in range(first, first + count):
-        cut = stream.take(key)
+        cut = stream.get(key)
         found.append(cut.resolutions.numpy()[:, [0, 5, 7]].copy())
-        stream.consume(key)
+        stream.release(key)
     return np.concatenate(found)
 
 
@@ -108,7 +108,7 @@ def test_anchors_are_those_of_the_rule(scenes: Any, rule: AnchorRule, places: An
 def test_seeds_and_streams_draw_differently(scenes: Any) -> None:
     specs = [stream_spec(name=f"s{seed}", seed=seed, batch=64) for seed in range(3)]
     scene = scenes(*specs, lengths=LENGTHS)
-    found = [tuple(items(stream.take(0))) for stream in scene.streams]
+    found = [tuple(items(stream.get(0))) for stream in scene.streams]
     assert len(set(found)) == 3
 
 
@@ -138,7 +138,7 @@ def test_nothing_to_draw_is_an_error_that_passes(scenes: Any) -> None:
     text = "stream train: table main must hold at least one item that the sampler admits, got '0 trajectories"
     for _ in range(2):
         with pytest.raises(StoreError, match=text):
-            scene.streams[0].take(0)
+            scene.streams[0].get(0)
     scene.add(3)
     assert set(draws(scene.streams[0], 0, 1)[:, 0]) == {0}
 
@@ -150,10 +150,10 @@ def epochs_of(stream: BatchStream, first: int, count: int) -> dict[int, list[tup
     """Take cuts; return the items of each epoch in the order of visiting."""
     found: dict[int, list[tuple[int, int]]] = {}
     for key in range(first, first + count):
-        cut = stream.take(key)
+        cut = stream.get(key)
         for epoch, item in zip(cut.epochs.tolist(), items(cut), strict=True):
             found.setdefault(epoch, []).append(item)
-        stream.consume(key)
+        stream.release(key)
     return found
 
 
@@ -222,7 +222,7 @@ def test_an_epoch_that_ends_in_an_empty_table(scenes: Any) -> None:
     table_edits.remove(scene.table, list(range(6)))
     for _ in range(2):
         with pytest.raises(StoreError, match="must hold at least one item"):
-            stream.take(1)
+            stream.get(1)
     assert [scene.add(1) for _ in range(4)] == [6, 7, 8, 9]
     with pytest.raises(StoreError, match="must have a free slot of 6"):
         scene.add(1)  # the two that are not visited yet are in the batch that waits
@@ -255,11 +255,11 @@ def test_a_pass_visits_in_stored_order(scenes: Any, batch: int) -> None:
     for number in range(2):
         found, index, size = [], 0, 1
         while index * batch < size:
-            cut = stream.take(number << PASS_SHIFT | index)
+            cut = stream.get(number << PASS_SHIFT | index)
             size = int(cut.head[4])
             found += zip(items(cut), cut.resolutions[:, 7].tolist(), strict=True)
             assert set(cut.epochs.tolist()) == {number}
-            stream.consume(number << PASS_SHIFT | index)
+            stream.release(number << PASS_SHIFT | index)
             index += 1
         assert size == len(ITEMS)
         assert [item for item, n in found if n < size] == ordered
@@ -272,16 +272,16 @@ def test_a_pass_may_be_left(scenes: Any) -> None:
     stream = scenes(stream_spec("pass", "step", 10), lengths=LENGTHS).streams[0]
 
     def visit(key: int) -> list[tuple[int, int]]:
-        found = items(stream.take(key))
-        stream.consume(key)
+        found = items(stream.get(key))
+        stream.release(key)
         return found
 
     whole = visit(0)
     visit(1)
     assert visit(1 << PASS_SHIFT) == whole
     assert visit(5 << PASS_SHIFT) == whole
-    with pytest.raises(StoreError, match="must be the next one or in the ring of cuts"):
-        stream.take(2)
+    with pytest.raises(StoreError, match="must be the next one or in the ring of selections"):
+        stream.get(2)
 
 
 # ---- the ring ------------------------------------------------------------------------------------
@@ -292,22 +292,22 @@ def test_every_process_sees_the_same_cut(scenes: Any) -> None:
     _, (other,) = scene.attach(1)
     for key in range(20):
         first, second = (scene.streams[0], other) if key % 2 else (other, scene.streams[0])
-        made, seen = first.take(key), second.take(key)
+        made, seen = first.get(key), second.get(key)
         assert made.resolutions.equal(seen.resolutions)
         assert made.head == seen.head
-        first.consume(key)
-        second.consume(key)
+        first.release(key)
+        second.release(key)
     other.table.close()
 
 
 def test_batches_are_asked_for_in_order(scenes: Any) -> None:
     stream = scenes(stream_spec(depth=4), lengths=LENGTHS).streams[0]
     with pytest.raises(StoreError, match=r"global batch 1 must be the next one .* 'the stream is at 0'"):
-        stream.take(1)
+        stream.get(1)
     draws(stream, 0, 6)
-    assert items(stream.take(2)) == items(stream.take(2))  # in the ring: 2, 3, 4, 5
+    assert items(stream.get(2)) == items(stream.get(2))  # in the ring: 2, 3, 4, 5
     with pytest.raises(StoreError, match="global batch 1 must be the next one"):
-        stream.take(1)
+        stream.get(1)
 
 
 def test_a_late_peer_is_waited_for_and_named(scenes: Any) -> None:
@@ -316,11 +316,11 @@ def test_a_late_peer_is_waited_for_and_named(scenes: Any) -> None:
     draws(scene.streams[0], 0, 4)
     begin = time.monotonic()
     text = (
-        rf"stream train: global batch 4 must find room in the ring of 4 cuts in gear.timeout_s = 0.3 s, got "
+        rf"stream train: global batch 4 must find room in the ring of 4 selections in gear.timeout_s = 0.3 s, got "
         rf"'local rank 1 \(process {os.getpid()}\) still needs an older one'"
     )
     with pytest.raises(PeerError, match=text):
-        scene.streams[0].take(4)
+        scene.streams[0].get(4)
     assert time.monotonic() - begin >= 0.3
     table.close()
     draws(scene.streams[0], 4, 1)  # who has left is not waited for
@@ -329,14 +329,14 @@ def test_a_late_peer_is_waited_for_and_named(scenes: Any) -> None:
 def test_a_late_peer_may_catch_up(scenes: Any) -> None:
     scene = scenes(stream_spec(depth=4), lengths=LENGTHS)
     table, (other,) = scene.attach(1)
-    wanted = items(scene.streams[0].take(0))
+    wanted = items(scene.streams[0].get(0))
     draws(scene.streams[0], 0, 4)
     late: list[Any] = []
 
     def catch_up() -> None:
         time.sleep(0.1)
-        late.append(items(other.take(0)))
-        other.consume(0)
+        late.append(items(other.get(0)))
+        other.release(0)
 
     thread = threading.Thread(target=catch_up)
     thread.start()
@@ -367,24 +367,24 @@ def test_stopping_ends_a_wait(scenes: Any) -> None:
     draws(stream, 0, 4)
 
     def stop() -> None:
-        stream.stopped = True
+        stream.state.stop.set()
 
     threading.Timer(0.1, stop).start()
     with pytest.raises(StoreError, match="it was closed while it waited"):
-        stream.take(4)
+        stream.get(4)
     table.close()
 
 
 def test_what_a_peer_still_reads_is_not_freed(scenes: Any) -> None:
     scene = scenes(stream_spec(batch=50, depth=4), lengths=[3], num_slots=1)
     table, (other,) = scene.attach(1)
-    cut = other.take(0)
+    cut = other.get(0)
     draws(scene.streams[0], 0, 1)
     table_edits.remove(scene.table, [0])
     with pytest.raises(StoreError, match="must have a free slot"):
         scene.add(3)
     assert set(cut.resolutions[:, 0].tolist()) == {0}
-    other.consume(0)
+    other.release(0)
     assert scene.add(3) == 1
     table.close()
 
@@ -395,12 +395,12 @@ def test_seek_continues(scenes: Any) -> None:
         draws(whole, 0, 6)
         p = whole.position
         state = [int(p[word]) for word in (0, 1, 2, 3, 4)]
-        wanted = [items(whole.take(key)) for key in (6, 7)]
+        wanted = [items(whole.get(key)) for key in (6, 7)]
         again = scenes(stream_spec(kind, "step", 50), lengths=LENGTHS).streams[0]
         draws(again, 0, 2)
         with again.table.lock:
-            again.seek(*state)
-        assert [items(again.take(key)) for key in (6, 7)] == wanted
+            again.state.seek(*state)
+        assert [items(again.get(key)) for key in (6, 7)] == wanted
 
 
 def test_a_dead_process_leaves_a_whole_stream(scenes: Any) -> None:
@@ -411,7 +411,7 @@ def test_a_dead_process_leaves_a_whole_stream(scenes: Any) -> None:
         table, (stream,) = scene.attach(1)
         with table.lock:
             table.retire(2)
-            stream.heads[0, 0] = -1
+            stream.state.heads[0, 0] = -1
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert exit_status(in_child(die)) == -signal.SIGKILL

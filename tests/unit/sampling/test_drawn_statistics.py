@@ -193,7 +193,7 @@ def test_processes_count_into_one_table() -> None:
     """A cut is counted by whoever makes it, whatever a dead process has left."""
     with replay_of() as replay:
         replay.sample()
-        draws = replay.streams["train"].draws
+        draws = replay.streams["train"].state.counts
         child = in_child(lambda: draws.count(np.ones((1, 8), np.int64)))  # type: ignore[union-attr]
         assert exit_status(child) == 0
         assert replay.statistics()["drawn"]["main"]["draws"]["mean"] == 17 / 6

@@ -10,9 +10,10 @@ import pytest
 from gear_support import trajectory
 from store_support import StoreScene, stream_spec
 
+from deepspeed_gear.context import Context
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.sampling.global_rate_gate import GlobalRateGate
+from deepspeed_gear.sampling.joint_rate_limiting import JointSelectionLimiter
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.retention import RateLimiter, Retention
@@ -42,8 +43,8 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         scene.close()
 
 
-def joint(scene: StoreScene) -> GlobalRateGate:
-    found = scene.streams[0].joint
+def joint(scene: StoreScene) -> JointSelectionLimiter:
+    found = scene.streams[0].state.joint_limiter
     assert found is not None
     return found
 
@@ -65,7 +66,7 @@ def meet(scenes: list[StoreScene]) -> bool:
 
 def fill(scene: StoreScene, num_steps: int = 1) -> int:
     """Add until it is refused; return how often it was not."""
-    by = Inserter(scene.table, SelectionPins(scene.table), 0.0)
+    by = Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0))
     for number in range(1000):
         try:
             by.add(trajectory(number, num_steps))

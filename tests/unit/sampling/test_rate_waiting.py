@@ -157,7 +157,7 @@ def test_who_waits_goes_on_when_items_come() -> None:
         adder.start()
         found.sample()
         adder.join()
-        assert found.streams["train"].gate_wait.total_s > 0.2
+        assert found.streams["train"].state.limiter_wait.total_s > 0.2
 
 
 def test_a_wait_ends_with_an_error() -> None:
@@ -205,7 +205,7 @@ def test_an_empty_table_waits_for_a_writer_that_lives(backend: str, prefetch: in
             found.clear()
             for _ in range(prefetch + 1):  # the batches that were prefetched
                 with contextlib.suppress(NotReadyError):
-                    found._parts.train[0].gate_wait.timeout_s = 0.3
+                    found._parts.train[0].state.limiter_wait.timeout_s = 0.3
                     found.sample()
             with pytest.raises(NotReadyError, match=r"must hold what the sampler admits within 0\.[3-9]"):
                 found.sample()  # it lives, but adds no more

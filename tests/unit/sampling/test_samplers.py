@@ -47,8 +47,8 @@ def scenes() -> Iterator[Any]:
 
 def taken(stream: Any, key: int) -> list[Item]:
     stream.masses.ask(key)
-    found = [(int(r[0]), int(r[5])) for r in stream.take(key).resolutions]
-    stream.consume(key)
+    found = [(int(r[0]), int(r[5])) for r in stream.get(key).resolutions]
+    stream.release(key)
     return found
 
 
@@ -185,7 +185,7 @@ def step_items(stored: dict[int, int]) -> list[Item]:
 
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
-@pytest.mark.parametrize("kind", ["oldest", "newest"])
+@pytest.mark.parametrize("kind", ["fifo", "lifo"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_fifo_and_lifo_are_the_order_of_ids(scenes: Any, backend: str, kind: str, unit: str) -> None:
     """Also where slots are used again, so that a newer trajectory lies before an older one."""
@@ -198,14 +198,14 @@ def test_fifo_and_lifo_are_the_order_of_ids(scenes: Any, backend: str, kind: str
             stored[scene.add(2 + number)] = 2 + number
         found = taken(stream, key)
         wanted = step_items(stored) if unit == "step" else [(number, -1) for number in sorted(stored)]
-        wanted = wanted[::-1][:4] if kind == "newest" else wanted[:4]
+        wanted = wanted[::-1][:4] if kind == "lifo" else wanted[:4]
         assert [item if unit == "step" else (item[0], -1) for item in found] == wanted
         check_whole(scene.table, scene.streams)
 
 
-@pytest.mark.parametrize("kind", ["oldest", "newest", "top"])
+@pytest.mark.parametrize("kind", ["fifo", "lifo", "top_k"])
 def test_fewer_items_than_a_batch_are_an_error_that_passes(scenes: Any, kind: str) -> None:
-    rule = {"priorities": priority_rule()} if kind == "top" else {}
+    rule = {"priorities": priority_rule()} if kind == "top_k" else {}
     scene = scenes(stream_spec(kind, batch=7, **rule))
     text = r"must hold as many items as a global batch \(7\), each with a mass, got 6; lower the batch size"
     with pytest.raises(StoreError, match=text):
@@ -252,7 +252,7 @@ def test_an_add_without_room_moves_the_window(scenes: Any) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_of_equal_priorities_the_lowest_ids_are_taken(scenes: Any, backend: str, unit: str) -> None:
     """Also where a newer trajectory lies in the slot and the rows of an older one."""
-    spec = stream_spec("top", unit, 4, priorities=priority_rule())
+    spec = stream_spec("top_k", unit, 4, priorities=priority_rule())
     scene = scenes(spec, lengths=[3, 3, 3, 3, 3], num_slots=5, num_rows=40, backend=backend)
     stream = scene.streams[0]
     taken(stream, 0)
@@ -289,11 +289,11 @@ def test_a_dropped_tail(scenes: Any, batch: int, backend: str) -> None:
     for epoch in range(3):
         visited: list[Item] = []
         for _ in range(60 // batch):
-            cut = stream.take(len(numbers))
+            cut = stream.get(len(numbers))
             assert set(cut.epochs.tolist()) == {epoch}
             visited += [(int(r[0]), int(r[5])) for r in cut.resolutions]
             numbers.append(int(cut.resolutions[0, 7]))
-            stream.consume(len(numbers) - 1)
+            stream.release(len(numbers) - 1)
         assert len(set(visited)) == len(visited) == 60 // batch * batch
         orders.append(visited)
     assert orders[0] != orders[1] != orders[2]
@@ -305,7 +305,7 @@ def test_an_epoch_that_holds_no_batch_is_refused(scenes: Any) -> None:
     text = r"stream train: an epoch must hold a global batch \(7 items\) where its tail is dropped, got 6"
     for _ in range(2):
         with pytest.raises(StoreError, match=text):
-            scene.streams[0].take(0)
+            scene.streams[0].get(0)
     scene.add(1)
     assert len(set(taken(scene.streams[0], 0))) == 7
 
@@ -387,7 +387,7 @@ def test_prepared_batches_of_what_is_gone_are_not_saved(kind: str, tmp_path: Pat
             replay.add(trajectory(number, 5))
         replay.sample()
         ahead = 4 if kind == "uniform" else 3
-        wait_until(lambda: replay.streams["train"].consumed[0] == ahead, "preparing")
+        wait_until(lambda: replay.streams["train"].state.consumed[0] == ahead, "preparing")
         replay.remove([0, 1, 2, 3])
         for number in (4, 5):
             replay.add(trajectory(number, 5))

@@ -33,8 +33,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[StoreScene, BatchStre
 
 def rows(stream: BatchStream, key: int) -> np.ndarray:
     """Take a cut and have done with it."""
-    found = stream.take(key).resolutions.numpy().copy()
-    stream.consume(key)
+    found = stream.get(key).resolutions.numpy().copy()
+    stream.release(key)
     return found
 
 
@@ -91,10 +91,10 @@ def test_nothing_is_drawn_over_a_cut_that_a_peer_reads(pair: Any) -> None:
     _, first, second = pair
     for key in range(3):
         rows(first, key)
-    late = second.take(0)
+    late = second.get(0)
     kept = late.resolutions.numpy().copy()
     rows(first, 3)
-    assert (second.take(3).resolutions.numpy() == rows(first, 3)).all()
+    assert (second.get(3).resolutions.numpy() == rows(first, 3)).all()
     assert first.position[Position.AHEAD] != 4, "the ring has no room for cut 4"
     assert (late.resolutions.numpy() == kept).all()
 
@@ -106,7 +106,7 @@ def test_a_cut_that_is_drawn_over_is_gone(pair: Any) -> None:
         rows(second, key)
     assert first.position[Position.AHEAD] == 4
     with pytest.raises(StoreError, match="global batch 0 must be the next one or in the ring"):
-        first.take(0)
+        first.get(0)
 
 
 def test_seek_forgets_what_was_drawn(pair: Any) -> None:
@@ -117,7 +117,7 @@ def test_seek_forgets_what_was_drawn(pair: Any) -> None:
         rows(second, key)
     assert first.position[Position.AHEAD] == 2
     with scene.table.lock:
-        first.seek(2, 0, 0, 0, 0)  # another position: the samples of the first cut come again
+        first.state.seek(2, 0, 0, 0, 0)  # another position: the samples of the first cut come again
     assert (rows(first, 2)[:, :7] == wanted[0][:, :7]).all()
 
 
@@ -141,11 +141,11 @@ def test_a_death_while_drawing_ahead_leaves_a_whole_stream() -> None:
         _, (mine,) = scene.attach(1)
 
         def draw(*_: Any) -> None:
-            mine.ring[1] = -7  # half of it is written
+            mine.state.ring[1] = -7  # half of it is written
             os.kill(os.getpid(), signal.SIGKILL)
 
-        mine._draw = draw  # type: ignore[method-assign]
-        mine.take(0)
+        mine._maker._drawn = draw  # type: ignore[method-assign]
+        mine.get(0)
 
     assert (rows(stream, 0) == wanted[0]).all()
     child = in_child(die)
@@ -162,6 +162,6 @@ def test_a_table_of_a_mixture_may_have_no_sample_in_the_next_batch() -> None:
     table, (other,) = scene.attach(1)
     for key in range(6):
         assert (rows(scene.streams[0], key) == rows(other, key)).all()
-        assert scene.streams[0].heads[key % 4, 6] == 16 * (key % 2)
+        assert scene.streams[0].state.heads[key % 4, 6] == 16 * (key % 2)
     table.close()
     scene.close()

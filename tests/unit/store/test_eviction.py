@@ -12,6 +12,7 @@ from gear_support import STEP, trajectory, wait_until
 from process_support import in_child, kill
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
+from deepspeed_gear.context import Context
 from deepspeed_gear.errors import NotReadyError, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_edits
@@ -43,7 +44,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 def inserter(scene: StoreScene, timeout_s: float = 0.05, **options: Any) -> Inserter:
-    return Inserter(scene.table, SelectionPins(scene.table), timeout_s, **options)
+    return Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=timeout_s), **options)
 
 
 def add(scene: StoreScene, num_steps: int, by: Inserter | None = None, **columns: Any) -> int:
@@ -60,7 +61,7 @@ def take(scene: StoreScene, key: int) -> np.ndarray:
     """Return a copy of what a cut has drawn; the stream has no other reader. [B, 8], int64."""
     stream = scene.streams[0]
     stream.masses.ask(key)
-    return np.array(stream.take(key).resolutions.numpy())
+    return np.array(stream.get(key).resolutions.numpy())
 
 
 def check_rows(scene: StoreScene) -> None:
@@ -150,7 +151,7 @@ def test_the_lowest_priority_goes_first(make: Make, unit: str) -> None:
     for _ in range(4):
         add(scene, 4)
     take(scene, 0)
-    stream.consume(0)
+    stream.release(0)
     slots = scene.table.slots_of(np.arange(4))
     for number, priority in enumerate((2.0, 0.25, 0.25, 3.0)):
         first = (
@@ -209,7 +210,7 @@ def full_and_drawn(make: Make, removal: str = "fifo") -> StoreScene:
     scene = make(removal, [stream_spec(batch=32)])
     for _ in range(2):
         add(scene, 9)
-    drawn = scene.streams[0].take(0).resolutions[:, 0]
+    drawn = scene.streams[0].get(0).resolutions[:, 0]
     assert set(drawn.tolist()) == {0, 1}
     return scene
 
@@ -222,7 +223,7 @@ def test_what_was_drawn_stays_until_it_is_consumed(make: Make) -> None:
     assert ids(scene) == [1]  # one had to go, and no more than one
     assert (scene.table.slots[:, Slot.STATE] == SlotState.EVICTED).sum() == 1
     assert (scene.table.columns["code"] == before).all()
-    scene.streams[0].consume(0)
+    scene.streams[0].release(0)
     add(scene, 9)
     assert ids(scene) == [1, 2]
     check_whole(scene.table, scene.streams)
@@ -237,7 +238,7 @@ def test_a_living_peer_is_waited_for_and_a_dead_one_is_not(make: Make) -> None:
 
     child = in_child(read)
     wait_until(lambda: scene.table.peers[1, 0] == child, "attaching")
-    scene.streams[0].consume(0)
+    scene.streams[0].release(0)
     with pytest.raises(NotReadyError):
         add(scene, 9)
     kill(child)
@@ -250,16 +251,16 @@ def test_an_epoch_keeps_what_it_walks_through(make: Make) -> None:
     stream = scene.streams[0]
     for _ in range(4):
         add(scene, 4)
-    found = stream.take(0).resolutions[:, 0].tolist()
-    stream.consume(0)
+    found = stream.get(0).resolutions[:, 0].tolist()
+    stream.release(0)
     with pytest.raises(NotReadyError, match="must be read no more within"):
         add(scene, 4)
     assert ids(scene) == [1, 2, 3]
     with pytest.raises(NotReadyError, match="must be read no more first"):
         add(scene, 4, inserter(scene, 60.0, samples=True))
-    found += stream.take(1).resolutions[:, 0].tolist()
+    found += stream.get(1).resolutions[:, 0].tolist()
     assert sorted(found) == [0, 1, 2, 3]
-    stream.consume(1)
+    stream.release(1)
     assert add(scene, 4) == 4
     assert ids(scene) == [1, 2, 3, 4]
 
@@ -282,7 +283,7 @@ def test_writers_wait_as_the_rate_says(make: Make) -> None:
         add(scene, 2, by)
     with pytest.raises(NotReadyError, match=r"must be sampled from within 0\.05 s"):
         add(scene, 2, by)
-    scene.streams[0].take(0)
+    scene.streams[0].get(0)
     for _ in range(2):
         add(scene, 2, by)
     with pytest.raises(NotReadyError):
@@ -340,7 +341,7 @@ def test_rows_of_the_gone_are_never_drawn(make: Make) -> None:
         codes = scene.table.columns["code"][records[:, 3] + records[:, 5]]
         numbers = scene.table.columns["task"][records[:, 1]]
         assert (codes == numbers * STEP + records[:, 5]).all()
-        stream.consume(key)
+        stream.release(key)
         check_whole(scene.table, scene.streams)
         with scene.table.lock:
             items = np.nonzero(stream.masses.leaves)[0]

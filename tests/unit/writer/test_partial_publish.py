@@ -327,7 +327,7 @@ def test_a_writer_that_publishes_learns_that_the_run_has_ended() -> None:
     append(opened, range(3))
     assert writer.num_added == 1
     found.close()
-    writer._looked = 0.0
+    writer._watch._looked = 0.0
     with pytest.raises(StoreError, match="its ranks have ended"):
         append(opened, [3])
     writer.close()
@@ -420,7 +420,7 @@ def test_what_a_dead_writer_has_published_stays(notices: str) -> None:
         os.kill(child, signal.SIGKILL)
         exit_status(child)
         if notices == "a cut":
-            found._streams["main"]["train"]._look_again = 0.0
+            found._parts.streams["main"]["train"]._next_cleaning = 0.0
             assert drawn(found) == {0, 1, 2}
         elif notices == "a writer":
             for number in (1, 2):

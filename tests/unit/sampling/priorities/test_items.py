@@ -15,7 +15,7 @@ from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.records import Resolution, UpdateCount
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.sampling.anchors import AnchorRule
-from deepspeed_gear.sampling.samplers.prioritized import WINDOW
+from deepspeed_gear.sampling.priority_masses import WINDOW
 from deepspeed_gear.store.stream_records import Head
 
 # ---- items come and go ---------------------------------------------------------------------------
@@ -112,10 +112,10 @@ def test_no_priority_left_is_an_error_that_passes(scenes: Any) -> None:
     stream.masses.ask(0)
     for _ in range(2):
         with pytest.raises(StoreError, match="must hold at least one item that the sampler admits"):
-            stream.take(0)
+            stream.get(0)
     report(stream, everything[1:2], 3)  # belongs to batch 0, which cannot be made: nothing is left to draw
     with pytest.raises(StoreError, match="must hold at least one item"):
-        stream.take(0)
+        stream.get(0)
 
 
 # ---- masses and weights --------------------------------------------------------------------------

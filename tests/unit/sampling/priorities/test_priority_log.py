@@ -24,11 +24,11 @@ def test_a_cut_sees_the_reports_of_batches_before_its_lag(scenes: Any, lag: int)
     for key in range(12):
         stream.masses.ask(key)
         for ahead in range(key, key + lag + 1):  # as prefetching does
-            stream.take(ahead)
+            stream.get(ahead)
         seen = key - 1  # the newest batch whose reports cut key + lag has seen
         assert stored(stream, [(2, 1)]) == [0.5 if seen < 0 else seen + 2]
         report(stream, [(2, 1)], key + 2)
-        stream.consume(key)
+        stream.release(key)
 
 
 def test_a_cut_waits_until_all_have_asked_for_the_batch_behind_the_reports(scenes: Any) -> None:
@@ -37,22 +37,22 @@ def test_a_cut_waits_until_all_have_asked_for_the_batch_behind_the_reports(scene
     table, (other,) = scene.attach(1)
     for each in (stream, other):
         each.masses.ask(0)
-    stream.take(0)
-    stream.take(1)
+    stream.get(0)
+    stream.get(1)
     stream.masses.ask(1)
     text = (
         rf"global batch 2 must have the priorities of all ranks in gear.timeout_s = 0.2 s, got 'local rank 1 "
-        rf"\(process {os.getpid()}\) has not asked for the batch behind them'; look why that rank stopped"
+        rf"\(process {os.getpid()}\) has not asked for the batch after them'; look why that rank stopped"
     )
     with pytest.raises(PeerError, match=text):
-        stream.take(2)
+        stream.get(2)
     report(other, [(0, 0)], 4)  # of batch 0
     other.masses.ask(1)
-    stream.take(2)
+    stream.get(2)
     assert stored(stream, [(0, 0)]) == [4]
     table.close()
     stream.masses.ask(2)
-    stream.take(3)  # who has left is not waited for
+    stream.get(3)  # who has left is not waited for
 
 
 def test_reports_of_one_who_has_left_count(scenes: Any) -> None:

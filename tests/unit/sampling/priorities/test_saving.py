@@ -47,7 +47,7 @@ def test_what_is_exported_goes_on_alike(scenes: Any, unit: str) -> None:
     priorities = stream.masses.values.copy()
     with scene.table.lock:
         stream.masses.restore(slots, saved)
-        stream.seek(*position)
+        stream.state.seek(*position)
     assert (stream.masses.reports.asked == NEVER).all()
     check_whole(scene.table, scene.streams)
     for key, resolutions in zip((2, 3, 4), wanted, strict=True):

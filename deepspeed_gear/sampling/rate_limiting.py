@@ -10,7 +10,7 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.exclusions import summary_of
-from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Peer, SlotRetention
@@ -18,14 +18,12 @@ from deepspeed_gear.store.retention import UNLIMITED
 from deepspeed_gear.store.stream_records import Head
 from deepspeed_gear.store.table import Table
 
-DEFAULT_TIMEOUT_S = 600.0
-
 
 class EmptyTableError(NotReadyError):
     """Nothing can be sampled from a table that takes writers. Reports made after it mend it if they can."""
 
 
-class EmptyError(Exception):
+class NothingToSampleError(Exception):
     """A cut finds too little to draw. Never leaves the stream.
 
     Args:
@@ -37,7 +35,7 @@ class EmptyError(Exception):
         self.error = error
 
 
-class RateGate:
+class SelectionLimiter:
     """Opens when a global batch may be drawn. Every method wants the table's lock.
 
     Args:
@@ -82,7 +80,7 @@ class RateGate:
             count: Samples wanted.
             exact: Look at all slots; else what has changed since the latest cut may be left out.
         """
-        each_once = self._spec.kind in ("oldest", "newest", "top")
+        each_once = self._spec.sampler.each_once
         if not self.most and not each_once:
             has_mass = (self._masses.total > 0 and not exact) or self._masses.will_have_mass()
             return count if has_mass else 0
@@ -118,7 +116,7 @@ class RateGate:
         """Count what a cut has drawn. [n, 8], int64."""
         np.add.at(self._times, records[:, Resolution.SLOT], 1)
 
-    def retire_used_up(self) -> None:
+    def evict_used_up(self) -> None:
         """Let those go that were drawn as often as they may be."""
         committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         for slot in committed[self._times[committed] >= self.most].tolist():
@@ -159,11 +157,11 @@ class RateGate:
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
 
 
-class GateWait:
+class LimiterWait:
     """How long a stream has waited for its gate, in this process."""
 
-    def __init__(self) -> None:
-        self.total_s, self.timeout_s = 0.0, DEFAULT_TIMEOUT_S
+    def __init__(self, timeout_s: float) -> None:
+        self.total_s, self.timeout_s = 0.0, timeout_s
         self._since: float | None = None
 
     def wait(self) -> float:

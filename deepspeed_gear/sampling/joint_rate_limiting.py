@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from deepspeed_gear.errors import NotReadyError
-from deepspeed_gear.sampling.rate_gate import GateWait, RateGate
+from deepspeed_gear.sampling.rate_limiting import LimiterWait, SelectionLimiter
 from deepspeed_gear.store.rate_quotas import divide, kept
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.stream_records import Position
@@ -43,7 +43,7 @@ class GaveUp:
     WRITES_HERE: Final = 2  # it would wait for items that it adds itself
 
 
-class GlobalRateGate:
+class JointSelectionLimiter:
     """What one process of each node says and hears of the gate. Every method wants the table's lock.
 
     Args:
@@ -53,7 +53,9 @@ class GlobalRateGate:
         waiting: How long this process has waited for the gate.
     """
 
-    def __init__(self, table: Table, gate: RateGate, position: np.ndarray, waiting: GateWait) -> None:
+    def __init__(
+        self, table: Table, gate: SelectionLimiter, position: np.ndarray, waiting: LimiterWait
+    ) -> None:
         shard, rate = table.spec.shard, gate.life.rate
         assert shard is not None
         self.index = shard.index
@@ -70,7 +72,7 @@ class GlobalRateGate:
         Args:
             count: Samples wanted.
             fixed: Change nothing: another thread of this process may be in a cut. Then nobody may `hear`.
-            exact: As `RateGate.left`.
+            exact: As `SelectionLimiter.left`.
         Returns:
             [NodeRate.NUM_WORDS], int64.
         """

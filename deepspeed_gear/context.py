@@ -1,0 +1,43 @@
+"""The context of a rank: where it runs, how long it waits, and the failure check. A frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
+
+
+def no_check() -> None:
+    """Find nothing wrong: the check of a process that waits for no other."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the parts of a replay know of their rank, given at construction.
+
+    Args:
+        rank: Of the process group.
+        world_size: Its ranks.
+        node: Of this rank.
+        num_nodes: Of the process group.
+        timeout_s: Longest wait for another process, in seconds.
+        check: Called while this rank waits, from any thread. Raises if the wait cannot end: another rank or
+            node is lost, or has failed.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    node: int = 0
+    num_nodes: int = 1
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    check: Callable[[], None] = no_check
+
+    def checking(self, check: Callable[[], None]) -> Context:
+        """Return this context with another check before its own."""
+
+        def both() -> None:
+            check()
+            self.check()
+
+        return replace(self, check=both)

@@ -1,0 +1,210 @@
+"""This rank's exchanges with other nodes: channels, and the selectors of tables that several nodes hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepspeed_gear.batching.batch_info import TRAIN
+from deepspeed_gear.distributed.failure_detector import FailureDetector
+from deepspeed_gear.distributed.node_channel import NodeChannel
+from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
+from deepspeed_gear.distributed.row_exchange.row_exchange import RowExchange, arrivals_of, most_rows
+from deepspeed_gear.distributed.sharded.replicated_selector import ReplicatedSelector
+from deepspeed_gear.distributed.sharded.resolution_exchange import Goals
+from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
+from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.replay.replay_plan import ReplayPlan
+from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.sampling.stream_state import StreamState
+
+EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them belongs to no trajectory
+States = Mapping[str, Mapping[str, StreamState]]  # by table and stream
+
+
+@dataclass(frozen=True)
+class ArrivalRoom:
+    """Where the rows of other nodes arrive that a stream's batches read.
+
+    Args:
+        first_row: First row, in the table's store.
+        num_rows: For the samples of one selection.
+        first_slot: First slot, as `first_row`.
+        num_slots: As `num_rows`.
+    """
+
+    first_row: int
+    num_rows: int
+    first_slot: int
+    num_slots: int
+
+
+class SpreadTables:
+    """Which rows of spread tables go to which node, and the room for those that arrive here. Pure.
+
+    Args:
+        plan: What all ranks have agreed on.
+    """
+
+    def __init__(self, plan: ReplayPlan) -> None:
+        self._plan = plan
+        order, fields = plan.placement.order, plan.fields
+        found = {
+            name: routes_of(plan.topology, order, plan.config, fields, plan.schemas[name])
+            for name in plan.config.sampled_tables
+            if name in plan.placement.spread
+        }
+        #: Exchange plan of each table of which this node holds a shard.
+        self.exchange_plans: dict[str, ExchangePlan] = {n: one for n, one in found.items() if one.index >= 0}
+
+    def arrivals(self, specs: Mapping[str, list[StreamSpec]]) -> dict[str, tuple[int, int]]:
+        """Return rows and slots for what other nodes send, by table.
+
+        Raises:
+            ConfigError: Trajectories may have any length, and goals are drawn from all of their steps.
+        """
+        found = {}
+        for name, exchange_plan in self.exchange_plans.items():
+            most, rows, slots = self._max_rows(name), 0, 0
+            for spec in specs[name]:
+                more = arrivals_of(exchange_plan.most_wanted(spec.batch), spec.depth, most)
+                rows, slots = rows + more[0], slots + more[1]
+            found[name] = rows + 2 * (most + EDGE), slots
+        return found
+
+    def rooms(
+        self, name: str, states: Mapping[str, StreamState]
+    ) -> Iterator[tuple[StreamState, ArrivalRoom]]:
+        """Yield the room of each stream of a table."""
+        most = self._max_rows(name)
+        row, slot = most + EDGE, 0
+        for state in states.values():
+            spec, wanted = state.spec, self.exchange_plans[name].most_wanted(state.spec.batch)
+            yield state, ArrivalRoom(row, wanted * most, slot, wanted)
+            row, slot = row + spec.depth * wanted * most, slot + spec.depth * wanted
+
+    def _max_rows(self, name: str) -> int:
+        """Return the most rows that a sample of a table brings."""
+        config, datasets = self._plan.config, self._plan.datasets
+        exchange_plan, table = self.exchange_plans[name], config.resolved_tables[name]
+        longest = datasets[name].longest if name in datasets else table.max_length
+        if longest is None:
+            if any(need.goals for need in exchange_plan.needs):
+                rule = "must be given where goals are relabelled on several nodes"
+                raise ConfigError(f"gear.tables.{name}.max_length", rule, None)
+            longest = table.capacity_steps or 0
+        return most_rows(exchange_plan.needs, longest, 0 if config.n_step is None else config.n_step.n)
+
+
+class NodeExchange:
+    """What this rank exchanges with other nodes; nothing where there are none, and on ranks that do not.
+
+    Args:
+        plan: What all ranks have agreed on.
+        detector: Over all ranks.
+        device: Of this rank, whose transport takes rows where the config wants it.
+    """
+
+    def __init__(self, plan: ReplayPlan, detector: FailureDetector | None, device: torch.device) -> None:
+        self._plan, self._prepares = plan, plan.config.prefetch > 0
+        self._channels: dict[bool, NodeChannel] = {}  # by whether it is for training streams
+        self._transports: dict[bool, DeviceTransport] = {}
+        self._training: list[SelectionAgreement] = []  # selectors of the training streams
+        self._taken: tuple[np.ndarray, int, int, int] | None = None
+        self._detector, self._device = detector, device
+
+    def selectors(
+        self, states: States, tables: SpreadTables, goals: Goals
+    ) -> dict[StreamState, SelectionAgreement]:
+        """Open the channels and return the selectors of streams that nodes select together. Collective.
+
+        Args:
+            states: Of all streams.
+            tables: Which rows go where.
+            goals: Draws the achieved goals of samples.
+        Returns:
+            On the leaders of nodes that hold such tables; nothing elsewhere.
+        """
+        every = [state for of_table in states.values() for state in of_table.values()]
+        if self._plan.leads_shard and any(state.spec.together for state in every):
+            self._open(True, "train")
+            self._open(False, "passes")
+        self._plan.exchange.barrier()
+        if not self._channels:
+            return {}
+        found: dict[StreamState, SelectionAgreement] = {}
+        for state in every:  # of replicated tables
+            if state.spec.together and state.spec.num_shards == 1:
+                found[state] = ReplicatedSelector(state, self._channels[True])
+                self._training.append(found[state])
+        for name, exchange_plan in tables.exchange_plans.items():
+            for state, room in tables.rooms(name, states[name]):
+                found[state] = self._sharded(state, exchange_plan, room, goals)
+        return found
+
+    def _sharded(
+        self, state: StreamState, exchange_plan: ExchangePlan, room: ArrivalRoom, goals: Goals
+    ) -> ShardedSelector:
+        config, trains = self._plan.config, state.spec.name == TRAIN
+        rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
+        needs = exchange_plan.needs
+        exchange = RowExchange(state.table, exchange_plan.num_nodes, needs, config.n_step, rows, slots)
+        selector = ShardedSelector(
+            state,
+            self._channels[trains],
+            exchange_plan,
+            exchange,
+            goals,
+            config.verify_every,
+            self._transports.get(trains),
+        )
+        if trains:
+            self._training.append(selector)
+        return selector
+
+    def _open(self, trains: bool, purpose: str) -> None:
+        plan, config = self._plan, self._plan.config
+        order, timeout_s = plan.placement.order, config.timeout_s
+        channel = NodeChannel(plan.topology, order, purpose, timeout_s, plan.group, self._detector)
+        channel.open()
+        self._channels[trains] = channel
+        if config.exchange != "host":
+            transport = self._transports[trains] = DeviceTransport(channel, self._device)
+            transport.open()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the mean of the training selections' exchanges since the last call; nothing elsewhere.
+
+        Returns:
+            `sent_bytes`, `received_bytes`, and for each node `late_ms.<node>`: how long the first node to be
+            ready waited for it.
+        """
+        if not self._training:
+            return {}
+        channel = self._channels[True]
+        late = np.sum([selector.late_s for selector in self._training], axis=0)
+        selections = sum(selector.num_cuts for selector in self._training)
+        now = late, selections, channel.bytes_sent, channel.bytes_received
+        before = self._taken or (np.zeros_like(late), 0, 0, 0)
+        self._taken = late.copy(), selections, channel.bytes_sent, channel.bytes_received
+        waits, made, sent, received = (a - b for a, b in zip(now, before, strict=True))
+        made = max(made, 1)
+        found = {"sent_bytes": sent / made, "received_bytes": received / made}
+        for node, wait in zip(channel.nodes, waits.tolist(), strict=True):
+            found[f"late_ms.{node}"] = 1e3 * wait / made
+        return found
+
+    def part(self) -> None:
+        """Call no node lost from now on: this rank's thread may wait for one that takes no further batch."""
+        for channel in self._channels.values():
+            channel.part()
+
+    def leave(self) -> None:
+        """Announce that this node prepares no further batch; its thread has stopped."""
+        if self._training and self._prepares:
+            self._training[0].leave()

@@ -1,0 +1,135 @@
+"""The interface of a sampler: the strategy that selects the items of a global batch.
+
+A sampler has two methods. `spec` says which masses the items have and how they are drawn; it is asked once.
+`sample` returns where the samples of a global batch lie in the total mass. Where `spec` names a native draw,
+the native op takes the place of `sample`, which is then its reference: both give the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from deepspeed_gear.sampling.mass_rules import MassRule, PriorityRule
+
+
+class NativeDraw(Enum):
+    """Draws that one native op makes."""
+
+    RANDOM = "random"  # independent draws from the total mass
+    STRATIFIED = "stratified"  # sample j of B from the j-th of B equal parts of the total mass
+
+
+class Draw(Protocol):
+    """What a sampler sees of a table when it samples. The same on every rank, for any number of nodes.
+
+    A coordinate is a number in [0, total): the item in whose mass it falls is the sample. Masses lie in the
+    order of trajectories in the store, node by node.
+    """
+
+    count: int  # samples that are wanted
+    first: int  # sample number of the first one
+    total: int  # sum of all masses; where items are walked through in epochs, the items of this epoch
+    epoch: int  # of a sampler that walks through epochs
+    at: int  # and the index in it of the first sample
+
+    def random(self) -> torch.Tensor:
+        """Return independent random coordinates, keyed by seed, stream and sample number. [count], int64."""
+        ...
+
+    def permuted(self) -> torch.Tensor:
+        """Return indices at .. at + count of a random order of [0, total), keyed by the epoch. [count]."""
+        ...
+
+    def highest_priorities(self) -> torch.Tensor:
+        """Return the items of highest priority, the highest first; or fewer. [n], int64."""
+        ...
+
+    def oldest(self) -> torch.Tensor:
+        """Return the oldest items, the oldest first; or fewer than `count`. [n], int64."""
+        ...
+
+    def newest(self) -> torch.Tensor:
+        """Return the newest items, the newest first; or fewer than `count`. [n], int64."""
+        ...
+
+
+@dataclass(frozen=True)
+class SamplerScope:
+    """The table that a sampler samples from, and how batches are made.
+
+    Args:
+        admitted: Which trajectories and anchors the config admits, each with mass 1.
+        prefetch: Global batches that are prepared ahead.
+        max_waiting_updates: Priority updates of one rank that may wait for a selection.
+        max_mass_bits: log2 of the largest mass of an item.
+        total_weight: Sum of a column of weights over all items; 0 where it is not known yet.
+    """
+
+    admitted: MassRule
+    prefetch: int
+    max_waiting_updates: int
+    max_mass_bits: int
+    total_weight: Callable[[str], float]
+
+
+@dataclass(frozen=True)
+class SamplerSpec:
+    """What `select` does for a sampler.
+
+    Args:
+        rule: Masses of the items.
+        native: The native draw; None: `sample` is called.
+        priorities: How masses follow priorities; None: masses are those of the rule.
+        by_age: Keep the items in the order of their age, for `Draw.oldest` and `Draw.newest`.
+    """
+
+    rule: MassRule
+    native: NativeDraw | None = None
+    priorities: PriorityRule | None = None
+    by_age: bool = False
+
+
+class Sampler(ABC):
+    """Strategy that selects the items of each global batch; made from its part of the config on every rank.
+
+    A sampler has no state: what `sample` returns follows from the config and the draw.
+
+    Args:
+        options: The sampler's part of the config, an instance of `Options`.
+    """
+
+    Options: ClassVar[type[Any]]  # the config model
+    walks: ClassVar[bool] = False  # through epochs, every item once in each, not by draws from the masses
+    each_once: ClassVar[bool] = False  # an item is at most once in a global batch
+    is_pass: ClassVar[bool] = False  # one epoch for each evaluation pass, whose end is filled up
+    drops_tail: bool = False  # an epoch's last items are left out where they do not fill a global batch
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    @property
+    def kind(self) -> str:
+        """Its name in the config."""
+        return str(getattr(self.options, "kind", type(self).__name__))
+
+    @abstractmethod
+    def spec(self, scope: SamplerScope) -> SamplerSpec:
+        """Return masses and draw.
+
+        Raises:
+            ConfigError: The options do not suit the table.
+        """
+
+    @abstractmethod
+    def sample(self, draw: Draw) -> torch.Tensor:
+        """Return the coordinates of the next samples: `draw.count`, or fewer if there are no more items.
+
+        Returns:
+            [n], int64, each in [0, draw.total).
+        """

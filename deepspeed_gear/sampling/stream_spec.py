@@ -1,0 +1,83 @@
+"""What a batch stream samples, before it has memory: the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_gear.sampling.mass_rules import MassRule, PriorityRule
+from deepspeed_gear.sampling.samplers.base import NativeDraw, Sampler, SamplerSpec
+from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
+
+FAILURE_WORDS = 256  # of the record of a failed selection, with its text
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """A batch stream: the global batches of one purpose, sampled from one table.
+
+    Args:
+        name: "train", or the name of a split.
+        sampler: Selects the samples.
+        sampling: Masses and draw of the sampler.
+        seed: Of the run.
+        key: 32-bit key of table and stream, a part of the counter of every random word.
+        batch: Samples of a global batch.
+        depth: Selections that the ring keeps.
+        count: Samples of a global batch by its number, at most `batch`; None: always `batch`.
+        count_draws: Keep how often each item was drawn.
+        num_shards: Nodes over which the table is spread.
+        together: Whether several nodes make its selections together.
+        offset: By global batch, where its samples begin among those of all tables; None: at 0.
+        rate_timeout_s: Longest wait for the rate limiter.
+    """
+
+    name: str
+    sampler: Sampler
+    sampling: SamplerSpec
+    seed: int
+    key: int
+    batch: int
+    depth: int
+    count: Callable[[int], int] | None = None
+    count_draws: bool = False
+    num_shards: int = 1
+    together: bool = False
+    offset: Callable[[int], int] | None = None
+    rate_timeout_s: float = DEFAULT_TIMEOUT_S
+
+    @property
+    def rule(self) -> MassRule:
+        """Masses of the items."""
+        return self.sampling.rule
+
+    @property
+    def priorities(self) -> PriorityRule | None:
+        """How masses follow priorities; None: masses are those of the rule."""
+        return self.sampling.priorities
+
+    @property
+    def is_stratified(self) -> bool:
+        """Whether sample j of B is drawn from the j-th of B equal parts of the total mass."""
+        return self.sampling.native is NativeDraw.STRATIFIED
+
+    @property
+    def by_age(self) -> bool:
+        """Whether masses are kept in the order of age."""
+        return self.sampling.by_age or self.rule.window is not None
+
+    @property
+    def at(self) -> str:
+        """First part of the names of its regions."""
+        return f"stream/{self.name}/"
+
+    def num_samples(self, key: int) -> int:
+        """Return the samples of a global batch."""
+        return self.batch if self.count is None else self.count(key)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a reader of the store has to know; JSON-able."""
+        most_bits = {} if self.priorities is None else {"most_bits": self.priorities.most_bits}
+        sampler = {"kind": self.sampler.kind, "walks": self.sampler.walks}
+        return {**sampler, **self.rule.describe(), **most_bits}
