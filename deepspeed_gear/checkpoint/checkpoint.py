@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.checkpoint import position, save_folders, table_files
 from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.table_loading import TableLoader
+from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.quota_agreement import agree_on_quotas
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 

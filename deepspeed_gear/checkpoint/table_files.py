@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.reshard import SavedShard, ShardDivision, in_rows, merge, packed
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.records import Control

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.checkpoint import reshard, save_folders, table_files
 from deepspeed_gear.checkpoint.reshard import Content, ShardDivision
 from deepspeed_gear.checkpoint.table_files import SavedTable
@@ -17,6 +16,7 @@ from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.replay.builder import ReplayParts
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.store.eviction import unwritten
 from deepspeed_gear.store.stream_records import Head

@@ -12,15 +12,15 @@ from deepspeed_gear.config.schedules import end_of
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.device.device_row_exchange import ArrivalBuffers
 from deepspeed_gear.device.ring_table import RingTable
+from deepspeed_gear.distributed import config_resolution
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.distributed.row_exchange.exchange_plan import row_needs
 from deepspeed_gear.distributed.row_exchange.row_reads import RowReads
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
-from deepspeed_gear.replay import config_resolution
-from deepspeed_gear.replay.replay_plan import ReplayPlan
-from deepspeed_gear.replay.stream_specs import SampledTable, stream_specs
 from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.sampling.stream_specs import SampledTable, stream_specs
 
 
 def masses_of(plan: ReplayPlan, spec: StreamSpec) -> np.ndarray:

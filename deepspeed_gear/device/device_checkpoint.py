@@ -10,9 +10,9 @@ import torch
 
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.device.ring_table import RingTable
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import CheckpointError, DataError
 from deepspeed_gear.ops.records import RingState, UpdateCount
-from deepspeed_gear.replay.replay_plan import ReplayPlan
 
 FORMAT = 2
 CONTENT = "content.pt"

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.device.device_builder import masses_of
 from deepspeed_gear.device.ring_table import RingTable
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.replay_plan import ReplayPlan
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 

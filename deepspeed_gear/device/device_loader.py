@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Gatherer, note_overwritten
 from deepspeed_gear.device.device_batch import DeviceBatch
@@ -13,6 +12,7 @@ from deepspeed_gear.device.device_sharing import Draws, Reports, TableSharing
 from deepspeed_gear.device.joint_selection import JointSelection
 from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.ops.records import Resolution, RingState
+from deepspeed_gear.sampling.batch_info import BatchInfo
 
 
 class DeviceLoader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepspeed_gear.batching.priority_reduction import float32_on_device, mask_of, reduce_steps
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.config import PrioritizedSampler
 from deepspeed_gear.device.device_batch import DeviceBatch
@@ -12,7 +13,6 @@ from deepspeed_gear.device.ring_selection import RingSelection
 from deepspeed_gear.distributed.device_collectives import DeviceCollectives
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.priority_updates import float32_on_device, mask_of, reduce_steps
 
 
 class DevicePriorityLog:

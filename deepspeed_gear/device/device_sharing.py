@@ -15,7 +15,7 @@ from deepspeed_gear.device.joint_priorities import JointPriorities
 from deepspeed_gear.device.joint_selection import JointSelection
 from deepspeed_gear.device.replica_agreement import ReplicaAgreement, inside_replica
 from deepspeed_gear.device.ring_selection import RingSelection
-from deepspeed_gear.replay.replay_plan import ReplayPlan
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 

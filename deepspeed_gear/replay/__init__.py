@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.device.device_batch import DeviceBatch
 from deepspeed_gear.replay.device_replay import DeviceReplay
 from deepspeed_gear.replay.replay import Replay
+from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 
 __all__ = ["TRAIN", "BatchInfo", "DeviceBatch", "DeviceReplay", "Replay"]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.config import GearConfig, TableConfig
 from deepspeed_gear.config.rate_limits import RateLimiterConfig, VersionConfig
 from deepspeed_gear.config.types import defaults_of
@@ -16,6 +15,7 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import Ops
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
 from deepspeed_gear.store.memory_layout import Region, RunIdentity

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.batching.relabelling import HindsightRelabelling
 from deepspeed_gear.batching.transfer.deferred_release import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.checkpoint import position
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.device_transfer import DeviceTransfer, is_wanted
-from deepspeed_gear.replay.replay_plan import ReplayPlan
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.stream_records import Head

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_gear.batching.batch import Batch, LentTensors
-from deepspeed_gear.batching.batch_info import Turns
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, BatchBarrier
@@ -19,6 +18,7 @@ from deepspeed_gear.errors import NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
+from deepspeed_gear.sampling.batch_info import Turns
 from deepspeed_gear.sampling.rate_limiting import EmptyTableError
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.stream_records import Head

@@ -13,26 +13,26 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.batching.batch_info import TRAIN, Turns
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.batching.relabelling import HindsightRelabelling
 from deepspeed_gear.batching.transfer.deferred_release import DeferredRelease
 from deepspeed_gear.context import Context
+from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import rendezvous
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
-from deepspeed_gear.replay import config_resolution
+from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.replay.attach_stores import attach_tables
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_exchange import NodeExchange, SpreadTables
-from deepspeed_gear.replay.quota_agreement import agree_on_quotas
-from deepspeed_gear.replay.replay_plan import ReplayPlan
-from deepspeed_gear.replay.stream_specs import SampledTable, mixture_of, stream_specs, weight_total
+from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.sampling.stream_specs import SampledTable, mixture_of, stream_specs, weight_total
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec

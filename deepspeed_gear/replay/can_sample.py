@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 
+from deepspeed_gear.distributed.quota_agreement import may_select
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.quota_agreement import may_select
 from deepspeed_gear.sampling.batch_stream import BatchStream
 
 _POLL_S = 100e-6

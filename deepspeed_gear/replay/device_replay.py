@@ -12,7 +12,6 @@ from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.checkpoint import position
@@ -26,6 +25,7 @@ from deepspeed_gear.device.device_priority_log import reported
 from deepspeed_gear.device.device_sharing import TableSharing, join
 from deepspeed_gear.device.replica_agreement import shares_gpus
 from deepspeed_gear.device.ring_selection import RingSelection
+from deepspeed_gear.distributed.replay_plan import ReplayPlan, make_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import (
     ConfigError,
@@ -36,7 +36,7 @@ from deepspeed_gear.errors import (
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.clamp_warnings import ClampWarning
-from deepspeed_gear.replay.replay_plan import ReplayPlan, make_plan
+from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound

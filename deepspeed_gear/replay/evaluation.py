@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from deepspeed_gear.batching.batch import Batch, LentTensors
-from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.builder import ReplayParts
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.stream_records import Head

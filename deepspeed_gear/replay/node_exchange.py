@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.batch_info import TRAIN
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
 from deepspeed_gear.distributed.row_exchange.row_exchange import RowExchange, arrivals_of, most_rows
@@ -19,7 +19,7 @@ from deepspeed_gear.distributed.sharded.resolution_exchange import Goals
 from deepspeed_gear.distributed.sharded.selection_agreement import SelectionAgreement
 from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.replay.replay_plan import ReplayPlan
+from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.priority_reduction import (
+    float32_on_device,
+    mask_of,
+    mask_unseen,
+    reduce_steps,
+    refuse_empty,
+    refuse_masks,
+)
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.config.sampler_options import PriorityOptions
 from deepspeed_gear.data.splits import split_of
@@ -86,7 +93,7 @@ def _report_later(
     refuse_capture("update_priorities", rule, "call it behind the graph")
     given, faults = values, values.new_zeros(2, dtype=torch.float32)
     if values.dim() == 2:
-        chosen, differ = _mask_unseen(batch, values, mask)
+        chosen, differ = mask_unseen(batch, values, mask)
         none_counts = ~chosen.any(1)
         empty = torch.where(
             none_counts.any(), none_counts.float().argmax() + 1, 0
@@ -111,9 +118,9 @@ def _check_late(values: torch.Tensor, faults: torch.Tensor) -> None:
     """
     differ, empty = faults.tolist()
     if differ:
-        _refuse_masks()
+        refuse_masks()
     if empty:
-        _refuse_empty(int(empty) - 1)
+        refuse_empty(int(empty) - 1)
     check_priorities(values.numpy())
 
 
@@ -135,35 +142,6 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch) -> list[UpdatePart]:
     for masses, part in zip(tables, parts, strict=True):
         _check_split(masses, part.records)
     return parts
-
-
-def _mask_unseen(
-    batch: Batch, values: torch.Tensor, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which steps of [B, T] count, and whether masks differ, which nobody has looked at. [], bool."""
-    differ = torch.zeros((), dtype=torch.bool, device=values.device)
-    if mask is not None:
-        if mask.shape != values.shape:
-            _refuse_shape(mask, values)
-        return mask, differ
-    fitting = _fitting(batch, values)
-    chosen = fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
-    for other in fitting[1:]:
-        differ = differ | (other != chosen).any()
-    return chosen, differ
-
-
-def float32_on_device(values: torch.Tensor) -> torch.Tensor:
-    """Return priorities as they are stored, without a look at them; one that is too small stays above 0.
-
-    Returns:
-        Of the same shape and device, float32, contiguous.
-    """
-    rounded = values.to(torch.float32).contiguous()
-    if values.dtype == torch.float64:
-        tiny = torch.finfo(torch.float32).smallest_normal
-        rounded = torch.where((values > 0) & (rounded == 0), tiny, rounded)
-    return rounded
 
 
 def _check_split(masses: PriorityMasses, records: torch.Tensor) -> None:
@@ -197,86 +175,6 @@ def as_float32(values: torch.Tensor | Sequence[float]) -> torch.Tensor:
         rounded = torch.where((given > 0) & (rounded == 0), tiny, rounded)
         check_priorities(rounded.numpy())
     return rounded.contiguous()
-
-
-def mask_of(
-    batch: Batch, values: torch.Tensor, mask: torch.Tensor | None, is_checked: bool = True
-) -> torch.Tensor:
-    """Return which steps of [B, T] count: what is given, else those of this shape that learn, else all.
-
-    Args:
-        batch: The batch.
-        values: [B, T].
-        mask: What is given. [B, T], bool.
-        is_checked: Compare masks of this shape; else two different ones are refused unseen.
-    Raises:
-        ShapeError: The batch has different masks of this shape, or the given one has another.
-    """
-    if mask is not None:
-        if mask.shape != values.shape:
-            _refuse_shape(mask, values)
-        return mask
-    fitting = _fitting(batch, values)
-    # A look at them waits for their device.
-    if any(not is_checked or not other.equal(fitting[0]) for other in fitting[1:]):
-        _refuse_masks()
-    return fitting[0] if fitting else torch.ones_like(values, dtype=torch.bool)
-
-
-def _fitting(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the different masks of the shape of [B, T], each of the steps that learn."""
-    names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}  # equal windows: once
-    found = [batch.learns(name) for name in names.values()]
-    return [mask for at, mask in enumerate(found) if all(mask is not before for before in found[:at])]
-
-
-def _refuse_masks() -> NoReturn:
-    rule = "must be given where fields of the same length have different masks"
-    raise ShapeError("mask", rule, None, 'as batch.learns("reward")')
-
-
-def _refuse_empty(sample: int) -> NoReturn:
-    rule = "must have a step that counts"
-    raise ShapeError(f"mask of sample {sample}", rule, None, "give another mask")
-
-
-def _refuse_shape(mask: torch.Tensor, values: torch.Tensor) -> NoReturn:
-    rule = f"must have the shape of the priorities {list(values.shape)}"
-    raise ShapeError("mask", rule, list(mask.shape))
-
-
-def reduce_steps(
-    values: torch.Tensor, mask: torch.Tensor, how: str, eta: float, is_checked: bool = True
-) -> torch.Tensor:
-    """Reduce priorities over the steps that count.
-
-    Args:
-        values: [B, T].
-        mask: [B, T], bool.
-        how: "max", "mean" or "mix".
-        eta: Part of the maximum in "mix".
-        is_checked: Look at the mask, which waits for its device; else such a sample gives NaN.
-    Returns:
-        [B], of the values' dtype, at least float32.
-    Raises:
-        ShapeError: A sample has no step that counts.
-    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", ICLR
-        2019, section 2.3: p = eta * max_i d_i + (1 - eta) * mean(d).
-    """
-    if values.dtype in (torch.float16, torch.bfloat16):
-        values = values.float()  # a sum of them is more than they can hold
-    counts = mask.sum(1)
-    if is_checked and not bool((counts > 0).all()):
-        at = int(torch.nonzero(counts == 0)[0])
-        _refuse_empty(at)
-    zero = torch.zeros((), dtype=values.dtype, device=values.device)
-    # A NaN outside the mask does not count; one inside stays, and is refused.
-    counted = torch.where(mask, values, zero)
-    mean = counted.sum(1) / counts
-    if how == "mean":
-        return mean
-    highest = torch.where(mask, values, -torch.inf).amax(1)
-    return highest if how == "max" else eta * highest + (1 - eta) * mean
 
 
 def report_by_id(

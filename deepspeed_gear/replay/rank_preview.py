@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.distributed.read_needs import ReadNeeds, grid, needs_of, readers_of, shards_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.replay import Replay
+from deepspeed_gear.sampling.batch_info import BatchInfo
 from deepspeed_gear.schema import DTYPES
 
 N_STEP_BYTES = 16  # return_n, discount, steps_n

@@ -16,10 +16,10 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.actors.inference_loader import InferenceLoader, open_loader
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.checkpoint import checkpoint
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.config.sampler_options import PriorityOptions
+from deepspeed_gear.distributed.replay_plan import make_plan, refuse_device
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError, StoreError
 from deepspeed_gear.replay import priority_updates, replay_statistics, table_edits
@@ -30,8 +30,8 @@ from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.clamp_warnings import warnings_of
 from deepspeed_gear.replay.evaluation import Evaluation
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.replay_plan import make_plan, refuse_device
 from deepspeed_gear.replay.table_access import TableAccess
+from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.schema import Schema

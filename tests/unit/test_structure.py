@@ -38,9 +38,9 @@ PENDING_SIGNATURES = {
     "deepspeed_gear.replay.batch_assembler: __init__ takes 10",
     "deepspeed_gear.replay.batch_loader: __init__ takes 12",
     "deepspeed_gear.replay.builder: release takes 9",
-    "deepspeed_gear.replay.config_resolution: table_spec takes 9",
+    "deepspeed_gear.distributed.config_resolution: table_spec takes 9",
     "deepspeed_gear.replay.node_setup: connect takes 11",
-    "deepspeed_gear.replay.stream_specs: stream_specs takes 11",
+    "deepspeed_gear.sampling.stream_specs: stream_specs takes 11",
 }
 PENDING_CLASSES = {
     "deepspeed_gear.replay.tables.Tables",

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from gear_support import SCHEMA, trajectory
 
 from deepspeed_gear import DeviceReplay
-from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.records import RingState, UpdateCount
+from deepspeed_gear.sampling.batch_info import BatchInfo
 
 GLOBAL_BATCHES = 6
 dist.init_process_group("gloo")

@@ -185,10 +185,10 @@ def test_a_saved_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert of_saved(shards).summary() == found.summary()
     assert run(str(tmp_path / "shards")) == 0
     assert "  trajectories  5\n" in capsys.readouterr().out
-    with (tmp_path / "tag" / "gear" / "main" / "stream.train.state.counts.npy").open("r+b") as file:
+    with (tmp_path / "tag" / "gear" / "main" / "stream.train.draws.npy").open("r+b") as file:
         file.seek(130)
         file.write(b"\xff")
-    with pytest.raises(CheckpointError, match=r"stream.train.state.counts.npy must be as it was saved"):
+    with pytest.raises(CheckpointError, match=r"stream.train.draws.npy must be as it was saved"):
         run(str(tmp_path / "tag"))
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, statistics_of
+from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.read_needs import ReadNeeds, needs_of
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.replay import config_resolution
+from deepspeed_gear.sampling.batch_info import BatchInfo
 from deepspeed_gear.schema import Schema
 
 

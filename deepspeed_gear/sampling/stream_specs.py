@@ -8,13 +8,13 @@ from functools import partial
 
 import numpy as np
 
-from deepspeed_gear.batching.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.config import GearConfig, MixtureSampler, ResolvedField, SamplerOptions
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import most_mass_bits
 from deepspeed_gear.sampling.anchors import AnchorRule, WindowSpan
+from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mass_rules import Condition, MassRule, check_weights, key_of
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers import sampler_for

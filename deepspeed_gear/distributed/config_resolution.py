@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.batching.batch_info import BatchInfo
 from deepspeed_gear.config import (
     GearConfig,
     ResolvedField,
@@ -21,9 +20,10 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.replay.retention_options import life_of
+from deepspeed_gear.sampling.batch_info import BatchInfo
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.retention import Retention
+from deepspeed_gear.store.retention_options import life_of
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config does not say how many
