@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
+from deepspeed_gear.actors.inference_client import InferenceClient
+from deepspeed_gear.actors.inference_loader import InferenceLoader
 
 SCHEMA = Schema(
     [
@@ -54,7 +56,10 @@ def simulate(config: dict[str, Any], num_envs: int, rounds: int, results: Any) -
     """
     observation, reward = np.zeros((num_envs, 17), np.float32), np.ones(num_envs, np.float32)
     going, ends, waits = np.zeros(num_envs, bool), np.ones(num_envs, bool), []
-    with TrajectoryWriter.attach(config) as writer, writer.simulators(num_envs, "next_step") as simulators:
+    with (
+        TrajectoryWriter.attach(config) as writer,
+        InferenceClient(writer, num_envs, "next_step") as simulators,
+    ):
         simulators.reset(observation=observation)
         for i in range(rounds + rounds // 4):
             if i == rounds // 4:
@@ -78,7 +83,7 @@ def measure(num_envs: int, rounds: int = 4000, backend: str = "cpu") -> dict[str
     results = context.Queue()
     with (
         Replay(config, schemas={"main": SCHEMA}) as replay,
-        replay.inference_loader(num_envs, timeout=0.1) as loader,
+        InferenceLoader(replay, num_envs, timeout=0.1) as loader,
     ):
         process = context.Process(target=simulate, args=(config, num_envs, rounds, results), daemon=True)
         process.start()

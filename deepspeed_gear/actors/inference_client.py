@@ -13,16 +13,17 @@ import numpy as np
 
 from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, PlaceState, request_files
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import Column
 from deepspeed_gear.timeouts import check_timeout
-from deepspeed_gear.writer.partial_publish import Publisher
+from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 _POLL_S = 0.02
 
 
 class InferenceClient(VectorWriter):
-    """N environments whose actions come from `replay.inference_loader`, and whose steps go to the store.
+    """N environments whose actions come from an InferenceLoader, and whose steps go to the store.
 
     As `VectorWriter`, but `step` takes no columns that the policy gives: they are written where the
     trajectory grows, by the rank that answers. So a row is written once there, and an episode is copied once,
@@ -32,28 +33,34 @@ class InferenceClient(VectorWriter):
     that are ready: `reset`, `post`; then `ready`, `answers`, `step(envs=...)`, `post(envs)` again and again.
 
     Args:
-        slots: Of the loader.
-        places: Those of these environments. [N].
-        schema: Of the table.
-        add: Adds a trajectory.
-        autoreset: As `VectorWriter`.
-        max_length: As `VectorWriter`.
-        publisher: As `VectorWriter`.
+        writer: Attached to the table, or of a rank; it closes this, too.
+        num_envs: N; or the environment, whose number and mode are read, as `TrajectoryWriter.vector`.
+        autoreset: As `TrajectoryWriter.vector`.
+        wait_s: How long to wait for the InferenceLoader of a rank of this node, in seconds.
+    Raises:
+        DataError: As `TrajectoryWriter.vector`.
+        StoreError: There is no loader in time, or none has so many free places.
     """
 
     def __init__(
         self,
-        slots: InferenceMailbox,
-        places: np.ndarray,
-        schema: Schema,
-        add: Callable[[Mapping[str, Any]], int],
-        autoreset: str,
-        max_length: int | None,
-        publisher: Publisher | None = None,
+        writer: TrajectoryWriter,
+        num_envs: Any,
+        autoreset: Autoreset | None = None,
+        wait_s: float = 60.0,
     ) -> None:
-        staging = slots.staging(places)
-        super().__init__(schema, add, len(places), autoreset, max_length, slots.native, staging, publisher)
-        self._slots, self._places, self._all = slots, places, np.arange(len(places), dtype=np.int64)
+        count, mode = resolve(num_envs, autoreset)
+        schema = writer.schema
+        slots, places = attach_places(writer.store_name, count, wait_s)
+        try:
+            staging = slots.staging(places)
+            add, limit, publisher = writer.add, writer.max_length, writer.publisher
+            super().__init__(schema, add, count, mode, limit, slots.native, staging, publisher)
+        except BaseException:
+            slots.release(places)
+            slots.close()
+            raise
+        self._slots, self._places, self._all = slots, places, np.arange(count, dtype=np.int64)
         answered = [schema[name] for name in slots.places.answers]
         self._done_by = [column for column in self._done_by if column not in answered]
         self._done_rows, self._answer_rows = staging.rows(self._done_by), staging.rows(answered)
@@ -62,6 +69,7 @@ class InferenceClient(VectorWriter):
         self._aside: dict[int, list[dict[str, np.ndarray]]] = {}  # what the rows of a place do not hold
         self._aside_steps = np.zeros(len(places), np.int64)
         self._finalizer = weakref.finalize(self, _leave, slots, places, os.getpid())
+        writer.close_with(self)
 
     # ---- asking ----------------------------------------------------------------------------------
 
@@ -272,7 +280,7 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMa
         if time.monotonic() > until:
             what = f"an inference loader of {store}"
             if most < 0:
-                rule, remedy = f"must be open within {wait_s:g} s", "call replay.inference_loader in a rank"
+                rule, remedy = f"must be open within {wait_s:g} s", "make an InferenceLoader in a rank"
                 raise StoreError(what, rule, None, remedy)
             rule = f"must have {num_envs} free places"
             raise StoreError(what, rule, most, "raise num_simulators")

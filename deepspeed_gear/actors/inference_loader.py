@@ -13,12 +13,11 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, MailboxPlaces
-from deepspeed_gear.config import GearConfig
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
+from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.column_arrays import as_tensor
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.inserter import refuse_read_only
 from deepspeed_gear.writer.staged_rows import StagedRows
@@ -80,24 +79,63 @@ class InferenceLoader(ProcessBound):
     A request comes as soon as `batch_size` simulators wait, or all that are attached, or the oldest waits for
     `timeout`. If none comes for so long, the request is empty (false): the program may do something else.
 
-    Not thread-safe. Several requests may be open at a time, and be answered in any order.
+    Not thread-safe. Several requests may be open at a time, and be answered in any order. It is closed with its
+    replay.
 
     Args:
-        slots: Of this rank.
+        replay: Of a rank; its table takes writers.
         batch_size: Requests at most.
-        timeout_s: Longest wait; None: for ever.
-        device: Where the columns go.
+        timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
+        table: To which the simulators add; None: the sampled one.
+        num_simulators: Most that attach to this rank; None: twice the batch, so that half of them act while
+            the others wait.
+        length: Steps for which each has rows; None: the table's max_length, else 256. What is longer is moved
+            aside, which costs another copy.
+        asks: Columns that the policy sees; None: the observations.
+        answers: Columns that the policy gives; None: the actions.
+    Raises:
+        ConfigError: An argument is wrong, or the table takes no writers.
+        StoreError: The table holds a data set, or this rank has a loader of it.
+        StoreFullError: There is no room in shared memory.
     """
 
     def __init__(
-        self, slots: InferenceMailbox, batch_size: int, timeout_s: float | None, device: torch.device
+        self,
+        replay: Replay,
+        batch_size: int,
+        timeout: float | None = None,
+        table: str | None = None,
+        *,
+        num_simulators: int | None = None,
+        length: int | None = None,
+        asks: Sequence[str] | None = None,
+        answers: Sequence[str] | None = None,
     ) -> None:
-        self._slots, self.batch_size, self.timeout_s, self.device = slots, batch_size, timeout_s, device
-        schema = slots.places.schema
-        self._asked = {name: _asked(slots, schema[name]) for name in slots.places.asks}
-        given = [schema[name] for name in slots.places.answers]
+        store = replay.store(table)
+        refuse_read_only(store)
+        name, schema, config = store.spec.name, store.spec.schema, replay.config
+        if not store.spec.num_writers:
+            raise ConfigError(f"gear.tables.{name}.writers", "must be positive for simulators to attach", 0)
+        self.batch_size = arguments.count("batch_size", batch_size)
+        self.timeout_s = None if timeout is None else check_timeout("timeout", timeout)
+        count = 2 * self.batch_size if num_simulators is None else num_simulators
+        count = arguments.count("num_simulators", count)
+        limit = config.resolved_tables[name].max_length
+        steps = arguments.count("length", (limit or _LENGTH) if length is None else length)
+        columns = _columns(schema, asks, answers)
+        library = None if store.ops.native is None else str(store.ops.native.__file__)
+        steps = steps if limit is None else min(steps, limit)
+        places = MailboxPlaces(name, schema, count, steps, *columns, config.timeout_s, library)
+        memory, huge_pages = store.memory, config.shared_memory.huge_pages
+        slots = self._slots = InferenceMailbox.create(
+            places, memory.path.name, memory.peer, store.run, store.ops, huge_pages
+        )
+        self.device = replay.device
+        self._asked = {column: _asked(slots, schema[column]) for column in places.asks}
+        given = [schema[column] for column in places.answers]
         self._answers = StagedRows(given, slots.columns, slots.native)
         self._finalizer = weakref.finalize(self, _end, slots, os.getpid())
+        replay.close_with(self)
 
     @property
     def num_simulators(self) -> int:
@@ -162,58 +200,6 @@ def _host(value: Any) -> Any:
     return value if value.dtype == torch.bfloat16 else np.ascontiguousarray(value.numpy())
 
 
-def open_loader(
-    table: Table,
-    config: GearConfig,
-    device: torch.device,
-    batch_size: int,
-    timeout_s: float | None,
-    num_simulators: int | None = None,
-    length: int | None = None,
-    asks: Sequence[str] | None = None,
-    answers: Sequence[str] | None = None,
-) -> InferenceLoader:
-    """Make the places of simulators that this rank answers, and return what reads them.
-
-    Args:
-        table: To which the simulators add.
-        config: Of the replay.
-        device: Where requests go.
-        batch_size: Requests at most.
-        timeout_s: As `InferenceLoader`.
-        num_simulators: Places; None: twice the batch, so that half of them act while the others wait.
-        length: Steps for which a place has rows; None: the table's max_length, else 256. What is longer is
-            moved aside, which costs another copy.
-        asks: Columns that the policy sees; None: the observations.
-        answers: Columns that the policy gives; None: the actions.
-    Raises:
-        ConfigError: An argument is wrong, or the table takes no writers.
-        StoreError: The table holds a data set, or this rank has a loader of it.
-        StoreFullError: There is no room in shared memory.
-    """
-    refuse_read_only(table)
-    if timeout_s is not None:
-        check_timeout("inference_loader: timeout", timeout_s)
-    name, schema = table.spec.name, table.spec.schema
-    limit = config.resolved_tables[name].max_length
-    if not table.spec.num_writers:
-        raise ConfigError(f"gear.tables.{name}.writers", "must be positive for simulators to attach", 0)
-    batch_size = arguments.count("inference_loader: batch_size", batch_size)
-    count = 2 * batch_size if num_simulators is None else num_simulators
-    count = arguments.count("inference_loader: num_simulators", count)
-    steps = arguments.count("inference_loader: length", (limit or _LENGTH) if length is None else length)
-    arguments.one_of("inference_loader: timeout", timeout_s, (int, float, type(None)), "seconds or None")
-    if timeout_s is not None and not timeout_s >= 0:
-        raise ConfigError("inference_loader: timeout", "must be at least 0", timeout_s)
-    columns = _columns(schema, asks, answers)
-    library = None if table.ops.native is None else str(table.ops.native.__file__)
-    steps = steps if limit is None else min(steps, limit)
-    places = MailboxPlaces(name, schema, count, steps, *columns, config.timeout_s, library)
-    memory, huge_pages = table.memory, config.shared_memory.huge_pages
-    slots = InferenceMailbox.create(places, memory.path.name, memory.peer, table.run, table.ops, huge_pages)
-    return InferenceLoader(slots, batch_size, timeout_s, device)
-
-
 def _columns(
     schema: Schema, asks: Sequence[str] | None, answers: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -225,9 +211,9 @@ def _columns(
     given = [c.name for c in steps if c.role == "action"] if answers is None else answers
     seen = [*state, *(c.name for c in schema.trajectory_columns)]
     for what, names, known in (("asks", asked, seen), ("answers", given, free)):
-        arguments.one_of(f"inference_loader: {what}", names, (list, tuple), "a list of columns")
+        arguments.one_of(f"{what}", names, (list, tuple), "a list of columns")
         wrong = [name for name in names if name not in known]
         if wrong or not names:
             rule = f"must name some of {', '.join(known) or 'no columns: there are none'}"
-            raise ConfigError(f"inference_loader: {what}", rule, wrong or "nothing")
+            raise ConfigError(f"{what}", rule, wrong or "nothing")
     return tuple(c.name for c in schema if c.name in asked), tuple(c.name for c in schema if c.name in given)

@@ -182,7 +182,7 @@ def collect(
 
 def _store_of(replay: Replay, table: str | None, actors: int) -> str:
     """Return the name of the store of a table in /dev/shm."""
-    found = replay._table(table)
+    found = replay.store(table)
     if found.spec.num_writers < actors:
         option = f"gear.tables.{found.spec.name}.writers"
         raise ConfigError(option, f"must admit {actors} actors", found.spec.num_writers)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed_gear.checkpoint import position, save_folders, table_files
+from deepspeed_gear.checkpoint.replay_view import BatchSource, ReplayView, all_streams
 from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.table_loading import TableLoader
 from deepspeed_gear.distributed.quota_agreement import agree_on_quotas
-from deepspeed_gear.replay.batch_loader import BatchLoader
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
@@ -20,13 +19,13 @@ T = TypeVar("T")
 Passes = dict[str, int]  # passes over each split that have begun
 
 
-def fingerprint(parts: ReplayParts) -> dict[str, str]:
+def fingerprint(parts: ReplayView) -> dict[str, str]:
     """Return the fingerprint of each table's whole data set."""
     return {name: dataset.whole_fingerprint for name, dataset in parts.plan.datasets.items()}
 
 
 def state_of(
-    parts: ReplayParts, feed: BatchLoader, passes: Passes, save: State | None = None
+    parts: ReplayView, feed: BatchSource, passes: Passes, save: State | None = None
 ) -> dict[str, Any]:
     """Return the position, equal on all ranks; see `Replay.state_dict`. Collective.
 
@@ -47,7 +46,7 @@ def state_of(
 
 
 def save(
-    parts: ReplayParts, feed: BatchLoader, passes: Passes, folder: Path, kept: State | None
+    parts: ReplayView, feed: BatchSource, passes: Passes, folder: Path, kept: State | None
 ) -> dict[str, Any]:
     """Write the tables that a data set alone does not tell, then the position. Collective.
 
@@ -104,21 +103,21 @@ def save(
     return state
 
 
-def _changing(parts: ReplayParts) -> dict[str, Table]:
+def _changing(parts: ReplayView) -> dict[str, Table]:
     """Return the tables whose content or priorities are not in the data set."""
     kept = {stream.table.spec.name for stream in parts.train if stream.spec.priorities is not None}
     return {name: table for name, table in parts.tables.items() if table.spec.dataset is None or name in kept}
 
 
-def _pause(parts: ReplayParts, feed: BatchLoader) -> None:
+def _pause(parts: ReplayView, feed: BatchSource) -> None:
     """Stop the threads that prepare batches, all nodes behind the same cut. Collective.
 
     A thread may wait for those of other nodes in the middle of a cut: their leaving ends its wait.
     """
     feed.stop()
-    parts.exchange.leave()
+    parts.leave_nodes()
     parts.plan.exchange.barrier()
-    for stream in parts.all_streams:
+    for stream in all_streams(parts):
         if stream.state.failure is not None:
             stream.state.failure.forget()  # of the selection that was given up
 
@@ -126,7 +125,7 @@ def _pause(parts: ReplayParts, feed: BatchLoader) -> None:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def newest_state(parts: ReplayParts, folder: Path) -> dict[str, Any]:
+def newest_state(parts: ReplayView, folder: Path) -> dict[str, Any]:
     """Return the state of the newest save of a folder. Collective.
 
     Raises:
@@ -135,7 +134,7 @@ def newest_state(parts: ReplayParts, folder: Path) -> dict[str, Any]:
     return parts.plan.exchange.agree("loading the state", lambda: save_folders.read_position(folder))
 
 
-def check(parts: ReplayParts, state: State) -> None:
+def check(parts: ReplayView, state: State) -> None:
     """Check a state on all ranks, and that it is the same on all. Collective.
 
     Raises:
@@ -147,7 +146,7 @@ def check(parts: ReplayParts, state: State) -> None:
     save_folders.compare(exchange.gather(state))
 
 
-def read(parts: ReplayParts, folder: Path, state: State) -> TableLoader:
+def read(parts: ReplayView, folder: Path, state: State) -> TableLoader:
     """Read the tables of the save that a state names; nothing changes. Collective.
 
     Raises:
@@ -159,7 +158,7 @@ def read(parts: ReplayParts, folder: Path, state: State) -> TableLoader:
     return loading
 
 
-def replace(parts: ReplayParts, loading: TableLoader) -> None:
+def replace(parts: ReplayView, loading: TableLoader) -> None:
     """Replace the content of these tables by what was read, after `go_on`. Collective."""
     exchange = parts.plan.exchange
     exchange.agree("loading the tables", loading.replace)
@@ -170,7 +169,7 @@ def replace(parts: ReplayParts, loading: TableLoader) -> None:
     parts.leave_inner_stage()
 
 
-def go_on(parts: ReplayParts, feed: BatchLoader, state: State) -> Passes:
+def go_on(parts: ReplayView, feed: BatchSource, state: State) -> Passes:
     """Continue at a checked state; return the passes over splits that have begun. Collective."""
     plan, exchange = parts.plan, parts.plan.exchange
     if parts.barrier is not None:
@@ -181,7 +180,7 @@ def go_on(parts: ReplayParts, feed: BatchLoader, state: State) -> Passes:
     at = position.of(state, plan.config.sampled_tables)
     passes = {name: int(count) for name, count in state["passes"].items()}
     if plan.topology.leads_node:
-        for stream in parts.all_streams:
+        for stream in all_streams(parts):
             name, table = stream.spec.name, stream.table
             start = (passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
             with table.lock:

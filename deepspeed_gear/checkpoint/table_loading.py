@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from deepspeed_gear.checkpoint import reshard, save_folders, table_files
+from deepspeed_gear.checkpoint.replay_view import ReplayView
 from deepspeed_gear.checkpoint.reshard import Content, ShardDivision
 from deepspeed_gear.checkpoint.table_files import SavedTable
 from deepspeed_gear.distributed.sharded.sharded_selector import ShardedSelector
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.store.eviction import unwritten
@@ -33,7 +33,7 @@ class TableLoader:
         tables: Those that are loaded.
     """
 
-    def __init__(self, parts: ReplayParts, tables: Mapping[str, Table]) -> None:
+    def __init__(self, parts: ReplayView, tables: Mapping[str, Table]) -> None:
         self._parts, self._names = parts, list(tables)
         self._tables = tables if parts.plan.leads_shard else {}
         placement, topology = parts.plan.placement, parts.plan.topology

@@ -143,6 +143,10 @@ class ReplayParts:
     def all_streams(self) -> list[BatchStream]:
         return [stream for streams in self.streams.values() for stream in streams.values()]
 
+    def leave_nodes(self) -> None:
+        """Announce that this node prepares no further batch until it is asked for one."""
+        self.exchange.leave()
+
     def leave_inner_stage(self) -> None:
         """Let no process wait for this rank's reading where it reads nothing."""
         if not self.plan.topology.place.reads:

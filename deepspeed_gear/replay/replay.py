@@ -8,13 +8,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args, overload
+from typing import Any, Protocol, TypeVar, get_args, overload
 
 import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.actors.inference_loader import InferenceLoader, open_loader
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.checkpoint import checkpoint
 from deepspeed_gear.config import GearConfig
@@ -44,6 +43,13 @@ from deepspeed_gear.writer.vector_writer import VectorWriter
 
 Ids = Sequence[int] | torch.Tensor
 T = TypeVar("T")
+
+
+class Closes(Protocol):
+    """What is closed with a replay."""
+
+    def close(self) -> None:
+        """Let go of what it uses; safe to call twice."""
 
 
 class Replay(ProcessBound):
@@ -93,7 +99,7 @@ class Replay(ProcessBound):
         self.tables, self._place, self._closed = parts.tables, plan.topology.place, False
         self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
         self._access = TableAccess(parts)
-        self._loaders: list[InferenceLoader] = []
+        self._closes_too: weakref.WeakSet[Closes] = weakref.WeakSet()
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
         self.metrics, self._late_updates = Metrics(), parts.resources.late_updates
@@ -220,35 +226,17 @@ class Replay(ProcessBound):
         self._writers.add(writer)
         return writer if envs is None else writer.vector(envs, autoreset)
 
-    def inference_loader(
-        self,
-        batch_size: int,
-        timeout: float | None = None,
-        table: str | None = None,
-        *,
-        num_simulators: int | None = None,
-        length: int | None = None,
-        asks: Sequence[str] | None = None,
-        answers: Sequence[str] | None = None,
-    ) -> InferenceLoader:
-        """Return the requests of this node's simulators for actions, in batches; `writer.simulators` asks.
+    def store(self, table: str | None = None) -> Table:
+        """Return this node's store of a table; None: the only one that is sampled.
 
-        Args:
-            batch_size: Requests at most.
-            timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
-            table: Which table; None for the sampled one.
-            num_simulators: Most that attach to this rank; None: twice the batch.
-            length: Steps for which each has rows; None: the table's max_length, else 256.
-            asks: Columns that the policy sees; None: the observations.
-            answers: Columns that it gives; None: the actions.
         Raises:
-            ConfigError, StoreError, StoreFullError: As `replay.inference.open_loader`.
+            ConfigError: There is no such table, or the name must be given.
         """
-        self._check_open()
-        places = num_simulators, length, asks, answers
-        loader = open_loader(self._table(table), self.config, self.device, batch_size, timeout, *places)
-        self._loaders.append(loader)
-        return loader
+        return self._table(table)
+
+    def close_with(self, part: Closes) -> None:
+        """Close something that uses this replay's stores when this replay is closed."""
+        self._closes_too.add(part)
 
     def read(
         self, ids: Sequence[int] | torch.Tensor, table: str | None = None
@@ -605,15 +593,15 @@ class Replay(ProcessBound):
                 self._parts.explain(error)
             for writer in self._writers:
                 writer.end_with_replay()
-            for loader in self._loaders:
-                loader.close()
+            for part in self._closes_too:
+                part.close()
             self._finalizer()
             self._drop()
 
     def _drop(self) -> None:
         """Drop what looks into the stores: their memory is free unless the program holds a part of it."""
         self.__dict__.pop("_all_priorities", None)
-        self.tables, self._loaders, self._warnings = {}, [], []
+        self.tables, self._warnings = {}, []
         del self._parts, self._access, self._passes, self._loader, self._questions
 
     def __enter__(self) -> Replay:

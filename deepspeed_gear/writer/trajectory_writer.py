@@ -11,7 +11,6 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from deepspeed_gear.actors.inference_client import InferenceClient, attach_places
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.sampling.mass_rules import check_weights
@@ -27,7 +26,7 @@ from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.partial_publish import Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
-Grows = TypeVar("Grows", OpenTrajectory, VectorWriter, InferenceClient)
+Grows = TypeVar("Grows", OpenTrajectory, VectorWriter)
 _LOOK_S = 0.5  # how often a writer looks whether the run goes on
 
 
@@ -85,7 +84,7 @@ class TrajectoryWriter(ProcessBound):
     def __init__(self, table: Table, inserter: Inserter, watch: RunWatch | None = None) -> None:
         self._table, self._inserter, self._watch, self._open = table, inserter, watch, True
         self._finalizer = None if watch is None else weakref.finalize(self, table.close)
-        self._simulators: weakref.WeakSet[InferenceClient] = weakref.WeakSet()
+        self._clients: weakref.WeakSet[VectorWriter] = weakref.WeakSet()
         self._publisher = Publisher(inserter, self._look)
         self._num_whole = 0
 
@@ -219,30 +218,20 @@ class TrajectoryWriter(ProcessBound):
         )
         return self._watched(vector)
 
-    def simulators(
-        self, num_envs: Any, autoreset: Autoreset | None = None, wait_s: float = 60.0
-    ) -> InferenceClient:
-        """Return what takes the steps of many environments whose actions a rank's policy gives.
+    @property
+    def store_name(self) -> str:
+        """Name of the table's store in /dev/shm."""
+        return self._table.memory.path.name
 
-        Args:
-            num_envs: As `vector`.
-            autoreset: As `vector`.
-            wait_s: How long to wait for `replay.inference_loader` of a rank of this node.
-        Raises:
-            DataError: As `vector`.
-            StoreError: There is no loader in time, or none has so many free places.
-        """
-        count, mode = resolve(num_envs, autoreset)
-        slots, places = attach_places(self._table.memory.path.name, count, wait_s)
-        try:
-            limit = self._inserter.max_length
-            simulators = InferenceClient(slots, places, self.schema, self.add, mode, limit, self._publisher)
-        except BaseException:
-            slots.release(places)
-            slots.close()
-            raise
-        self._simulators.add(simulators)
-        return self._watched(simulators)
+    @property
+    def publisher(self) -> Publisher:
+        """Publishes the first steps of trajectories that still grow."""
+        return self._publisher
+
+    def close_with(self, client: VectorWriter) -> None:
+        """Close something that writes through this one when this is closed; ranks know its open trajectories."""
+        self._clients.add(client)
+        self._watched(client)
 
     def _watched(self, writer: Grows) -> Grows:
         """Let ranks know how old the policies of open trajectories are, where they wait for that."""
@@ -294,8 +283,8 @@ class TrajectoryWriter(ProcessBound):
         if self._open:
             self._publisher.close()
         self._open = False
-        for simulators in self._simulators:
-            simulators.close()
+        for client in self._clients:
+            client.close()
         if self._finalizer is not None:
             self._finalizer()
 

@@ -11,6 +11,7 @@ import torch
 from gear_support import STEP, config_of, trajectory
 
 from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear.actors.inference_client import InferenceClient
 from deepspeed_gear.actors.inference_loader import InferenceLoader, InferenceRequest
 from deepspeed_gear.ops.records import Slot, SlotState
 
@@ -25,7 +26,7 @@ def section(backend: str = "cpu", **table: Any) -> dict[str, Any]:
 def loader_of(
     replay: Replay, batch_size: int = 4, timeout: float | None = 0.02, **options: Any
 ) -> InferenceLoader:
-    return replay.inference_loader(batch_size, timeout, answers=ANSWERS, **options)
+    return InferenceLoader(replay, batch_size, timeout, answers=ANSWERS, **options)
 
 
 def policy(observation: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -119,7 +120,7 @@ def simulate(
     """Run environments as a process of simulators does."""
     with (
         TrajectoryWriter.attach(config) as writer,
-        writer.simulators(len(envs.numbers), envs.mode) as simulators,
+        InferenceClient(writer, len(envs.numbers), envs.mode) as simulators,
     ):
         simulators.reset(observation=envs.look(), task=envs.task)
         every = np.arange(len(envs.numbers))

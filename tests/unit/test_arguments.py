@@ -23,6 +23,7 @@ from deepspeed_gear import (
     Schema,
     TrajectoryWriter,
 )
+from deepspeed_gear.actors.inference_loader import InferenceLoader
 from deepspeed_gear.errors import DataError, GearError, ShapeError
 
 SAMPLER = {"kind": "prioritized", "unit": "step"}
@@ -133,13 +134,13 @@ CALLS: dict[str, Call] = {
     "clear": (lambda s, bad: s.replay.clear(bad), {"None"}),
     "writer envs": (lambda s, bad: s.replay.writer(bad), {"None"}),
     "writer autoreset": (lambda s, bad: s.replay.writer(2, autoreset=bad), set()),
-    "inference_loader": (lambda s, bad: s.replay.inference_loader(bad), set()),
+    "inference_loader": (lambda s, bad: InferenceLoader(s.replay, bad), set()),
     "loader timeout": (
-        lambda s, bad: s.replay.inference_loader(2, bad),
+        lambda s, bad: InferenceLoader(s.replay, 2, bad),
         {"None", "a float", "a large number"},
     ),
-    "loader places": (lambda s, bad: s.replay.inference_loader(2, num_simulators=bad), {"None"}),
-    "loader asks": (lambda s, bad: s.replay.inference_loader(2, asks=bad), {"None"}),
+    "loader places": (lambda s, bad: InferenceLoader(s.replay, 2, num_simulators=bad), {"None"}),
+    "loader asks": (lambda s, bad: InferenceLoader(s.replay, 2, asks=bad), {"None"}),
     "priorities of": (lambda s, bad: s.replay.update_priorities(bad, torch.ones(4)), set()),
     "update_priorities": (lambda s, bad: s.replay.update_priorities(s.batch, bad), set()),
     "priorities' mask": (lambda s, bad: s.replay.update_priorities(s.batch, torch.ones(4, 3), bad), {"None"}),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gear_support import SCHEMA, trajectory
 
 from deepspeed_gear import PolicyBoard, Replay
+from deepspeed_gear.actors.inference_loader import InferenceLoader
 
 folder = Path(sys.argv[-1])  # behind what a launcher adds
 section = json.loads((folder / "section.json").read_text())
@@ -21,7 +22,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 replay = Replay(section, schemas={"main": SCHEMA})
 board = PolicyBoard.create(torch.nn.Linear(2, 2), section["shared_memory"]["prefix"])
-loader = replay.inference_loader(batch_size=2, timeout=0.0)
+loader = InferenceLoader(replay, batch_size=2, timeout=0.0)
 replay.add(trajectory(rank, 9))
 dist.barrier()
 (folder / f"ready-{rank}").touch()

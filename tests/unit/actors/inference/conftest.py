@@ -26,7 +26,7 @@ def scene(replay: Replay) -> Iterator[tuple[InferenceLoader, InferenceClient]]:
     with (
         loader_of(replay, 2) as loader,
         TrajectoryWriter.attach(section()) as writer,
-        writer.simulators(4, "next_step", wait_s=1.0) as simulators,
+        InferenceClient(writer, 4, "next_step", wait_s=1.0) as simulators,
     ):
         envs = Envs(range(4), "next_step", short)
         simulators.reset(observation=envs.look(), task=envs.task)

@@ -59,7 +59,7 @@ def test_the_loaders_process_dies(backend: str) -> None:
                 pass  # never an answer
 
     child = in_child(rank)
-    with TrajectoryWriter.attach(config) as writer, writer.simulators(2, "next_step") as simulators:
+    with TrajectoryWriter.attach(config) as writer, InferenceClient(writer, 2, "next_step") as simulators:
         simulators.reset(observation=np.zeros((2, 3), np.float32), task=np.zeros(2, np.int64))
         with pytest.raises(NotReadyError):
             simulators.act(0.05)
@@ -86,7 +86,7 @@ def test_a_simulator_dies_while_it_waits(replay: Replay) -> None:
         request.reply(**policy(request["observation"]))
         wait_until(lambda: not next(loader) and loader.num_simulators == 0, "freeing")
         assert len(replay) == before
-        with replay.writer().simulators(3, "next_step", wait_s=1.0):
+        with InferenceClient(replay.writer(), 3, "next_step", wait_s=1.0):
             assert loader.num_simulators == 3
 
 
@@ -98,7 +98,7 @@ def test_a_simulator_dies_anywhere_in_a_step() -> None:
             def until_it_dies(line: int = line) -> None:
                 envs = Envs(range(3), "next_step", lambda *_: 2)
                 writer = TrajectoryWriter.attach(config)
-                simulators = writer.simulators(3, "next_step")
+                simulators = InferenceClient(writer, 3, "next_step")
                 simulators.reset(observation=envs.look(), task=envs.task)
                 simulators.act()
                 simulators.step(**envs.step(np.arange(3)))
@@ -123,7 +123,7 @@ def test_an_answer_to_the_dead_does_not_reach_others(replay: Replay) -> None:
         old = next(loader)
         kill(child)
         wait_until(lambda: not next(loader) and loader.num_simulators == 0, "freeing")
-        with replay.writer().simulators(3, "next_step") as simulators:
+        with InferenceClient(replay.writer(), 3, "next_step") as simulators:
             simulators.reset(observation=np.full((3, 3), 5, np.float32), task=np.zeros(3, np.int64))
             simulators.post()
             new = next(loader)

@@ -116,7 +116,7 @@ def test_nobody_asks(scene: tuple[InferenceLoader, InferenceClient]) -> None:
 def test_a_batch_that_does_not_fill_comes_in_time(replay: Replay) -> None:
     with (
         loader_of(replay, 8, timeout=1.0) as loader,
-        replay.writer().simulators(3, "next_step") as simulators,
+        InferenceClient(replay.writer(), 3, "next_step") as simulators,
     ):
         envs = Envs(range(3), "next_step", short)
         simulators.reset(observation=envs.look(), task=envs.task)
@@ -141,14 +141,14 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
         other = InferenceMailbox.create(slots.places, name, 1, table.run, table.ops, False)  # of another rank
         try:
             with (
-                replay.writer().simulators(3, "next_step"),
-                replay.writer().simulators(3, "next_step"),
-                replay.writer().simulators(1, "next_step"),
+                InferenceClient(replay.writer(), 3, "next_step"),
+                InferenceClient(replay.writer(), 3, "next_step"),
+                InferenceClient(replay.writer(), 1, "next_step"),
             ):
                 taken = sorted(np.count_nonzero(s.states != PlaceState.FREE) for s in (slots, other))
                 assert taken == [3, 4]
                 with pytest.raises(StoreError, match="must have 2 free places, got 1"):
-                    replay.writer().simulators(2, "next_step", wait_s=0.05)
+                    InferenceClient(replay.writer(), 2, "next_step", wait_s=0.05)
         finally:
             other.end()
             other.close()
@@ -177,18 +177,18 @@ def test_each_rank_of_a_node_answers_its_own() -> None:
 
 def test_a_wrong_loader_is_refused(replay: Replay) -> None:
     with pytest.raises(ConfigError, match=r"answers must name some of action, code, got \['reward'\]"):
-        replay.inference_loader(4, answers=["reward"])
+        InferenceLoader(replay, 4, answers=["reward"])
     with pytest.raises(ConfigError, match="asks must name some of observation, task, got"):
-        replay.inference_loader(4, asks=["action"])
+        InferenceLoader(replay, 4, asks=["action"])
     with pytest.raises(ConfigError, match="batch_size must be an integer of at least 1"):
-        replay.inference_loader(0)
+        InferenceLoader(replay, 0)
     with loader_of(replay), pytest.raises(StoreError, match="one inference loader of a rank"):
         loader_of(replay)
     with pytest.raises(StoreError, match=r"must be open within 0\.05 s"):
-        replay.writer().simulators(1, "next_step", wait_s=0.05)
+        InferenceClient(replay.writer(), 1, "next_step", wait_s=0.05)
     no_writers = Replay(section(writers=0), schemas={"main": SCHEMA})
     with no_writers, pytest.raises(ConfigError, match="writers must be positive"):
-        no_writers.inference_loader(4)
+        InferenceLoader(no_writers, 4)
 
 
 def test_wrong_answers_are_refused(scene: tuple[InferenceLoader, InferenceClient]) -> None:
@@ -223,7 +223,7 @@ def test_wrong_steps_are_refused(scene: tuple[InferenceLoader, InferenceClient])
         simulators.act()
     with (
         TrajectoryWriter.attach(section()) as writer,
-        writer.simulators(1, "next_step") as fresh,
+        InferenceClient(writer, 1, "next_step") as fresh,
         pytest.raises(DataError, match="reset must come first"),
     ):
         fresh.act()
