@@ -107,11 +107,11 @@ def _rows_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Return the sample numbers of a batch, and everything about each sample as bytes. [B], [B, bytes]."""
     parts = [
         batch.source,
-        batch.id,
+        batch.trajectory_id,
         batch.anchor,
-        batch.number,
+        batch.sample_number,
         batch.probability,
-        batch.weight,
+        batch.is_weight,
         batch.epoch,
         batch.valid,
     ]
@@ -123,7 +123,7 @@ def _rows_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     ]
     rows = [p.detach().contiguous().view(torch.uint8).reshape(batch.num_samples, -1) for p in parts]
     # Sample numbers are those of a table.
-    return (batch.source.numpy() << 48) + batch.number.numpy(), torch.cat(rows, dim=1).numpy()
+    return (batch.source.numpy() << 48) + batch.sample_number.numpy(), torch.cat(rows, dim=1).numpy()
 
 
 def digests_of(batches: Iterator[Batch], num_micro: int, count: int) -> list[str]:

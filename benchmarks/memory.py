@@ -151,8 +151,8 @@ def train(data: Path, report: Path) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        seen.update(batch.id.tolist())
-        wrong += int((batch["reward"] != batch.id[:, None]).sum())
+        seen.update(batch.trajectory_id.tolist())
+        wrong += int((batch["reward"] != batch.trajectory_id[:, None]).sum())
     faults = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[9])  # major faults
     result = {
         "batches": len(losses),

@@ -116,7 +116,7 @@ def drawn(replay: Replay, draws: int) -> Iterator[np.ndarray]:
     steps = replay.num_steps // len(replay)
     for _ in range(draws // replay.batch_info.global_batch):
         batch = replay.sample()
-        yield (batch.id * steps + batch.anchor).numpy()
+        yield (batch.trajectory_id * steps + batch.anchor).numpy()
 
 
 def count_all(items: int, batches: Iterator[np.ndarray]) -> np.ndarray:

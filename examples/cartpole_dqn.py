@@ -152,7 +152,7 @@ def main() -> None:
     for step in range(1, steps + 1):
         batch = engine.gear_sample()
         losses, td = losses_of(engine, target, batch)
-        loss = (batch.weight * losses).mean()
+        loss = (batch.is_weight * losses).mean()
         engine.backward(loss)
         engine.step()
         engine.gear_update_priorities(batch, td.abs() + EPSILON)

@@ -94,7 +94,7 @@ def train(steps: int, seed: int) -> tuple[dict[str, Any], nn.Module, Batch]:
             batch = replay.sample()  # this worker's part of the global batch
             td = td_errors(q, online, target, batch)
             optimizer.zero_grad()
-            (batch.weight * F.huber_loss(td, torch.zeros_like(td), reduction="none")).mean().backward()
+            (batch.is_weight * F.huber_loss(td, torch.zeros_like(td), reduction="none")).mean().backward()
             optimizer.step()
             replay.update_priorities(batch, td.abs() + 1e-3)
             with torch.no_grad():

@@ -98,7 +98,7 @@ def main() -> None:
         for step in range(1, args.steps + 1):
             batch = engine.gear_sample()  # waits for the actors where the table's rate says so
             losses, td = losses_of(engine, target, batch)
-            engine.backward((batch.weight * losses).mean())
+            engine.backward((batch.is_weight * losses).mean())
             engine.step()
             engine.gear_update_priorities(batch, td.abs() + EPSILON)
             move(target, engine.module)

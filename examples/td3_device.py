@@ -64,7 +64,7 @@ class TD3:
         batch = self.batch
         self.replay.add_transitions_(self.feed.row, {"observation": self.feed.following})
         self.replay.sample_(batch)
-        wanted, weight = self.wanted(batch), batch.weight
+        wanted, weight = self.wanted(batch), batch.is_weight
         errors = [v - wanted for v in self.values(self.critics, batch["observation"], batch["action"])]
         self.critic_optimizer.zero_grad()
         sum((weight * error.square()).mean() for error in errors).backward()

@@ -222,7 +222,7 @@ class Owner:
         """Return a batch: its fields, its weights, and what its update needs."""
         with self._lock:
             batch = self._replay.sample()
-            return {name: value.clone() for name, value in batch.items()}, batch.weight, batch.reported
+            return {name: value.clone() for name, value in batch.items()}, batch.is_weight, batch.reported
 
     def update(self, reported: torch.Tensor, priorities: torch.Tensor) -> None:
         """Take new priorities."""
@@ -360,7 +360,7 @@ def traffic(name: str, window: str, batch: int, steps: int, scale: float) -> dic
         time.sleep(0.01)
         after = {"sent": shared.link.bytes_sent, **on_wire()}
         counted = {key: counted[key] + after[key] - before[key] for key in counted}
-        ids, anchors = taken.id.tolist(), taken.anchor.tolist()
+        ids, anchors = taken.trajectory_id.tolist(), taken.anchor.tolist()
         last = 0 if window == "whole" else 1 - length
         there = [(i, a + last) for i, a in zip(ids, anchors, strict=True) if i not in shared.ids]
         remote += len(there)

@@ -111,7 +111,7 @@ def _collect(replay: Replay) -> Any:
 
 def _is_right(replay: Replay, batch: Any) -> bool:
     steps = replay.tables["main"].num_steps // len(replay)
-    numbers = (batch.id * steps + batch.anchor).cpu()
+    numbers = (batch.trajectory_id * steps + batch.anchor).cpu()
     return bool(torch.equal(batch["row"].reshape(len(numbers), -1)[:, 0].cpu(), numbers))
 
 

@@ -89,7 +89,7 @@ class Gear:
         """Sample a batch with its weights, and update its priorities."""
         batch = self.replay.sample()
         if self.prioritized:
-            assert batch.weight is not None
+            assert batch.is_weight is not None
             self.replay.update_priorities(batch, self._fresh[turn % _NUM_FRESH])
 
     def run(self, count: int) -> Times:

@@ -79,7 +79,7 @@ class InferenceLoader(ProcessBound):
     A request comes as soon as `batch_size` simulators wait, or all that are attached, or the oldest waits for
     `timeout`. If none comes for so long, the request is empty (false): the program may do something else.
 
-    Not thread-safe. Several requests may be open at a time, and be answered in any order. It is closed with its
+    Not thread-safe. Several requests may be open at a time, and answered in any order. It is closed with its
     replay.
 
     Args:

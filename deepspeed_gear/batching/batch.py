@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +16,43 @@ from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.config.field_checks import LEARNS, MASK, SAMPLE_NAMES
 from deepspeed_gear.errors import FieldError, StaleBatchError
 from deepspeed_gear.ops.records import Resolution
+
+
+@dataclass
+class BatchSamples:
+    """What is known about the samples of a batch.
+
+    Args:
+        records: Their resolutions. [B, 8], int64.
+        valid: False for samples that only fill up the last batch of an evaluation pass. [B], bool.
+        step_items: Whether an item is a step, which has a mass of 1, rather than a trajectory.
+        total: Sum of the masses of all items. On a device [], int64.
+        epoch: Epoch of each sample, 0 where the sampler has none. [B], int64.
+        is_weight: PER weights; None: all 1. [B], float32.
+        source: Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
+        probability: Of each sample's item, where the masses alone do not tell. [B], float64.
+        goal_step: Row of the achieved goals that each sample's goal is from, -1 for its own goal; None: all
+            have their own. [B], int64.
+        burn_in: Which steps only warm up; None: all learn.
+        origin: Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's
+            store. [B], int64.
+        first_index: Index of the first sample in its global batch.
+        index_step: From the index of one sample to that of the next.
+    """
+
+    records: torch.Tensor
+    valid: torch.Tensor
+    step_items: bool
+    total: int | torch.Tensor
+    epoch: torch.Tensor
+    is_weight: torch.Tensor | None = None
+    source: torch.Tensor | None = None
+    probability: torch.Tensor | None = None
+    goal_step: torch.Tensor | None = None
+    burn_in: BurnIn | None = None
+    origin: torch.Tensor | None = None
+    first_index: int = 0
+    index_step: int = 1
 
 
 class Batch(Mapping[str, torch.Tensor]):
@@ -31,47 +69,23 @@ class Batch(Mapping[str, torch.Tensor]):
     Args:
         tensors: The fields.
         mask: Their masks.
-        records: What the samples resolved to. [B, 8], int64.
-        valid: False for samples that only fill up the last batch of an evaluation pass. [B], bool.
-        step_items: Whether an item is a step, which has a mass of 1, rather than a trajectory.
-        total: Sum of the masses of all items. On a device [], int64.
-        epoch: Epoch of each sample, 0 where the sampler has none. [B], int64.
-        weight: Importance weights; None: all 1. [B], float32.
-        source: Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
-        probability: Of each sample's item, where the masses alone do not tell. [B], float64.
-        goal_step: Row of the achieved goals that each sample's goal is from, -1 for its own goal; None: all
-            have their own. [B], int64.
-        burn_in: Which steps only warm up; None: all learn.
-        origin: Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's
-            store. [B], int64.
+        samples: What is known about each sample.
     """
 
     lifetime: BatchLifetime | None = None  # None: the tensors are the batch's own
 
     def __init__(
-        self,
-        tensors: dict[str, torch.Tensor],
-        mask: dict[str, torch.Tensor],
-        records: torch.Tensor,
-        valid: torch.Tensor,
-        step_items: bool,
-        total: int | torch.Tensor,
-        epoch: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        source: torch.Tensor | None = None,
-        probability: torch.Tensor | None = None,
-        goal_step: torch.Tensor | None = None,
-        burn_in: BurnIn | None = None,
-        origin: torch.Tensor | None = None,
+        self, tensors: dict[str, torch.Tensor], mask: dict[str, torch.Tensor], samples: BatchSamples
     ) -> None:
-        self._tensors, self.mask, self._records = tensors, mask, records
-        self.valid = valid
-        self._step_items, self._total, self.epoch, self._weight = step_items, total, epoch, weight
-        self._source, self._probability, self._goal_step = source, probability, goal_step
-        self._burn_in = burn_in
-        self._origin = origin
+        self._tensors, self.mask, self._records = tensors, mask, samples.records
+        self.valid, self.epoch = samples.valid, samples.epoch
+        self._step_items, self._total, self._is_weight = samples.step_items, samples.total, samples.is_weight
+        self._source, self._probability = samples.source, samples.probability
+        self._goal_step, self._burn_in, self._origin = samples.goal_step, samples.burn_in, samples.origin
+        self._first_index, self._index_step = samples.first_index, samples.index_step
         # These stay in host memory when the batch moves.
-        self.host_records, self._host_origin, self.host_source = records, origin, source
+        self.host_records, self._host_origin = samples.records, samples.origin
+        self.host_source = samples.source
         self.arrival: Any = None  # what a device that another stream has filled it on must wait for
 
     # ---- fields ----------------------------------------------------------------------------------
@@ -101,7 +115,9 @@ class Batch(Mapping[str, torch.Tensor]):
         """
         if not isinstance(other, Batch):
             return NotImplemented
-        mine, theirs = ({**b, "gear.id": b.id, "gear.number": b.number} for b in (self, other))
+        mine, theirs = (
+            {**b, "gear.id": b.trajectory_id, "gear.number": b.sample_number} for b in (self, other)
+        )
         return all(
             ours.keys() == others.keys()
             and all(tensor.equal(others[name].to(tensor.device)) for name, tensor in ours.items())
@@ -109,7 +125,7 @@ class Batch(Mapping[str, torch.Tensor]):
         )
 
     def part(self, name: str) -> torch.Tensor:
-        """Return what a name of `gear.pipeline` stands for: a field, `mask.<field>`, `id`, ...
+        """Return what a name of `gear.pipeline` stands for: a field, `mask.<field>`, `is_weight`, ...
 
         Raises:
             FieldError: The batch has nothing of this name.
@@ -126,6 +142,10 @@ class Batch(Mapping[str, torch.Tensor]):
             raise FieldError(f"{name!r}", "must be a field or part of the batch")
         found: torch.Tensor = getattr(self, name)
         return found
+
+    def arrives(self, arrival: Any) -> None:
+        """Note what a device that another stream has filled the batch on must wait for; None: nothing."""
+        self.arrival = arrival
 
     def learns(self, name: str) -> torch.Tensor:
         """Return which steps of a field are to be learnt from: its mask without what `gear.burn_in` warms up.
@@ -163,7 +183,7 @@ class Batch(Mapping[str, torch.Tensor]):
     # ---- samples ---------------------------------------------------------------------------------
 
     @property
-    def id(self) -> torch.Tensor:
+    def trajectory_id(self) -> torch.Tensor:
         """Trajectory of each sample. [B], int64."""
         return self._records[:, Resolution.ID]
 
@@ -179,9 +199,15 @@ class Batch(Mapping[str, torch.Tensor]):
         return self._records[:, Resolution.ANCHOR]
 
     @property
-    def number(self) -> torch.Tensor:
+    def sample_number(self) -> torch.Tensor:
         """Sample number in its stream: the same for every number of ranks. [B], int64."""
         return self._records[:, Resolution.SAMPLE_NUMBER]
+
+    @property
+    def sample_index(self) -> torch.Tensor:
+        """Position of each sample in its global batch, of all tables: the same for every rank count. [B]."""
+        end = self._first_index + self.num_samples * self._index_step
+        return torch.arange(self._first_index, end, self._index_step, device=self._records.device)
 
     @property
     def num_steps(self) -> torch.Tensor:
@@ -202,17 +228,17 @@ class Batch(Mapping[str, torch.Tensor]):
     @property
     def source(self) -> torch.Tensor:
         """Table of each sample: its index in `sampler.shares` of a mixture, else 0. [B], int64."""
-        return torch.zeros_like(self.id) if self._source is None else self._source
+        return torch.zeros_like(self.trajectory_id) if self._source is None else self._source
 
     @property
-    def weight(self) -> torch.Tensor:
-        """Importance weight; 0 for samples that only fill up an evaluation batch. [B], float32."""
-        return self.valid.float() if self._weight is None else self._weight
+    def is_weight(self) -> torch.Tensor:
+        """PER weight; 0 for samples that only fill up an evaluation batch. [B], float32."""
+        return self.valid.float() if self._is_weight is None else self._is_weight
 
     @property
     def goal_step(self) -> torch.Tensor:
         """Row of the achieved goals that a relabelled sample's goal is from, else -1. [B], int64."""
-        return torch.full_like(self.id, -1) if self._goal_step is None else self._goal_step
+        return torch.full_like(self.trajectory_id, -1) if self._goal_step is None else self._goal_step
 
     @property
     def relabelled(self) -> torch.Tensor:
@@ -238,16 +264,35 @@ class Batch(Mapping[str, torch.Tensor]):
         tensors = {name: once(tensor) for name, tensor in self._tensors.items()}
         mask = {name: once(tensor) for name, tensor in self.mask.items()}
         records, valid, epoch = once(self._records), once(self.valid), once(self.epoch)
-        optional = self._weight, self._source, self._probability, self._goal_step, self._origin
-        weight, source, probability, goal_step, origin = (None if t is None else once(t) for t in optional)
-        known, facts = (tensors, mask, records, valid), (self._step_items, self._total, epoch)
-        batch = Batch(*known, *facts, weight, source, probability, goal_step, self._burn_in, origin)
+        optional = self._is_weight, self._source, self._probability, self._goal_step, self._origin
+        is_weight, source, probability, goal_step, origin = (None if t is None else once(t) for t in optional)
+        samples = BatchSamples(
+            records,
+            valid,
+            self._step_items,
+            self._total,
+            epoch,
+            is_weight,
+            source,
+            probability,
+            goal_step,
+            self._burn_in,
+            origin,
+            self._first_index,
+            self._index_step,
+        )
+        batch = Batch(tensors, mask, samples)
         batch.host_records, batch._host_origin = self.host_records, self._host_origin
         batch.host_source = self.host_source
         # A lifetime is another object for each batch: a look at it would be a guard of the compiled code.
         if not torch.compiler.is_compiling() and self.lifetime is not None:
             self.lifetime.follow(batch)
         return batch
+
+    def with_probability(self, probability: torch.Tensor) -> Batch:
+        """Set the probabilities of the samples, and return the batch. [B], float64."""
+        self._probability = probability
+        return self
 
     def __copy__(self) -> Batch:
         """Return a batch of the same tensors, which lives as long."""
@@ -305,7 +350,8 @@ class Batch(Mapping[str, torch.Tensor]):
         """
         from tensordict import TensorDict
 
-        extra = {"id": self.id, "anchor": self.anchor, "number": self.number, "weight": self.weight}
+        names = ("trajectory_id", "anchor", "sample_number", "sample_index", "is_weight")
+        extra = {name: getattr(self, name) for name in names}
         content = {**self.tree(), "mask": dict(self.mask), "gear": extra}
         return TensorDict(content, batch_size=[self.num_samples])
 
@@ -418,21 +464,22 @@ def _storage(tensor: torch.Tensor) -> int | None:
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:
     names, masks = list(batch._tensors), list(batch.mask)
     values = [*batch._tensors.values(), *batch.mask.values(), batch._records, batch.valid, batch.epoch]
-    optional = batch._weight, batch._source, batch._probability, batch._goal_step, batch._origin
+    optional = batch._is_weight, batch._source, batch._probability, batch._goal_step, batch._origin
     present = tuple(tensor is not None for tensor in optional)
     values += [tensor for tensor in optional if tensor is not None]
-    return values, (names, masks, present, batch._step_items, batch._total, batch._burn_in)
+    facts = batch._step_items, batch._total, batch._burn_in, batch._first_index, batch._index_step
+    return values, (names, masks, present, facts)
 
 
 def _unflatten(values: Any, context: Any) -> Batch:
-    names, masks, present, step_items, total, burn_in = context
+    names, masks, present, (step_items, total, burn_in, first_index, index_step) = context
     values = list(values)
     tensors = dict(zip(names, values[: len(names)], strict=True))
     mask = dict(zip(masks, values[len(names) : len(names) + len(masks)], strict=True))
     records, valid, epoch, *given = values[len(names) + len(masks) :]
     weight, source, probability, goal_step, origin = (given.pop(0) if there else None for there in present)
-    known, facts = (tensors, mask, records, valid), (step_items, total, epoch)
-    return Batch(*known, *facts, weight, source, probability, goal_step, burn_in, origin)
+    known = records, valid, step_items, total, epoch, weight, source, probability, goal_step, burn_in, origin
+    return Batch(tensors, mask, BatchSamples(*known, first_index, index_step))
 
 
 pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")

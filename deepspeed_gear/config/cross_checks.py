@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 BATCH_NAMES = (
     "mask",
-    "id",
+    "trajectory_id",
     "handle",
     "anchor",
-    "number",
+    "sample_number",
+    "sample_index",
     "probability",
-    "weight",
+    "is_weight",
     "epoch",
     "valid",
     "source",

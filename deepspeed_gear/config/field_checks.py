@@ -16,10 +16,11 @@ from deepspeed_gear.schema import Column, Schema
 
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
 SAMPLE_NAMES = (  # of any batch
-    "weight",
-    "id",
+    "is_weight",
+    "trajectory_id",
     "anchor",
-    "number",
+    "sample_number",
+    "sample_index",
     "probability",
     "epoch",
     "valid",

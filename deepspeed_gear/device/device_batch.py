@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.batch import Batch, BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Buffers
 from deepspeed_gear.ops.records import Resolution
@@ -21,7 +21,7 @@ class DeviceBatch(Batch):
     Args:
         buffers: Fields, masks and n-step returns.
         records: What the samples resolved to. [B, 8], int64.
-        weight: Importance weights; None: all 1. [B], float32.
+        weight: PER weights; None: all 1. [B], float32.
         step_items: Whether an item is a step of mass 1.
         total: Total mass of the latest selection. [], int64.
         burn_in: Which steps only warm up.
@@ -46,21 +46,37 @@ class DeviceBatch(Batch):
         self.holders: np.ndarray | None = None
         self.written = [*buffers.all, records, *([] if weight is None else [weight])]
         epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
-        facts = (records, records[:, Resolution.ID] >= 0, step_items, total, epoch, weight)
-        super().__init__(dict(buffers.tensors), dict(buffers.mask), *facts, burn_in=burn_in, origin=origin)
+        valid = records[:, Resolution.ID] >= 0
+        samples = BatchSamples(
+            records, valid, step_items, total, epoch, weight, burn_in=burn_in, origin=origin
+        )
+        super().__init__(dict(buffers.tensors), dict(buffers.mask), samples)
         self._valid: Tensor | None = None
+
+    def place(self, micro: int, first_index: int, index_step: int) -> None:
+        """Note which micro batch it holds now, and where its samples lie in their global batch."""
+        self.micro, self._first_index, self._index_step = micro, first_index, index_step
+
+    def hold(self, holders: np.ndarray) -> None:
+        """Note which replica holds each sample. [B], int64."""
+        self.holders = holders
+
+    def of_pass(self, number: int, size: int) -> None:
+        """Note which pass it is of, and how many items that has: samples beyond them are fillers."""
+        self.valid = self.sample_number < size
+        self.epoch = torch.full_like(self.epoch, number)
 
     def again(self) -> DeviceBatch:
         """Return a batch of the same tensors, of which a transform may set fields."""
-        other = copy.copy(self)
-        other._tensors, other.mask = dict(self.buffers.tensors), dict(self.buffers.mask)
-        return other
+        return copy.copy(self)._renewed()
+
+    def _renewed(self) -> DeviceBatch:
+        self._tensors, self.mask = dict(self.buffers.tensors), dict(self.buffers.mask)
+        return self
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """As of every `Batch`; what it returns keeps its probabilities when the table is drawn from again."""
-        batch = super().map(function)
-        batch._probability = function(self.probability)
-        return batch
+        return super().map(function).with_probability(function(self.probability))
 
     @property
     def valid(self) -> Tensor:
@@ -69,7 +85,7 @@ class DeviceBatch(Batch):
         Of the training stream it is found in the records whenever it is asked for, so that `sample_` need not
         write it.
         """
-        return self.id >= 0 if self._valid is None else self._valid
+        return self.trajectory_id >= 0 if self._valid is None else self._valid
 
     @valid.setter
     def valid(self, valid: Tensor) -> None:
@@ -78,7 +94,7 @@ class DeviceBatch(Batch):
     @property
     def probability(self) -> Tensor:
         """As of every `Batch`; 0 where the table had no mass to draw from. [B], float64."""
-        return torch.where(self.id >= 0, super().probability, 0.0)
+        return torch.where(self.trajectory_id >= 0, super().probability, 0.0)
 
     @property
     def records(self) -> Tensor:
@@ -93,5 +109,5 @@ class DeviceBatch(Batch):
 
     @property
     def importance(self) -> Tensor | None:
-        """Where the importance weights are written to; None: they are all 1."""
-        return self._weight
+        """Where the PER weights are written to; None: they are all 1."""
+        return self._is_weight

@@ -75,7 +75,7 @@ def check_drawn(table: RingTable) -> None:
         rule = "must have an item with a mass whenever a batch is drawn"
         remedy = (
             "add trajectories that have an anchor before sample_, and report priorities above 0; "
-            "batch.valid and batch.weight tell which samples there are"
+            "batch.valid and batch.is_weight tell which samples there are"
         )
         raise DataError("the table on the device", rule, f"{empty} global batches without samples", remedy)
 

@@ -80,8 +80,8 @@ class DeviceEvaluation:
         for index in range(len(records) // spec.batch):
             batch, first = ring[index % _RING], index * spec.batch
             batch.records.copy_(records[first : first + spec.batch][place.data_rank :: place.data_world])
-            batch.valid = batch.number < size
-            batch.epoch = torch.full_like(batch.epoch, number)
+            batch.of_pass(number, size)
+            batch.place(0, place.data_rank, place.data_world)
             self._collector.fill(batch.buffers, batch.records)
             yield batch
 

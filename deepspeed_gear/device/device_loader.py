@@ -45,7 +45,7 @@ class DeviceLoader:
         self.reports, self._selection, self._draws = reports, selection, draws
         self._cut = draws if isinstance(draws, JointSelection) else None
         self._collector, self._burn_in, self._owner, self._info = collector, burn_in, owner, info
-        own = sharing.has_own_batches
+        own, self._data_rank = sharing.has_own_batches, data_rank
         self._num_parts = info.accumulation if own else info.num_micro
         self._first_part, self._part_step = (0, 1) if own else (data_rank, info.data_world)
         self._all = self._records(info.micro * self._num_parts)
@@ -86,13 +86,15 @@ class DeviceLoader:
             self._draws.select_(out.records, self._all_weights if out.importance is None else out.importance)
             self._collector.fill(out.buffers, out.records)
             self._set_origins(out, 0)
+            self._place(out, 0)
             return
         if self.next_micro == 0:
             self.reports.apply()
             self._draws.select_(self._all, self._all_weights)
             for micro, buffers in enumerate(self._later, 1):
                 self._collector.fill(buffers, self._records_of(micro))
-        micro, out.micro = self.next_micro, self.next_micro
+        micro = self.next_micro
+        self._place(out, micro)
         out.records.copy_(self._records_of(micro))
         if out.importance is not None:
             out.importance.copy_(self._all_weights[self._part(micro)])
@@ -128,4 +130,8 @@ class DeviceLoader:
         """Say which replicas hold the samples of a micro batch, where they are several."""
         if self._cut is not None:
             out.origin.copy_(self._cut.origins[self._part(micro)])
-            out.holders = self._cut.holders[self._part(micro)]
+            out.hold(self._cut.holders[self._part(micro)])
+
+    def _place(self, out: DeviceBatch, micro: int) -> None:
+        first = self._data_rank + micro * self._info.data_world
+        out.place(micro, first, self._info.num_micro)

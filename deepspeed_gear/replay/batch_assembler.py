@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.batch import Batch, BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.batching.relabelling import HindsightRelabelling
@@ -84,6 +84,7 @@ class BatchAssembler:
         selections: Sequence[tuple[BatchStream, Selection]],
         chosen: Sequence[np.ndarray],
         shares: Sequence[float],
+        part: int,
     ) -> Batch:
         """Gather samples of several tables' selections into one batch, table by table.
 
@@ -91,6 +92,7 @@ class BatchAssembler:
             selections: Each table's training stream and its selection of the global batch.
             chosen: Which samples of each selection.
             shares: Part of each table in the global batch.
+            part: Which micro batch of the global batch it is.
         Raises:
             DataError: A mapped file has changed.
         """
@@ -110,21 +112,22 @@ class BatchAssembler:
             epochs.append(selection.epochs[index])
         tensors, mask = parts[0][0].collect_from(parts)
         is_spread = any(selection.origins is not None for _, selection in selections)
-        batch = Batch(
-            tensors,
-            mask,
-            torch.cat([records for _, records, _ in parts]),
-            self._valid,
-            False,
-            0,
-            torch.cat(epochs),
-            torch.cat(weights),
-            torch.repeat_interleave(torch.tensor([len(records) for _, records, _ in parts])),
-            torch.cat(probabilities),
-            self._relabelling.together([goal_step for _, _, goal_step in parts]),
-            self._burn_in,
-            torch.cat(origins) if is_spread else None,
+        samples = BatchSamples(
+            records=torch.cat([records for _, records, _ in parts]),
+            valid=self._valid,
+            step_items=False,
+            total=0,
+            epoch=torch.cat(epochs),
+            is_weight=torch.cat(weights),
+            source=torch.repeat_interleave(torch.tensor([len(records) for _, records, _ in parts])),
+            probability=torch.cat(probabilities),
+            goal_step=self._relabelling.together([goal_step for _, _, goal_step in parts]),
+            burn_in=self._burn_in,
+            origin=torch.cat(origins) if is_spread else None,
+            first_index=part,
+            index_step=self._info.num_micro,
         )
+        batch = Batch(tensors, mask, samples)
         parts[0][0].lend(batch)
         return self._finish(batch, torch.cat(keys), parts[0][0])
 
@@ -166,8 +169,9 @@ class BatchAssembler:
         valid = self._valid if pass_size is None else numbers < pass_size
         weight = None if stream.spec.priorities is None else self._weigh(stream, selection.head, records)
         unit, total = stream.state.has_unit_masses, selection.head[Head.TOTAL]
-        rest = (weight, None, None, goals, self._burn_in)
-        batch = Batch(tensors, mask, records, valid, unit, total, epoch, *rest, origin)
+        rest = (goals, self._burn_in, origin, part, num_parts)
+        samples = BatchSamples(records, valid, unit, total, epoch, weight, None, None, *rest)
+        batch = Batch(tensors, mask, samples)
         collector.lend(batch)
         keys = None
         if self.transform is not None:

@@ -214,7 +214,7 @@ class BatchLoader:
             batch = self._assembler.assemble(*selections[0], part, info.num_micro)
         else:
             chosen = self._mixture.part(key, part, info.num_micro)
-            batch = self._assembler.assemble_mixture(selections, chosen, self._mixture.parts(key))
+            batch = self._assembler.assemble_mixture(selections, chosen, self._mixture.parts(key), part)
         if last:
             for stream, _ in selections:
                 self._assembler.release(stream, key)

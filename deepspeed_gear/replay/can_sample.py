@@ -31,7 +31,7 @@ class Readiness:
         self._peer = self._table.memory.peer
 
     def ask(self, key: int) -> bool:
-        """Return whether a global batch could be selected when the first rank has asked this question. Collective.
+        """Return whether a global batch could be selected when the first rank asked. Collective.
 
         Raises:
             PeerError: A rank does not ask in time.

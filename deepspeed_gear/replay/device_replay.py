@@ -164,7 +164,7 @@ class DeviceReplay(ProcessBound):
         if self.transform is None:
             return batch
         selection = self._selection
-        keys = position.transform_keys(selection.seed, selection.key, batch.number)
+        keys = position.transform_keys(selection.seed, selection.key, batch.sample_number)
         return self.transform(batch.again(), keys)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -228,7 +228,7 @@ class DeviceReplay(ProcessBound):
         """Write columns of trajectories that this replica stores; what is elsewhere or gone is left out.
 
         Args:
-            ids: As `batch.id`. [n], int64.
+            ids: As `batch.trajectory_id`. [n], int64.
             columns: By name. [n, max_length (+ 1), *shape], or [n, *shape] for a value per trajectory. Not of
                 rewards and ends, which other quantities follow from.
         Raises:

@@ -279,7 +279,7 @@ class DeviceTransfer:
 
     def finish(self, batch: Batch, collector: DeviceGatherer) -> Batch:
         """Note when a batch will be whole."""
-        batch.arrival = _Arrival(self.lane.record(), collector, collector.made)
+        batch.arrives(_Arrival(self.lane.record(), collector, collector.made))
         return batch
 
     def refuse_capture(self) -> None:
@@ -298,7 +298,7 @@ class DeviceTransfer:
         if isinstance(arrival, _Arrival):
             arrival.collector.hand_over(arrival.index)
             self.lane.hand_over(arrival.event, batch.every_tensor)
-            batch.arrival = None
+            batch.arrives(None)
         return batch
 
     # ---- the rest --------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def _rank(
     if needs.n_step:
         shapes |= dict.fromkeys(("return_n", "discount", "steps_n"), (info.micro,))
         num_bytes += N_STEP_BYTES * info.micro
-    ids = batch.id[part][:FIRST_IDS].tolist() if place.reads else []
+    ids = batch.trajectory_id[part][:FIRST_IDS].tolist() if place.reads else []
     return RankPreview(rank, node, place, shapes, num_bytes, 1 - real / rows if rows else 0.0, ids)
 
 
@@ -142,7 +142,7 @@ def _mask(batch: Batch, field: ResolvedField) -> torch.Tensor:
 
 def _holders(replay: Replay, batch: Batch, nodes: Sequence[int]) -> np.ndarray:
     """Return which of the nodes that consume holds each sample's trajectory. [B], int64."""
-    source, ids = batch.source.numpy(), batch.id.numpy()
+    source, ids = batch.source.numpy(), batch.trajectory_id.numpy()
     holders = np.zeros(len(ids), np.int64)
     for index, table in enumerate(replay.config.sampled_tables):
         dataset, mine = replay.datasets[table], source == index

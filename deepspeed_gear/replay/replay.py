@@ -164,7 +164,7 @@ class Replay(ProcessBound):
         self._check_open()
         return self._access.add(trajectory, table)
 
-    def set_version(self, version: int, table: str | None = None) -> None:
+    def set_policy_version(self, version: int, table: str | None = None) -> None:
         """Say which version the learner's policy has now; steps that are too far behind go at the next cut.
 
         With `on_stale = "wait"` it waits until no actor's open trajectory would fall too far behind. Any rank

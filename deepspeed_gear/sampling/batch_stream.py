@@ -1,4 +1,4 @@
-"""Batch stream: the global batches of one purpose (train, eval), selected once per node and read by its ranks.
+"""Batch stream: global batches of one purpose (train, eval), selected once per node, read by its ranks.
 
 The process that first asks for a global batch makes its selection under the store's lock; the others read it
 from a ring in the store. So all ranks use one selection, and a tree of masses never changes under a draw.

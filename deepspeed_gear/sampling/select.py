@@ -1,7 +1,7 @@
 """`select`: decides the samples of a global batch and commits them as an entry of the ring.
 
 Order, so that a process may die at any instruction: priority updates and queued masses go into the tree
-(repeatable), the samples into a ring entry that is marked empty, then the entry's key (the commit point), then
+(repeatable), the samples into a ring entry marked empty, then the entry's key (the commit point), then
 the position.
 
 Ranks that sample side by side would wait for each other's selections in every step. So they draw ahead for

@@ -55,7 +55,7 @@ class OpenTrajectory(ProcessBound):
         self._floats = {c.name: (c.numpy_dtype, float(np.finfo(c.numpy_dtype).max)) for c in floats}
         self._ends = {column.name for column in steps if column.rows == "T+1"}
         self._watch: tuple[str, Tell] | None = None
-        self.id: int | None = None  # once it is added, or its first steps are published
+        self.trajectory_id: int | None = None  # once it is added, or its first steps are published
         self._open = True
         self.set(**per_trajectory)
 
@@ -141,7 +141,7 @@ class OpenTrajectory(ProcessBound):
         try:
             publisher.publish([PublishedPart(self._growing, self._num_steps, self._rows_of, self._value_of)])
         finally:
-            self.id = self._growing.id
+            self.trajectory_id = self._growing.trajectory_id
 
     def _rows_of(self, column: Column, first: int, end: int) -> np.ndarray:
         return np.stack(self._rows[column.name][first:end])
@@ -201,7 +201,7 @@ class OpenTrajectory(ProcessBound):
             self._end_published(self._publisher, kind is None)
         elif kind is None:
             rows = {name: np.stack(values) if values else np.empty(0) for name, values in self._rows.items()}
-            self.id = self._add({**rows, **self._once})
+            self.trajectory_id = self._add({**rows, **self._once})
 
     def _end_published(self, publisher: Publisher, is_whole: bool) -> None:
         """End what is published; it is marked as truncated unless all of the rest can follow."""

@@ -29,14 +29,14 @@ class GrowingTrajectory:
             table has let go.
         published: Steps of it that batches may hold.
         handle: Where it lies; None: nothing is published.
-        id: Its id, once something is published.
+        trajectory_id: Set once something is published.
     """
 
     owner: weakref.ref[object]
     first: int = 0
     published: int = 0
     handle: OpenHandle | None = None
-    id: int | None = None
+    trajectory_id: int | None = None
 
     @property
     def is_published(self) -> bool:
@@ -170,7 +170,7 @@ class Publisher:
                         growing.handle = None
                         continue
                     self._write(part, slot)
-                    growing.id = self._inserter.publish(slot, part.num_steps)
+                    growing.trajectory_id = self._inserter.publish(slot, part.num_steps)
             except BaseException:
                 self.end(growing)
                 raise

@@ -229,7 +229,7 @@ class TrajectoryWriter(ProcessBound):
         return self._publisher
 
     def close_with(self, client: VectorWriter) -> None:
-        """Close something that writes through this one when this is closed; ranks know its open trajectories."""
+        """Close what writes through this one when this is closed; ranks know its open trajectories."""
         self._clients.add(client)
         self._watched(client)
 

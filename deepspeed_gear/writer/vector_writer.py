@@ -382,8 +382,8 @@ class VectorWriter(ProcessBound):
         publisher.publish([self._part_of(env, num_steps)])
         self._end_growing(env, is_cut)
         self.num_trajectories += 1
-        assert growing.id is not None
-        return growing.id
+        assert growing.trajectory_id is not None
+        return growing.trajectory_id
 
     def _end_growing(self, env: int, truncated: bool) -> None:
         assert self._publisher is not None

@@ -55,7 +55,9 @@ def uninterrupted(gear: dict[str, Any]) -> dict[int, list[Any]]:
     with Replay({**gear, "batch_size": BATCH}) as replay:
         for step in range(STEPS):
             batch = replay.sample()
-            samples = zip(batch.number.tolist(), batch.id.tolist(), batch.anchor.tolist(), strict=True)
+            samples = zip(
+                batch.sample_number.tolist(), batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True
+            )
             found[step] = sorted(map(list, samples))
-            replay.update_priorities(batch, ((batch.id * 31 + batch.anchor) % 17 + 1).float())
+            replay.update_priorities(batch, ((batch.trajectory_id * 31 + batch.anchor) % 17 + 1).float())
     return found

@@ -41,8 +41,8 @@ def seen_by_all(out: Path, case: str, ranks: int, axis: int = 1) -> Seen:
         with np.load(out / f"{case}.rank{rank}.npz") as file:
             parts.append({name: file[name] for name in file.files})
     seen = {name: np.concatenate([part[name] for part in parts], axis) for name in parts[0]}
-    assert len(np.unique(seen["number"])) == seen["number"].size, "ranks share samples"
-    order = np.argsort(seen["number"], axis=axis)
+    assert len(np.unique(seen["sample_number"])) == seen["sample_number"].size, "ranks share samples"
+    order = np.argsort(seen["sample_number"], axis=axis)
     return {
         name: np.stack([row[o] for row, o in zip(array, order, strict=True)]) if axis else array[order]
         for name, array in seen.items()
@@ -55,7 +55,12 @@ def alone(config: dict[str, Any], batches: int) -> Seen:
     with Replay({**config, "batch_size": BATCH}) as replay:
         for _ in range(batches):
             batch = replay.sample()
-            known = {"number": batch.number, "id": batch.id, "anchor": batch.anchor, "epoch": batch.epoch}
+            known = {
+                "sample_number": batch.sample_number,
+                "trajectory_id": batch.trajectory_id,
+                "anchor": batch.anchor,
+                "epoch": batch.epoch,
+            }
             fields = {**known, "valid": batch.valid, **batch, "mask": batch.mask["observation"]}
             rows.append({name: tensor.numpy().copy() for name, tensor in fields.items()})
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
@@ -71,7 +76,7 @@ def check_equal(found: Seen, wanted: Seen, what: str) -> None:
 
 def check_rows(seen: Seen) -> None:
     """Check that the batches hold the rows of the trajectories and steps that they name."""
-    assert (seen["code"] == seen["id"] * STEP + seen["anchor"]).all()
+    assert (seen["code"] == seen["trajectory_id"] * STEP + seen["anchor"]).all()
     assert (seen["action"][..., 0] == seen["code"]).all()
     assert (seen["observation"][..., 1, 0] == seen["code"]).all()  # the window begins one step before
     assert (seen["mask"][..., 0] == (seen["anchor"] > 0)).all()
@@ -96,7 +101,7 @@ def test_every_division_gives_the_same_global_batches(
     deepspeed_run("engine_matrix.py", 2, out)
     wanted = alone(gear, batches)
     check_rows(wanted)
-    assert (wanted["number"].ravel() == np.arange(batches * BATCH)).all()
+    assert (wanted["sample_number"].ravel() == np.arange(batches * BATCH)).all()
     for case in cases:
         check_equal(seen_by_all(tmp_path, case["name"], 2), wanted, case["name"])
     assert shared_files(gear["shared_memory"]["prefix"]) == []
@@ -123,12 +128,12 @@ def test_a_run_that_saves_goes_on_undisturbed(saved: tuple[dict[str, Any], Path]
     before, after = seen_by_all(out, "data.before", 2), seen_by_all(out, "data.after", 2)
     found = {name: np.concatenate([before[name], after[name]]) for name in before}
     check_equal(found, wanted, "data")
-    first_epoch = wanted["id"].ravel()[wanted["epoch"].ravel() == 0]
+    first_epoch = wanted["trajectory_id"].ravel()[wanted["epoch"].ravel() == 0]
     assert 3 * BATCH % len(first_epoch), "the test must save in the middle of an epoch"
     assert len(first_epoch) == len(np.unique(first_epoch)), "an epoch visits each item once"
     table = seen_by_all(out, "table.after", 2)
     check_rows(table)
-    assert table["id"].max() >= 20, "what was added under way is sampled"
+    assert table["trajectory_id"].max() >= 20, "what was added under way is sampled"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +193,10 @@ def check_evaluation(gear: dict[str, Any], out: Path) -> None:
         for number in range(2):
             seen = seen_by_all(out, f"eval.{unit}.{number}", 2, axis=0)
             check_rows(seen)
-            ids, anchors = seen["id"][seen["valid"]].tolist(), seen["anchor"][seen["valid"]].tolist()
+            ids, anchors = (
+                seen["trajectory_id"][seen["valid"]].tolist(),
+                seen["anchor"][seen["valid"]].tolist(),
+            )
             assert not seen["valid"].all()
             if unit == "trajectory":
                 assert sorted(ids) == kept_back.tolist()
@@ -197,7 +205,7 @@ def check_evaluation(gear: dict[str, Any], out: Path) -> None:
         trained = seen_by_all(out, f"train.{unit}", 2)
         sampler = {"kind": "uniform", "unit": unit}
         check_equal(trained, alone({**gear, "sampler": sampler}, 8), f"training beside {unit} evaluation")
-        assert not np.isin(trained["id"], kept_back).any()
+        assert not np.isin(trained["trajectory_id"], kept_back).any()
 
 
 def check_metrics(folder: Path) -> None:

@@ -379,13 +379,13 @@ def test_an_error_of_the_prefetch_thread_reaches_sample(name: str, data: Path) -
 
     section, calls = section_of(data, name, batch_size=8), 0
     with Replay(section) as replay:
-        wanted = [replay.sample().number.tolist() for _ in range(8)]
+        wanted = [replay.sample().sample_number.tolist() for _ in range(8)]
     with Replay({**section, "prefetch": 2}) as replay:
         replay.transform = transform
-        found = [replay.sample().number.tolist() for _ in range(3)]
+        found = [replay.sample().sample_number.tolist() for _ in range(3)]
         with pytest.raises(ZeroDivisionError, match="in the user's transform"):
             replay.sample()
-        found += [replay.sample().number.tolist() for _ in range(5)]  # no batch is lost
+        found += [replay.sample().sample_number.tolist() for _ in range(5)]  # no batch is lost
     assert found == wanted
 
 

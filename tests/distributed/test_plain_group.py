@@ -40,7 +40,11 @@ def alone(section: dict[str, object], count: int) -> Arrays:
         replay.transform = transform
         for _ in range(count):
             batch = replay.sample()
-            named = {"number": batch.number, "id": batch.id, "anchor": batch.anchor}
+            named = {
+                "sample_number": batch.sample_number,
+                "trajectory_id": batch.trajectory_id,
+                "anchor": batch.anchor,
+            }
             fields = {**named, "code": batch["code"], "key": batch["key"]}
             rows.append({name: tensor.numpy().copy() for name, tensor in fields.items()})
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
@@ -52,6 +56,6 @@ def test_ranks_share_what_one_process_sees(ran: tuple[Path, Arrays], name: str, 
     folder, wanted = ran
     parts = [dict(np.load(folder / f"{name}.{rank}.npz")) for rank in ranks]
     found = {key: np.concatenate([part[key] for part in parts], axis=1) for key in wanted}
-    order = np.argsort(found["number"], axis=1)
+    order = np.argsort(found["sample_number"], axis=1)
     for key, array in wanted.items():
         assert (np.take_along_axis(found[key], order, axis=1) == array).all(), key

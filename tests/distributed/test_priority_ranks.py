@@ -67,20 +67,20 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def batches(folder: Path, name: str, world: int) -> Arrays:
     """Return the global batches of a run, their samples in order. [batches, B, ...] by name."""
     parts = [dict(np.load(folder / f"{name}.{world}.{rank}.npz")) for rank in range(world)]
-    count = GLOBAL_BATCH // sum(part["number"].shape[1] for part in parts)  # micro batches of a rank
+    count = GLOBAL_BATCH // sum(part["sample_number"].shape[1] for part in parts)  # micro batches of a rank
     joined = {key: np.concatenate([part[key] for part in parts], axis=1) for key in parts[0]}
     merged = {
         key: array.reshape(len(array) // count, GLOBAL_BATCH, *array.shape[2:])
         for key, array in joined.items()
     }
-    order = np.argsort(merged["number"], axis=1)
+    order = np.argsort(merged["sample_number"], axis=1)
     rows = np.arange(len(order))[:, None]
     return {key: array[rows, order] for key, array in merged.items()}
 
 
 def assert_same(found: Arrays, wanted: Arrays) -> None:
     assert set(found) == set(wanted)
-    assert set(found) >= {"id", "anchor", "probability", "weight", "code", "return_to_go"}
+    assert set(found) >= {"trajectory_id", "anchor", "probability", "is_weight", "code", "return_to_go"}
     for name, array in wanted.items():
         assert found[name].dtype == array.dtype
         assert found[name].tobytes() == array.tobytes(), name
@@ -107,7 +107,7 @@ def test_a_run_is_the_same_on_any_number_of_ranks(ran: Path, name: str, world: i
 def test_a_resumed_run_has_the_batches_that_would_have_come(ran: Path, prefetch: int, world: int) -> None:
     name = f"resumed.{prefetch}"
     wanted = batches(ran, name, 2)
-    assert wanted["number"][:, 0].tolist() == [GLOBAL_BATCH * key for key in range(SAVED, NUM_BATCHES)]
+    assert wanted["sample_number"][:, 0].tolist() == [GLOBAL_BATCH * key for key in range(SAVED, NUM_BATCHES)]
     assert_same(batches(ran, name, world), wanted)
 
 
@@ -116,20 +116,20 @@ def test_the_runs_show_something(ran: Path) -> None:
     plain, ahead = batches(ran, "plain", 1), batches(ran, "ahead", 1)
     assert (plain["probability"][0] == plain["probability"][0, 0]).all()
     assert plain["probability"][20].max() > 5 * plain["probability"][20].min()
-    assert plain["weight"].max() == 1
-    assert plain["weight"].min() < 0.3
+    assert plain["is_weight"].max() == 1
+    assert plain["is_weight"].min() < 0.3
     duplicates = [
         len(set(zip(*pair, strict=True))) < GLOBAL_BATCH
-        for pair in zip(plain["id"], plain["anchor"], strict=True)
+        for pair in zip(plain["trajectory_id"], plain["anchor"], strict=True)
     ]
     assert sum(duplicates) > 5
-    assert (plain["id"][:10] < 24).all()
-    assert (plain["id"][10:] >= 24).any()
-    assert not np.isin(plain["id"][10:], [0, 3, 5, 8]).any()
-    differ = (plain["id"] != ahead["id"]).any(axis=1)
+    assert (plain["trajectory_id"][:10] < 24).all()
+    assert (plain["trajectory_id"][10:] >= 24).any()
+    assert not np.isin(plain["trajectory_id"][10:], [0, 3, 5, 8]).any()
+    differ = (plain["trajectory_id"] != ahead["trajectory_id"]).any(axis=1)
     assert not differ[0]
     assert differ[1:].all(), "a lag of two changes nothing"
     assert np.array_equal(ahead["probability"][1], ahead["probability"][0]), "seen too early"
     top = batches(ran, "top", 1)
-    for ids, anchors in zip(top["id"], top["anchor"], strict=True):
+    for ids, anchors in zip(top["trajectory_id"], top["anchor"], strict=True):
         assert len(set(zip(ids, anchors, strict=True))) == GLOBAL_BATCH

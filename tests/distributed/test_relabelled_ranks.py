@@ -22,7 +22,7 @@ def test_goals_on_any_number_of_ranks(dataset: Path, tmp_path: Path) -> None:
         run_ranks("relabelled_ranks.py", ranks, str(folder), json.dumps(section))
         parts = [dict(np.load(folder / f"{rank}.npz")) for rank in range(ranks)]
         whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        order = np.argsort(whole["number"])
+        order = np.argsort(whole["sample_number"])
         found.append({name: values[order] for name, values in whole.items()})
     relabelled = found[0]["goal_step"] >= 0
     assert 0 < relabelled.sum() < len(relabelled) == 60

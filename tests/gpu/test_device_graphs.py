@@ -135,7 +135,7 @@ def test_nothing_waits_for_the_device() -> None:
             for name, action in {
                 "add_": lambda: replay.add_(added),
                 "sample_": lambda: replay.sample_(batch),
-                "update_priorities_": lambda: replay.update_priorities_(batch, batch.weight),
+                "update_priorities_": lambda: replay.update_priorities_(batch, batch.is_weight),
                 "sample": replay.sample,
             }.items():
                 took[name] = []

@@ -108,7 +108,7 @@ def assert_same(got: Batch, expected: Batch) -> None:
         assert torch.equal(got[name].cpu(), expected[name]), name
         if name in expected.mask:
             assert torch.equal(got.mask[name].cpu(), expected.mask[name]), name
-    for name in ("id", "anchor", "number", "weight", "epoch", "valid", "probability"):
+    for name in ("trajectory_id", "anchor", "sample_number", "is_weight", "epoch", "valid", "probability"):
         assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
     assert not got.host_records.is_cuda
     assert torch.equal(got.host_records, expected.host_records)
@@ -226,7 +226,7 @@ def test_host_memory_is_not_captured(expected: list[Batch]) -> None:
         batch = replay.sample()
         for name, action in {
             "sample": replay.sample,
-            "update_priorities": lambda: replay.update_priorities(batch, batch.weight),
+            "update_priorities": lambda: replay.update_priorities(batch, batch.is_weight),
         }.items():
             refused = pytest.raises(StoreError, match=f"{name} cannot be captured")
             with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -243,7 +243,7 @@ def test_priorities_of_a_gpu_give_the_batches_of_the_cpu(prefetch: int) -> None:
             for _ in range(BATCHES):
                 batch = replay.sample()
                 found[-1].append(batch.clone())
-                replay.update_priorities(batch, (batch.number % 13 + 1).to(torch.float64))
+                replay.update_priorities(batch, (batch.sample_number % 13 + 1).to(torch.float64))
     for got, batch in zip(found[1], found[0], strict=True):
         assert_same(got, batch)
 
@@ -305,7 +305,7 @@ def test_priorities_and_a_transform_on_the_device() -> None:
             for _ in range(5):
                 batch = replay.sample()
                 replay.update_priorities(batch, batch["return_n"].abs())
-                sums.append((batch["action"].cpu().clone(), batch.id.cpu().clone()))
+                sums.append((batch["action"].cpu().clone(), batch.trajectory_id.cpu().clone()))
             found[device] = sums
     for got, wanted in zip(found["cuda"], found["cpu"], strict=True):
         assert torch.equal(got[0], wanted[0])

@@ -194,7 +194,7 @@ class Oracle:
 
     def check(self, batch: Batch) -> None:
         """Check every field and mask of a batch, bit for bit."""
-        samples = list(zip(batch.id.tolist(), batch.anchor.tolist(), strict=True))
+        samples = list(zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True))
         for name, field in self.scene.options["fields"].items():
             target = batch[name].dtype
             assert target == self.dtype(field)
@@ -224,7 +224,10 @@ class Oracle:
         if self.n_step is None:
             assert not set(N_STEP_NAMES) & set(batch)
             return
-        wanted = [self.returns(n, a) for n, a in zip(batch.id.tolist(), batch.anchor.tolist(), strict=True)]
+        wanted = [
+            self.returns(n, a)
+            for n, a in zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True)
+        ]
         for name, column in zip(N_STEP_NAMES, zip(*wanted, strict=True), strict=True):
             exact = torch.tensor(column, dtype=torch.float64)
             assert torch.equal(batch[name], exact.to(batch[name].dtype)), name
@@ -335,7 +338,7 @@ def test_anchors_of_a_config(anchors: Any) -> None:
         batch = replay.sample()
         rule = places[anchors if isinstance(anchors, str) else "every"]
         wanted = {(number, a) for number, steps in enumerate(lengths) for a in rule(steps)}
-        assert set(zip(batch.id.tolist(), batch.anchor.tolist(), strict=True)) == wanted
+        assert set(zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True)) == wanted
         if anchors == "fits":
             assert batch.mask["x"].all()
             assert batch.mask["observation"].all()

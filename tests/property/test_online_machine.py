@@ -254,7 +254,11 @@ class OnlineMachine(RuleBasedStateMachine):
             batch = self.replay.sample()
             self.settle()
             for key, anchor, state, action in zip(
-                batch.id.tolist(), batch.anchor.tolist(), batch["state"], batch["action"], strict=True
+                batch.trajectory_id.tolist(),
+                batch.anchor.tolist(),
+                batch["state"],
+                batch["action"],
+                strict=True,
             ):
                 held = ready[key]
                 assert 0 <= anchor < held.steps
@@ -288,7 +292,7 @@ class OnlineMachine(RuleBasedStateMachine):
         values = np.random.default_rng(seed).choice(PRIORITIES, BATCH)
         self.replay.update_priorities(batch, torch.from_numpy(values))
         anchors = batch.anchor.tolist() if self.by_step else [0] * BATCH
-        self.reports.append((which, list(zip(batch.id.tolist(), anchors, strict=True)), values))
+        self.reports.append((which, list(zip(batch.trajectory_id.tolist(), anchors, strict=True)), values))
         self.batches.remove(drawn)
 
     # ---- death -----------------------------------------------------------------------------------

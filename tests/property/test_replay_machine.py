@@ -158,9 +158,11 @@ class ReplayMachine(RuleBasedStateMachine):
         return {(number, step) for number, (_, steps) in self.stored.items() for step in range(steps)}
 
     def check_items(self, batch: Batch) -> None:
-        assert batch.number.tolist() == list(range(self.num_samples, self.num_samples + BATCH))
+        assert batch.sample_number.tolist() == list(range(self.num_samples, self.num_samples + BATCH))
         self.num_samples += BATCH
-        found = list(zip(batch.id.tolist(), batch.anchor.tolist(), batch.epoch.tolist(), strict=True))
+        found = list(
+            zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), batch.epoch.tolist(), strict=True)
+        )
         current = self.items()
         if self.kind == "epoch":
             for number, step, epoch in found:
@@ -181,13 +183,15 @@ class ReplayMachine(RuleBasedStateMachine):
     def check_probability(self, batch: Batch, current: set[Item]) -> None:
         if self.kind == "length":
             total = sum(steps for _, steps in self.stored.values())
-            wanted = [self.stored[number][1] / total for number in batch.id.tolist()]
+            wanted = [self.stored[number][1] / total for number in batch.trajectory_id.tolist()]
         else:
             wanted = [1 / len(current)] * BATCH
         assert batch.probability.tolist() == wanted
 
     def check_content(self, batch: Batch) -> None:
-        samples = zip(batch.id.tolist(), batch.anchor.tolist(), batch.num_steps.tolist(), strict=True)
+        samples = zip(
+            batch.trajectory_id.tolist(), batch.anchor.tolist(), batch.num_steps.tolist(), strict=True
+        )
         for i, (number, anchor, num_steps) in enumerate(samples):
             first, steps = self.known[number]
             assert num_steps == steps

@@ -68,7 +68,10 @@ def columns(turn: int, device: str) -> dict[str, Tensor]:
 def facts(batch: Any) -> list[Tensor]:
     """Everything in a batch, in memory of its own."""
     fields = [*(batch[name] for name in batch), *(batch.mask[name] for name in batch.mask)]
-    return [t.cpu().clone() for t in (batch.id, batch.anchor, batch.number, batch.weight, *fields)]
+    return [
+        t.cpu().clone()
+        for t in (batch.trajectory_id, batch.anchor, batch.sample_number, batch.is_weight, *fields)
+    ]
 
 
 def step(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> None:

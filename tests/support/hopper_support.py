@@ -16,7 +16,7 @@ from gear_support import ROOT, prefix
 from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.data.ingest import ingest
 
-WORDS = ("id", "anchor", "number", "weight", "valid")
+WORDS = ("trajectory_id", "anchor", "sample_number", "is_weight", "valid")
 
 
 def load(path: Path) -> ModuleType:

@@ -20,7 +20,7 @@ from deepspeed_gear.config import parse
 from deepspeed_gear.replay.rank_preview import preview
 
 BATCH, STEPS = 12, 20
-KNOWN = ("number", "id", "anchor", "weight", "num_steps")
+KNOWN = ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")
 ROW_BYTES = {"observation": 12, "action": 8, "code": 8, "late": 8, "position": 8}
 UNIFORM = {"kind": "uniform", "unit": "step"}
 PRIORITIZED = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
@@ -36,7 +36,9 @@ def section(data: Path) -> dict[str, Any]:
 
 
 def priorities(batch: Batch) -> torch.Tensor:
-    return ((batch.id * 7919 + batch.anchor * 104729 + batch.number * 31) % 1009 + 1).double() / 100
+    return (
+        (batch.trajectory_id * 7919 + batch.anchor * 104729 + batch.sample_number * 31) % 1009 + 1
+    ).double() / 100
 
 
 def batches_alone(dataset: Path) -> dict[str, Arrays]:
@@ -50,7 +52,8 @@ def batches_alone(dataset: Path) -> dict[str, Arrays]:
                 if name == "prioritized":
                     replay.update_priorities(batch, priorities(batch))
                 known = {
-                    key: getattr(batch, key) for key in ("number", "id", "anchor", "weight", "num_steps")
+                    key: getattr(batch, key)
+                    for key in ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")
                 }
                 masks = {f"mask.{key}": mask for key, mask in batch.mask.items()}
                 rows.append({k: t.numpy().copy() for k, t in {**known, **batch, **masks}.items()})
@@ -95,7 +98,7 @@ def digest_of(dataset: Path, case: str, whole: Arrays) -> tuple[int, int]:
     """Return the last digest that a run logs; a preview, which knows no priorities, must show the same."""
     every = CASES[case]["gear"]["verify_every"]
     last = (STEPS - 1) // every * every
-    rows = np.stack([whole["id"][last], whole["anchor"][last]], axis=1)
+    rows = np.stack([whole["trajectory_id"][last], whole["anchor"][last]], axis=1)
     digest = int.from_bytes(hashlib.blake2b(rows.tobytes(), digest_size=8).digest(), "little", signed=True)
     if case == "uniform":
         gear = {**section(dataset), **CASES[case]["gear"]}
@@ -136,10 +139,10 @@ def check_case(
             assert report["padding"] == pytest.approx(1 - real / (samples * sum(length.values()))), report
     for seen_by_replica in by_replica.values():
         for seen in seen_by_replica[1:]:
-            for name in ("number", "id", "anchor", "weight"):
+            for name in ("sample_number", "trajectory_id", "anchor", "is_weight"):
                 assert (seen[name] == seen_by_replica[0][name]).all(), name
-    numbers = np.concatenate([part[0]["number"] for part in by_replica.values()], axis=1)
-    assert (np.sort(numbers, axis=1) == whole["number"]).all()
+    numbers = np.concatenate([part[0]["sample_number"] for part in by_replica.values()], axis=1)
+    assert (np.sort(numbers, axis=1) == whole["sample_number"]).all()
     if case == "prioritized":
         assert sum(report["reports"] for report, _ in found) == replicas
         applied = {report["node"]: report["applied"] for report, _ in found}
@@ -150,10 +153,10 @@ def check_case(
 
 def check_values(seen: Arrays, whole: Arrays, fields: set[str], part: int, parts: int) -> None:
     """Check that a rank's samples are those of these numbers, and its windows the right parts."""
-    place = seen["number"] - whole["number"][:, :1]  # in the global batch, which is in order
+    place = seen["sample_number"] - whole["sample_number"][:, :1]  # in the global batch, which is in order
     rows = np.arange(len(place))[:, None]
-    assert (whole["number"][rows, place] == seen["number"]).all()
-    for name in ("id", "anchor", "weight", "num_steps"):
+    assert (whole["sample_number"][rows, place] == seen["sample_number"]).all()
+    for name in ("trajectory_id", "anchor", "is_weight", "num_steps"):
         assert (whole[name][rows, place] == seen[name]).all(), name
     for field in fields:
         for name in (field, f"mask.{field}"):
@@ -165,4 +168,4 @@ def check_values(seen: Arrays, whole: Arrays, fields: set[str], part: int, parts
             assert seen[name].shape == wanted.shape, name
             assert seen[name].tobytes() == np.ascontiguousarray(wanted).tobytes(), name
     if "code" in fields:
-        assert (seen["code"] == seen["id"] * STEP + seen["anchor"]).all()
+        assert (seen["code"] == seen["trajectory_id"] * STEP + seen["anchor"]).all()

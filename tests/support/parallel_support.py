@@ -12,7 +12,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "late": {"column": "code", "offset": -1, "length": WINDOW, "align": "right", "pad": "edge"},
     "position": {"length": WINDOW},
 }
-ENDS = {"inputs": ["observation", "code"], "labels": ["action", "code", "id", "mask.action", "weight"]}
+ENDS = {
+    "inputs": ["observation", "code"],
+    "labels": ["action", "code", "trajectory_id", "mask.action", "is_weight"],
+}
 MODES = {  # what the program makes: ranks, replicas
     "zero:1x2": (2, 2),
     "zero:3x4": (4, 4),

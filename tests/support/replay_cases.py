@@ -134,17 +134,28 @@ def by_id(replay: Replay) -> None:
 
 def priorities(batch: Batch) -> torch.Tensor:
     """Depend on sample and item alone."""
-    return ((batch.number * 2654435761 + batch.id * 40503 + batch.anchor) % 1000).double() / 100 + 0.01
+    return (
+        (batch.sample_number * 2654435761 + batch.trajectory_id * 40503 + batch.anchor) % 1000
+    ).double() / 100 + 0.01
 
 
 def digests(batch: Batch) -> dict[str, str]:
     """Return a digest of everything about each sample, by table and sample number."""
     parts = [batch[name] for name in sorted(batch)] + [batch.mask[name] for name in sorted(batch.mask)]
-    parts += [batch.id, batch.anchor, batch.num_steps, batch.weight, batch.probability, batch.epoch]
+    parts += [
+        batch.trajectory_id,
+        batch.anchor,
+        batch.num_steps,
+        batch.is_weight,
+        batch.probability,
+        batch.epoch,
+    ]
     parts += [batch.valid, batch.goal_step]
     rows = [part.contiguous().reshape(batch.num_samples, -1).numpy() for part in parts]
     found = {}
-    for i, (table, number) in enumerate(zip(batch.source.tolist(), batch.number.tolist(), strict=True)):
+    for i, (table, number) in enumerate(
+        zip(batch.source.tolist(), batch.sample_number.tolist(), strict=True)
+    ):
         seen = hashlib.blake2b(digest_size=6)
         for row in rows:
             seen.update(np.ascontiguousarray(row[i]).tobytes())

@@ -74,10 +74,10 @@ def trajectories(count: int, steps: int, first: int = 0) -> dict[str, Tensor]:
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    assert torch.equal(got.id, expected.id)
+    assert torch.equal(got.trajectory_id, expected.trajectory_id)
     assert torch.equal(got.anchor, expected.anchor)
-    assert torch.equal(got.number, expected.number)
-    assert torch.equal(got.weight, expected.weight)
+    assert torch.equal(got.sample_number, expected.sample_number)
+    assert torch.equal(got.is_weight, expected.is_weight)
     assert torch.equal(got.probability, expected.probability)
     assert set(got) == set(expected)
     for name in expected:

@@ -128,7 +128,7 @@ CALLS: dict[str, Call] = {
     "add to": (lambda s, bad: s.replay.add(trajectory(1, 3), bad), {"None"}),
     "writer.add": (lambda s, bad: s.writer.add(bad), set()),
     "fill": (lambda s, bad: s.replay.fill(bad), set()),
-    "set_version": (lambda s, bad: s.replay.set_version(bad), set()),
+    "set_version": (lambda s, bad: s.replay.set_policy_version(bad), set()),
     "read": (lambda s, bad: s.replay.read(bad), ARRAYS - {"None"}),
     "remove": (lambda s, bad: s.replay.remove(bad), {*ARRAYS, *NUMBERS} - {"None"}),
     "clear": (lambda s, bad: s.replay.clear(bad), {"None"}),

@@ -138,7 +138,10 @@ class Run:
         mine = []
         for batch in self.replay.iterator("eval"):
             rows = zip(
-                batch.id.tolist(), batch.anchor.tolist(), map(_bytes, batch["observation"]), strict=True
+                batch.trajectory_id.tolist(),
+                batch.anchor.tolist(),
+                map(_bytes, batch["observation"]),
+                strict=True,
             )
             mine += [row for row, valid in zip(rows, batch.valid.tolist(), strict=True) if valid]
         every = sorted(row for of_rank in self.gather(mine) for row in of_rank)
@@ -157,18 +160,18 @@ class Run:
     def _report(self, batch: Batch, how: str) -> None:
         priorities = ((batch["task"] * 2654435761 + batch.anchor * 40503) % 1000).float() / 100 + 0.01
         if how == "ids":
-            self.replay.set_priorities(batch.id, priorities, batch.anchor)
+            self.replay.set_priorities(batch.trajectory_id, priorities, batch.anchor)
         else:
             self.replay.update_priorities(batch, priorities)
 
     def _digest(self, batch: Batch) -> str:
         tensors = [batch[name] for name in sorted(batch)] + [batch.mask[name] for name in sorted(batch.mask)]
-        tensors += [batch.anchor, batch.weight, batch.probability, batch.epoch, batch.num_steps]
+        tensors += [batch.anchor, batch.is_weight, batch.probability, batch.epoch, batch.num_steps]
         if not self.online:  # ids tell which node has added a trajectory
-            tensors.append(batch.id)
+            tensors.append(batch.trajectory_id)
         rows = [b"".join(_bytes(t[i]) for t in tensors) for i in range(batch.num_samples)]
         sources = batch.source.tolist() if len(self.replay.tables) > 1 else [0] * batch.num_samples
-        mine = sorted(zip(sources, batch.number.tolist(), rows, strict=True))
+        mine = sorted(zip(sources, batch.sample_number.tolist(), rows, strict=True))
         every = sorted(sample for of_rank in self.gather(mine) for sample in of_rank)
         return hashlib.sha256(repr(every).encode()).hexdigest()[:12]
 

@@ -20,7 +20,7 @@ def tried(replay: Replay) -> list[Any]:
     """What comes of a sample, and after how many seconds."""
     begin = time.monotonic()
     try:
-        what = sorted(replay.sample().id.tolist())
+        what = sorted(replay.sample().trajectory_id.tolist())
     except GearError as error:
         what = f"{type(error).__name__}: {error}"
     return [what, time.monotonic() - begin]

@@ -36,7 +36,7 @@ def unequal(data: str, batches: int) -> list[int]:
         replay.set_priorities(ids.tolist(), (10.0 ** (ids * 4 // count - 2) * (1 + ids % 3)).tolist())
         drawn = np.zeros(count, np.int64)
         for _ in range(batches):
-            np.add.at(drawn, replay.sample().id.numpy(), 1)
+            np.add.at(drawn, replay.sample().trajectory_id.numpy(), 1)
     return np.sum(gathered(drawn), axis=0).tolist()
 
 
@@ -60,11 +60,14 @@ def filled() -> dict[str, Any]:
             for _ in range(6):
                 batch = replay.sample()
                 for key, code, mask in zip(
-                    batch.id.tolist(), batch["code"].tolist(), batch.mask["code"].tolist(), strict=True
+                    batch.trajectory_id.tolist(),
+                    batch["code"].tolist(),
+                    batch.mask["code"].tolist(),
+                    strict=True,
                 ):
                     assert code[0] // 1000 == names[key], (code, key)
                     assert mask[0]
-                seen += np.stack([batch.number, batch.id, batch.anchor], axis=1).tolist()
+                seen += np.stack([batch.sample_number, batch.trajectory_id, batch.anchor], axis=1).tolist()
                 removed = [key for key in mine if key % 7 == 0]
                 replay.remove(removed)
                 mine = {key: name for key, name in mine.items() if key not in removed}

@@ -47,7 +47,7 @@ def learn(section: dict[str, Any], batches: int, lose: int | None, actors: list[
         for number in range(batches):
             begin = time.monotonic()
             batch = replay.sample()
-            seen.append((begin, time.monotonic(), batch.id.tolist()))
+            seen.append((begin, time.monotonic(), batch.trajectory_id.tolist()))
             for actor in actors if number == lose and dist.get_rank() == 2 else []:
                 kill(actor)
         dist.barrier()

@@ -141,7 +141,7 @@ def save_for_ever(folder: Path, ready: Path) -> None:
             for _ in range(6):
                 add(replay, random_)
         while True:
-            replay.update_priorities(batch := replay.sample(), torch.rand(len(batch.id)) + 0.1)
+            replay.update_priorities(batch := replay.sample(), torch.rand(len(batch.trajectory_id)) + 0.1)
             for _ in range(2):
                 add(replay, random_)
             write(folder.with_name("next.json"), digest_of(replay))
@@ -219,7 +219,7 @@ def train_for_ever(folder: Path, number: int, is_last: bool) -> None:
         batch = engine.gear_sample()
         engine.backward(engine(batch))
         engine.step()
-        engine.gear_update_priorities(batch, torch.rand(len(batch.id)) + 0.1)
+        engine.gear_update_priorities(batch, torch.rand(len(batch.trajectory_id)) + 0.1)
         add(engine.gear, random_)
         dist.barrier()
         mine = {"digest": digest_of(engine.gear), "batches": engine.global_steps}

@@ -46,7 +46,7 @@ for turn in range(3):
     assert replay.can_sample()
     batch = engine.gear_sample()
     assert (batch["observation"] == turn).all()
-    seen.append(batch.number.tolist())
+    seen.append(batch.sample_number.tolist())
     engine.backward(engine(batch["observation"]).mean())
     engine.step()
     torch.distributed.barrier()

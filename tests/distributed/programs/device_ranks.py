@@ -32,8 +32,8 @@ shared = json.loads(sys.argv[1])
 with Replay(shared) as host, DeviceReplay(on_device(shared), DEVICE) as device:
     for _ in range(12):
         expected, got = host.sample(), device.sample()
-        assert torch.equal(got.id.cpu(), expected.id)
-        assert torch.equal(got.number.cpu(), expected.number)
+        assert torch.equal(got.trajectory_id.cpu(), expected.trajectory_id)
+        assert torch.equal(got.sample_number.cpu(), expected.sample_number)
         assert torch.equal(got["observation"].cpu(), expected["observation"])
 
 added = json.loads(sys.argv[2])

@@ -47,11 +47,16 @@ def add(replay: DeviceReplay, numbers: list[tuple[int, int]]) -> None:
 
 def priorities(batch: Any, turn: int, noise: float) -> torch.Tensor:
     """Values that follow from the samples alone; ranks that do not report may be wrong about them."""
-    return (batch.number * 7919 % 97 + turn + 1).float() * (batch.anchor + 1) + noise
+    return (batch.sample_number * 7919 % 97 + turn + 1).float() * (batch.anchor + 1) + noise
 
 
 def told(batch: Any) -> dict[str, torch.Tensor]:
-    known = {"number": batch.number, "anchor": batch.anchor, "steps": batch.num_steps, "weight": batch.weight}
+    known = {
+        "sample_number": batch.sample_number,
+        "anchor": batch.anchor,
+        "steps": batch.num_steps,
+        "is_weight": batch.is_weight,
+    }
     known |= {"probability": batch.probability} | {f"field.{name}": batch[name] for name in batch}
     known |= {f"mask.{name}": mask for name, mask in batch.mask.items()}
     return {name: values.cpu().clone() for name, values in known.items()}
@@ -60,14 +65,14 @@ def told(batch: Any) -> dict[str, torch.Tensor]:
 def check_names(batch: Any, replicas: int) -> None:
     """Ids and handles say which replica holds a trajectory; its number does too."""
     holder = batch["task"].cpu() // 20
-    assert torch.equal(batch.id.cpu() % replicas, holder)
+    assert torch.equal(batch.trajectory_id.cpu() % replicas, holder)
     assert torch.equal(batch.handle[:, 0].cpu(), holder)
 
 
 def merged(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Put the micro batches of all ranks together by sample number, each sample once."""
     every = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    order = np.unique(every["number"].numpy(), return_index=True)[1]
+    order = np.unique(every["sample_number"].numpy(), return_index=True)[1]
     return {name: values[order] for name, values in every.items()}
 
 

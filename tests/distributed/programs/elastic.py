@@ -28,10 +28,12 @@ with (folder / f"seen-{attempt}.{rank()}").open("w") as seen:
         if engine.global_steps == DIES_AT and attempt == "0" and rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         batch = engine.gear_sample()
-        samples = zip(batch.number.tolist(), batch.id.tolist(), batch.anchor.tolist(), strict=True)
+        samples = zip(
+            batch.sample_number.tolist(), batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True
+        )
         engine.backward(engine(batch))
         engine.step()
-        engine.gear_update_priorities(batch, ((batch.id * 31 + batch.anchor) % 17 + 1).float())
+        engine.gear_update_priorities(batch, ((batch.trajectory_id * 31 + batch.anchor) % 17 + 1).float())
         seen.write(json.dumps([engine.global_steps - 1, list(samples)]) + "\n")
         seen.flush()
         if engine.global_steps % 2 == 0:

@@ -58,7 +58,7 @@ def attaching(gear: dict[str, Any]) -> None:
     second = plain(ds_config())[0]
     deepspeed_gear.attach(second, replay=replay)
     assert second.gear is replay
-    numbers = [int(e.gear_sample().number.min()) // BATCH for e in (engine, second, engine)]
+    numbers = [int(e.gear_sample().sample_number.min()) // BATCH for e in (engine, second, engine)]
     assert numbers == [1, 2, 3], f"two engines share one stream, got {numbers}"
     other = plain(ds_config(accumulation=2))[0]
     text = f"must be of an engine like this one (data {rank()} of 2; global batch {BATCH} = micro batch 3"
@@ -83,7 +83,7 @@ def enabling(gear: dict[str, Any], out: str) -> None:
     deepspeed_gear.disable()
     assert deepspeed.initialize is plain_initialize
     for number in range(12):  # more than an epoch of 40 trajectories
-        assert int(next(batches).number.min()) // BATCH == number
+        assert int(next(batches).sample_number.min()) // BATCH == number
     engine.destroy()
     refused(StoreError, "must be open", call=lambda: next(batches))
     model = Model(12)

@@ -68,7 +68,12 @@ def train(engine: Any, global_batches: int) -> tuple[dict[str, np.ndarray], list
 
 def record(batch: Batch) -> dict[str, np.ndarray]:
     """Return a batch as arrays, [B, ...] each."""
-    known = {"number": batch.number, "id": batch.id, "anchor": batch.anchor, "epoch": batch.epoch}
+    known = {
+        "sample_number": batch.sample_number,
+        "trajectory_id": batch.trajectory_id,
+        "anchor": batch.anchor,
+        "epoch": batch.epoch,
+    }
     fields = {**known, "valid": batch.valid, **batch, "mask": batch.mask["observation"]}
     return {
         name: (t.float() if t.dtype == torch.bfloat16 else t).numpy().copy() for name, t in fields.items()

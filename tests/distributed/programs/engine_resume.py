@@ -124,7 +124,7 @@ def attach_late(name: str, wanted: dict[str, Any]) -> Any:
     engine.global_steps -= 1
     if name == "data":
         deepspeed_gear.attach(engine, checkpoint=False)
-        assert int(engine.gear_sample().number.min()) < BATCH
+        assert int(engine.gear_sample().sample_number.min()) < BATCH
         engine.destroy()
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
         load_into(engine, name, wanted)

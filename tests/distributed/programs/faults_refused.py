@@ -24,7 +24,7 @@ for case in json.loads((folder / "cases.json").read_text()):
     os.chdir(folder / case["folders"][rank])
     try:
         with Replay(case["sections"][rank]) as replay:
-            found = {"kind": "none", "text": str(replay.sample().id.tolist())}
+            found = {"kind": "none", "text": str(replay.sample().trajectory_id.tolist())}
     except GearError as error:
         found = {"kind": type(error).__name__, "text": str(error)}
     print("FOUND", json.dumps(found), flush=True)

@@ -34,7 +34,7 @@ def wait_for(name: str) -> None:
 def sample(replay: Replay, count: int) -> None:
     for _ in range(count):
         batch = replay.sample()
-        codes = batch.id * 1000 + batch.anchor
+        codes = batch.trajectory_id * 1000 + batch.anchor
         assert batch["code"][:, 0].equal(codes), (batch["code"], codes)
         assert batch["observation"][:, 0, 1].equal(codes.float() + 0.25)
 

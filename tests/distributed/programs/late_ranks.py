@@ -47,8 +47,8 @@ def run(section: dict[str, Any], is_late: bool) -> list[list[int]]:
         replay._late_updates._blocks = Later()
         for turn in range(20):
             batch = replay.sample()
-            found.append(batch.number.tolist() + batch.id.tolist())
-            values = (batch.number % 13 + 1).float() * (batch.anchor + 1)
+            found.append(batch.sample_number.tolist() + batch.trajectory_id.tolist())
+            values = (batch.sample_number % 13 + 1).float() * (batch.anchor + 1)
             if (turn + rank) % 5 != 4:  # nobody has to report
                 replay.update_priorities(batch, values.as_subclass(Elsewhere) if is_late else values)
     dist.barrier()

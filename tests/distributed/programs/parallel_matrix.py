@@ -158,7 +158,9 @@ def made(mode: str, config: dict[str, Any], losses: Losses) -> Any:
 
 def priorities(batch: Batch) -> torch.Tensor:
     """Depend on item and sample number alone."""
-    return ((batch.id * 7919 + batch.anchor * 104729 + batch.number * 31) % 1009 + 1).double() / 100
+    return (
+        (batch.trajectory_id * 7919 + batch.anchor * 104729 + batch.sample_number * 31) % 1009 + 1
+    ).double() / 100
 
 
 def report(engine: Any, batch: Batch) -> None:
@@ -167,7 +169,10 @@ def report(engine: Any, batch: Batch) -> None:
 
 
 def seen(batch: Batch) -> dict[str, np.ndarray]:
-    known = {name: getattr(batch, name) for name in ("number", "id", "anchor", "weight", "num_steps")}
+    known = {
+        name: getattr(batch, name)
+        for name in ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")
+    }
     masks = {f"mask.{name}": mask for name, mask in batch.mask.items()}
     return {name: tensor.numpy().copy() for name, tensor in {**known, **batch, **masks}.items()}
 
@@ -185,7 +190,7 @@ def step(engine: Any) -> list[dict[str, np.ndarray]]:
         batch = engine.gear_sample()
         output = engine(batch["observation"])
         loss = (output - batch["action"][:, None] / 1e4).square().mean(dim=(1, 2))
-        engine.backward((batch.weight * loss).mean())
+        engine.backward((batch.is_weight * loss).mean())
         engine.step()
         report(engine, batch)
         found.append(seen(batch))
@@ -209,7 +214,7 @@ def check_resume(engine: Any, folder: str, rows: list[dict[str, np.ndarray]]) ->
     for number in (SAVED + 1, SAVED + 2):
         found = step(engine)
         assert bool(found) == bool(rows)
-        for key in ("number", "id", "anchor", "weight") if found else ():
+        for key in ("sample_number", "trajectory_id", "anchor", "is_weight") if found else ():
             assert (np.concatenate([part[key] for part in found]) == rows[number][key]).all(), (number, key)
 
 

@@ -92,7 +92,7 @@ def recorded(replay: Replay, count: int) -> dict[str, np.ndarray]:
     rows: dict[str, list[np.ndarray]] = {}
     for _ in range(count):
         batch = replay.sample()
-        for name in ("number", "id", "anchor"):
+        for name in ("sample_number", "trajectory_id", "anchor"):
             rows.setdefault(name, []).append(getattr(batch, name).numpy())
         for name in ("code", "key"):
             rows.setdefault(name, []).append(batch[name].numpy().copy())

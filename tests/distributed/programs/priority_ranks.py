@@ -40,14 +40,22 @@ def made(section: dict[str, Any]) -> Replay:
 
 def priorities(batch: Batch) -> torch.Tensor:
     """Depend on item and sample number: of an item that was drawn twice the last report must win."""
-    word = (batch.id * 7919 + batch.anchor * 104729 + batch.number * 31) % 1009
+    word = (batch.trajectory_id * 7919 + batch.anchor * 104729 + batch.sample_number * 31) % 1009
     return (word + 1).double().pow(2) / 1e5
 
 
 def seen(batch: Batch) -> dict[str, np.ndarray]:
     named = {
         name: getattr(batch, name)
-        for name in ("number", "id", "anchor", "probability", "weight", "epoch", "num_steps")
+        for name in (
+            "sample_number",
+            "trajectory_id",
+            "anchor",
+            "probability",
+            "is_weight",
+            "epoch",
+            "num_steps",
+        )
     }
     return {name: tensor.numpy().copy() for name, tensor in {**named, **dict(batch)}.items()}
 

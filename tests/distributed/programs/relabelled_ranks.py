@@ -17,7 +17,7 @@ rows: dict[str, list[np.ndarray]] = {}
 with Replay(section) as replay:
     for _ in range(5):
         batch = replay.sample()
-        for name in ("number", "id", "anchor", "goal_step"):
+        for name in ("sample_number", "trajectory_id", "anchor", "goal_step"):
             rows.setdefault(name, []).append(batch.part(name).numpy())
         rows.setdefault("goal", []).append(batch["goal"].numpy().copy())
 np.savez(folder / f"{dist.get_rank()}.npz", **{name: np.concatenate(row) for name, row in rows.items()})

@@ -19,9 +19,11 @@ dist.init_process_group("gloo")
 workers, steps = dist.get_world_size(), int(sys.argv[2])
 result, q, batch = example.train(steps, seed=3)
 parts: list[Any] = [None] * workers
-items = list(zip(batch.id.tolist(), batch.anchor.tolist(), strict=True))
-products = (batch.weight.double() * batch.probability).tolist()
-dist.all_gather_object(parts, (result, batch.number.tolist(), items, products, batch.weight.max().item()))
+items = list(zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True))
+products = (batch.is_weight.double() * batch.probability).tolist()
+dist.all_gather_object(
+    parts, (result, batch.sample_number.tolist(), items, products, batch.is_weight.max().item())
+)
 
 added = sum(part[0]["added"] for part in parts)
 assert {part[0]["trajectories"] for part in parts} == {added}  # len() is of all workers

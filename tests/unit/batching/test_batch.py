@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Batch, Column, Replay, Schema
+from deepspeed_gear.batching.batch import BatchSamples
 from deepspeed_gear.errors import ConfigError, StaleBatchError
 
 
@@ -29,7 +30,8 @@ def make(num_samples: int = 3) -> Batch:
     mask = {"observation.image": shared, "observation.state": shared, "reward": shared[:, 0]}
     records = torch.arange(num_samples * 8).view(num_samples, 8)
     valid = torch.tensor([True] * (num_samples - 1) + [False])
-    return Batch(tensors, mask, records, valid, False, 100, torch.full((num_samples,), 5))
+    epoch = torch.full((num_samples,), 5)
+    return Batch(tensors, mask, BatchSamples(records, valid, False, 100, epoch, first_index=1, index_step=2))
 
 
 def test_is_a_mapping() -> None:
@@ -45,15 +47,17 @@ def test_is_a_mapping() -> None:
 
 def test_samples() -> None:
     batch = make()
-    assert batch.id.tolist() == [0, 8, 16]
+    assert batch.trajectory_id.tolist() == [0, 8, 16]
     assert batch.handle.tolist() == [[0, 1, 2], [0, 9, 10], [0, 17, 18]]
     assert batch.num_steps.tolist() == [4, 12, 20]
     assert batch.anchor.tolist() == [5, 13, 21]
-    assert batch.number.tolist() == [7, 15, 23]
+    assert batch.sample_number.tolist() == [7, 15, 23]
+    assert batch.sample_index.tolist() == [1, 3, 5]
+    assert batch.clone().sample_index.tolist() == [1, 3, 5]
     assert batch.probability.tolist() == [0.06, 0.14, 0.22]
     assert batch.probability.dtype == torch.float64
-    assert batch.weight.tolist() == [1, 1, 0]
-    assert batch.weight.dtype == torch.float32
+    assert batch.is_weight.tolist() == [1, 1, 0]
+    assert batch.is_weight.dtype == torch.float32
     assert batch.epoch.tolist() == [5, 5, 5]
 
 
@@ -61,7 +65,7 @@ def test_parts_by_the_names_of_a_pipeline() -> None:
     batch = make()
     assert batch.part("reward") is batch["reward"]
     assert batch.part("mask.observation.state") is batch.mask["observation.state"]
-    for name in ("weight", "id", "anchor", "number", "probability", "epoch", "valid"):
+    for name in ("is_weight", "trajectory_id", "anchor", "sample_number", "probability", "epoch", "valid"):
         assert batch.part(name).equal(getattr(batch, name)), name
     for name in ("handle", "host_records", "mask", "mask.other", "observation"):
         with pytest.raises(KeyError, match=name.removeprefix("mask.")):
@@ -76,8 +80,8 @@ def test_equality_is_of_samples_values_and_masks() -> None:
     for change in (
         lambda other: other["reward"].fill_(2),
         lambda other: other.mask["reward"].fill_(False),
-        lambda other: other.id.fill_(3),
-        lambda other: other.number.fill_(3),
+        lambda other: other.trajectory_id.fill_(3),
+        lambda other: other.sample_number.fill_(3),
         lambda other: other.__setitem__("more", torch.zeros(3)),
     ):
         other = batch.clone()
@@ -91,7 +95,7 @@ def test_clone_shares_nothing() -> None:
     for tensor in pytree.tree_leaves(batch):
         tensor.fill_(1)
     assert copy["observation.image"][1, 0, 0] == 4
-    assert copy.id.tolist() == [0, 8, 16]
+    assert copy.trajectory_id.tolist() == [0, 8, 16]
     assert copy.valid.tolist() == [True, True, False]
     assert copy.epoch.tolist() == [5, 5, 5]
     assert copy.mask["observation.image"] is copy.mask["observation.state"]
@@ -119,8 +123,8 @@ def test_tensordict() -> None:
     assert found.batch_size == torch.Size([3])
     assert found["observation", "image"].shape == (3, 2, 2)
     assert found["mask", "reward"].tolist() == [True] * 3
-    assert found["gear", "id"].tolist() == [0, 8, 16]
-    assert found["gear", "weight"].tolist() == [1, 1, 0]
+    assert found["gear", "trajectory_id"].tolist() == [0, 8, 16]
+    assert found["gear", "is_weight"].tolist() == [1, 1, 0]
     assert found[1]["gear", "anchor"] == 13
 
 
@@ -132,7 +136,7 @@ def test_pytree_round_trip() -> None:
     assert list(again) == list(batch)
     assert all(again[name] is batch[name] for name in batch)
     assert all(again.mask[name] is batch.mask[name] for name in batch.mask)
-    assert torch.equal(again.id, batch.id)
+    assert torch.equal(again.trajectory_id, batch.trajectory_id)
     assert torch.equal(again.probability, batch.probability)
     assert again.valid is batch.valid
     assert again.epoch is batch.epoch
@@ -205,7 +209,7 @@ def test_samples_that_were_taken_out_are_not_overwritten(replay: Replay) -> None
         taken = []
         for _ in range(6):
             batch = replay.sample()
-            taken.append((batch.number, batch.id, batch.anchor, batch["code"].data_ptr()))
+            taken.append((batch.sample_number, batch.trajectory_id, batch.anchor, batch["code"].data_ptr()))
         assert [n for number, *_ in taken for n in number.tolist()] == list(range(24))
         assert len({tuple(ids.tolist() + anchor.tolist()) for _, ids, anchor, _ in taken}) == 6
         assert taken[0][3] == taken[2][3]
@@ -217,8 +221,8 @@ ACCESSES: dict[str, Callable[[Replay, Batch], Any]] = {
     "mask": lambda _, batch: batch.mask,
     "learns": lambda _, batch: batch.learns("code"),
     "part": lambda _, batch: batch.part("code"),
-    "id": lambda _, batch: batch.id,
-    "weight": lambda _, batch: batch.weight,
+    "trajectory_id": lambda _, batch: batch.trajectory_id,
+    "is_weight": lambda _, batch: batch.is_weight,
     "valid": lambda _, batch: batch.valid,
     "num_samples": lambda _, batch: batch.num_samples,
     "to": lambda _, batch: batch.to("cpu"),
@@ -289,7 +293,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Batch], Batch], bool]] = {
     "on another device": (lambda batch: batch.to("meta"), False),
     "made anew": (
         lambda batch: Batch(
-            {**batch}, batch.mask, batch.host_records, batch.valid, False, 0, batch.epoch, batch.weight
+            {**batch}, batch.mask, BatchSamples(batch.host_records, batch.valid, False, 0, batch.epoch)
         ),
         True,
     ),
@@ -340,7 +344,9 @@ def test_batches_do_not_recompile(replay: Replay) -> None:
     @torch.compile(backend=counter, fullgraph=True)
     def loss(batch: Batch) -> torch.Tensor:
         return (
-            (batch["observation"] * batch.weight[:, None]).sum() + batch.mask["code"].sum() + batch.id.sum()
+            (batch["observation"] * batch.is_weight[:, None]).sum()
+            + batch.mask["code"].sum()
+            + batch.trajectory_id.sum()
         )
 
     with replay:

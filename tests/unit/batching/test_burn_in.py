@@ -95,8 +95,8 @@ def test_priorities_are_reduced_over_steps_that_learn(how: str) -> None:
         values[~batch.learns("code")] = torch.nan
         replay.update_priorities(batch, values)
         replay.sample()
-        found = replay.priorities(batch.id, batch.anchor)
-        items = [(int(a), int(b)) for a, b in zip(batch.id, batch.anchor, strict=True)]
+        found = replay.priorities(batch.trajectory_id, batch.anchor)
+        items = [(int(a), int(b)) for a, b in zip(batch.trajectory_id, batch.anchor, strict=True)]
         for i, item in enumerate(items):
             if item in items[i + 1 :]:
                 continue
@@ -113,7 +113,7 @@ def test_an_explicit_mask_is_taken_as_it_is() -> None:
         replay.update_priorities(batch, values, batch.mask["code"])
         replay.sample()
         first = batch.mask["code"].float().argmax(1)
-        assert torch.equal(replay.priorities(batch.id, batch.anchor), 8.0 - first)
+        assert torch.equal(replay.priorities(batch.trajectory_id, batch.anchor), 8.0 - first)
 
 
 def test_without_burn_in_every_real_step_learns() -> None:

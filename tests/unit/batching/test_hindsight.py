@@ -61,7 +61,7 @@ def replay_of(schema: Schema = SCHEMA, lengths: tuple[int, ...] = LENGTHS, **opt
 
 def oracle(batch: Batch, index: int, section: dict[str, Any], final_row: int, key: int) -> int:
     """Draw one sample's goal with the plain op and Python's integers."""
-    number = torch.tensor([int(batch.number[index])])
+    number = torch.tensor([int(batch.sample_number[index])])
     words = [
         reference.philox(0, number, key, purpose)
         for purpose in (RandomPurpose.RELABELLING, RandomPurpose.GOAL)
@@ -95,7 +95,7 @@ def test_against_a_loop(backend: str, column: str, final_row: int, section: dict
         for _ in range(4):
             batch = replay.sample()
             for i in range(batch.num_samples):
-                number, anchor = int(batch.id[i]), int(batch.anchor[i])
+                number, anchor = int(batch.trajectory_id[i]), int(batch.anchor[i])
                 step = oracle(batch, i, section, final_row, key)
                 assert batch.goal_step[i] == step
                 assert batch.relabelled[i] == (step >= 0)
@@ -263,7 +263,7 @@ def test_mixtures() -> None:
                 key = key_of("ab"[int(batch.source[i])], "train")
                 step = oracle(batch, i, {}, 1, key)
                 assert batch.goal_step[i] == step
-                stored = trajectory(int(batch.id[i]), LENGTHS[int(batch.id[i])])
+                stored = trajectory(int(batch.trajectory_id[i]), LENGTHS[int(batch.trajectory_id[i])])
                 wanted = stored["desired"] if step < 0 else stored["achieved"][step]
                 assert batch["goal"][i].tolist() == wanted.tolist()
 

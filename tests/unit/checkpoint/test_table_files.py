@@ -66,7 +66,7 @@ def take(replay: Replay, count: int) -> list[Batch]:
 
 def assert_equal(one: list[Batch], other: list[Batch]) -> None:
     for a, b in zip(one, other, strict=True):
-        assert torch.equal(a.id, b.id)
+        assert torch.equal(a.trajectory_id, b.trajectory_id)
         assert torch.equal(a.anchor, b.anchor)
         assert torch.equal(a.epoch, b.epoch)
         assert all(torch.equal(a[name], b[name]) for name in a)
@@ -105,7 +105,9 @@ def test_shards_are_loaded_into_one_store(kind: str, prefetch: int, count: int, 
         for _ in range(batches):
             found.append(replay.sample().clone())
             if kind == "prioritized":
-                replay.update_priorities(found[-1], 0.1 + (found[-1].id * 7 + found[-1].anchor) % 11)
+                replay.update_priorities(
+                    found[-1], 0.1 + (found[-1].trajectory_id * 7 + found[-1].anchor) % 11
+                )
         return found
 
     filler = Filler()

@@ -75,7 +75,7 @@ def test_recurrent(checkout: Path) -> None:
         assert not learns[:, :20].any()
         assert torch.equal(learns[:, 20:], batch.mask["reward"][:, 20:])
         first = (batch.anchor - 20).clamp(min=0)
-        assert torch.equal(batch["state"][:, 0], (1000 * batch.id + first).float())
+        assert torch.equal(batch["state"][:, 0], (1000 * batch.trajectory_id + first).float())
         td = torch.rand(64, 60)
         td[:, :20] = torch.nan
         with pytest.raises(ShapeError, match=r'mask must be given .*; as batch.learns\("reward"\)'):

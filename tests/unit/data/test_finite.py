@@ -283,7 +283,7 @@ def test_a_refused_row_is_not_appended(backend: str, publish: bool) -> None:
             with pytest.raises(DataError, match="column goal must be finite"):
                 opened.set(goal=np.inf)
             opened.append(observation=[4, 4])
-        (found,) = replay.read([opened.id])
+        (found,) = replay.read([opened.trajectory_id])
         assert found["reward"].tolist() == [0, 1, 2, 3]
         assert found["observation"][:, 0].tolist() == [0, 1, 2, 3, 4]
         assert found["goal"] == 1
@@ -306,9 +306,9 @@ def test_an_open_trajectory_can_be_discarded(publish: bool) -> None:
         if not publish:
             assert occupied(replay) == before
             return
-        (found,) = replay.read([opened.id])
+        (found,) = replay.read([opened.trajectory_id])
         assert found["truncated"].tolist() == [False, True]
-        replay.remove([opened.id])
+        replay.remove([opened.trajectory_id])
         replay.add(whole())
         assert replay.tables["main"].control[Control.PENDING] == 0
 

@@ -84,7 +84,7 @@ def test_late_columns_are_written_to_what_is_stored() -> None:
         columns = {"action": torch.full((3, 6, 2), -1.0), "task": torch.tensor([7, 8, 9])}
         replay.fill_(torch.tensor([2, 99, 0]), columns)
         batch = replay.sample()
-        for i, number in enumerate(batch.id.tolist()):
+        for i, number in enumerate(batch.trajectory_id.tolist()):
             assert (batch["action"][i, 0] == -1) == (number in (0, 2))
             assert int(batch["task"][i]) == {0: 9, 2: 7}.get(number, number)
         with pytest.raises(SchemaError, match="column action"):
@@ -154,11 +154,11 @@ def test_a_table_without_masses_gives_batches_without_samples(
         first = int(replay.table.state[RingState.SAMPLES])
         for micro in range(4):
             batch = replay.sample()
-            assert batch.number.tolist() == [
+            assert batch.sample_number.tolist() == [
                 first + 16 * (micro // 2) * 2 + 2 * i + micro % 2 for i in range(16)
             ]
-            assert batch.id.tolist() == [-1] * 16
-            for empty in (*(batch[name] for name in batch), batch.valid, batch.weight, batch.probability):
+            assert batch.trajectory_id.tolist() == [-1] * 16
+            for empty in (*(batch[name] for name in batch), batch.valid, batch.is_weight, batch.probability):
                 assert not empty.any()
             assert not any(mask.any() for mask in batch.mask.values())
             assert not batch.clone().valid.any()
@@ -176,4 +176,4 @@ def test_a_table_without_masses_gives_batches_without_samples(
         batch = replay.sample()
         assert batch.valid.all()
         assert set(batch["task"].tolist()) <= {100, 101, 102}
-        assert bool((batch.weight > 0).all())
+        assert bool((batch.is_weight > 0).all())

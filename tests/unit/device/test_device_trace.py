@@ -19,7 +19,7 @@ def test_old_batches_fail_in_a_late_backward_pass() -> None:
         replay.add_(trajectories(5, 6))
         batch = replay.new_batch()
         replay.sample_(batch)
-        loss = (batch.weight * (batch["following"] * scale).sum(1)).sum()
+        loss = (batch.is_weight * (batch["following"] * scale).sum(1)).sum()
         replay.sample_(batch)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
@@ -37,7 +37,7 @@ def test_a_whole_step_is_traced_without_a_break() -> None:
         replay.sample_(batch)
         error = (batch["following"] @ weights - batch["return_n"]).abs()
         replay.update_priorities_(batch, error)
-        return (batch.weight * batch.valid * error).sum()
+        return (batch.is_weight * batch.valid * error).sum()
 
     torch._dynamo.reset()
     found = []
@@ -45,7 +45,7 @@ def test_a_whole_step_is_traced_without_a_break() -> None:
         with DeviceReplay(online(PRIORITIZED, seed=3), "cpu") as replay:
             batch = replay.new_batch()
             losses = [run(replay, batch, trajectories(3, 4, 3 * turn)) for turn in range(12)]
-            found.append((torch.stack(losses), batch.id.clone(), replay.table.state.clone()))
+            found.append((torch.stack(losses), batch.trajectory_id.clone(), replay.table.state.clone()))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
 

@@ -22,7 +22,7 @@ FIELDS = {
     "next": {"column": "observation", "offset": "n_step"},
     "code": {},
 }
-ENDS = {"inputs": ["observation", "mask.action"], "labels": ["action", "weight", "mask.observation"]}
+ENDS = {"inputs": ["observation", "mask.action"], "labels": ["action", "is_weight", "mask.observation"]}
 
 
 def needs(place: RankCoordinates, **options: Any) -> dict[str, Any]:
@@ -53,13 +53,14 @@ def test_stages_read_their_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "wanted"), [(["return_n"], []), (["next", "action"], ["action", "next"]), (["id"], [])]
+    ("labels", "wanted"),
+    [(["return_n"], []), (["next", "action"], ["action", "next"]), (["trajectory_id"], [])],
 )
 def test_n_step_returns_only_where_they_are_read(labels: list[str], wanted: list[str]) -> None:
     ends = {"inputs": ["observation"], "labels": labels}
     last = needs(RankCoordinates(pipe_rank=1, pipe_world=2), pipeline=ends)
     assert list(last) == [*wanted, "n_step"]
-    assert last["n_step"] == (labels != ["id"])
+    assert last["n_step"] == (labels != ["trajectory_id"])
     assert not needs(RankCoordinates(pipe_rank=0, pipe_world=2), pipeline=ends)["n_step"]
 
 
@@ -82,7 +83,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["obs", "mask.obs", "mask", "mask.weight", "handle", "timestep", "mask.return_n", ""]
+    "name", ["obs", "mask.obs", "mask", "mask.is_weight", "handle", "timestep", "mask.return_n", ""]
 )
 @pytest.mark.parametrize("end", ["inputs", "labels"])
 def test_names_that_no_batch_has_are_refused(end: str, name: str) -> None:

@@ -28,7 +28,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, object], list[int]]:
             replay.add(trajectory(number, 3 + number))
         replay.sample()
         state = engine_checkpoint.save(replay, folder)
-        return folder, state, replay.sample().id.tolist()
+        return folder, state, replay.sample().trajectory_id.tolist()
 
 
 @pytest.mark.parametrize("where", ["the tag", "a tag beside it", "another folder", "moved together"])
@@ -45,7 +45,7 @@ def test_tables_are_found(
     with made() as replay:
         engine_checkpoint.load(replay, folder, state)
         assert len(replay) == 9
-        assert replay.sample().id.tolist() == ids
+        assert replay.sample().trajectory_id.tolist() == ids
 
 
 def test_tables_that_are_gone_are_named_with_the_copy_that_helps(
@@ -63,7 +63,7 @@ def test_tables_that_are_gone_are_named_with_the_copy_that_helps(
         )
         shutil.copytree(tmp_path / "kept" / "gear", universal / "gear")
         engine_checkpoint.load(replay, universal, state)
-        assert replay.sample().id.tolist() == ids
+        assert replay.sample().trajectory_id.tolist() == ids
 
 
 def test_a_position_without_tables_needs_no_folder(tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_a_position_without_tables_needs_no_folder(tmp_path: Path) -> None:
     with Replay(section) as replay:
         replay.sample()
         state = engine_checkpoint.save(replay, tmp_path / "run" / "t5")
-        ids = replay.sample().id.tolist()
+        ids = replay.sample().trajectory_id.tolist()
     shutil.rmtree(tmp_path / "run")
     with Replay(section) as replay:
         assert engine_checkpoint.load(replay, tmp_path / "elsewhere" / "t5", state)
-        assert replay.sample().id.tolist() == ids
+        assert replay.sample().trajectory_id.tolist() == ids
 
 
 def test_what_another_version_has_saved_is_refused(tmp_path: Path) -> None:

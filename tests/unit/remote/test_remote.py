@@ -154,7 +154,7 @@ def test_writers_side_by_side_and_step_by_step() -> None:
                 row = {name: rows[step] for name, rows in trajectory(0, 3).items() if name != "weight"}
                 opened.append(**row)
             opened.append(observation=trajectory(0, 3)["observation"][3])
-        assert opened.id == 0
+        assert opened.trajectory_id == 0
         envs = two.vector(2, "next_step")
         envs.reset(observation=np.zeros((2, 3), np.float32), weight=np.ones(2))
         for step in range(4):

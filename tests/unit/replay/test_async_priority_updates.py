@@ -53,7 +53,7 @@ def there(values: torch.Tensor) -> torch.Tensor:
 
 
 def priorities(batch: Batch) -> torch.Tensor:
-    return (batch.number % 13 + 1).float() * (batch.anchor + 1)
+    return (batch.sample_number % 13 + 1).float() * (batch.anchor + 1)
 
 
 def made(data: Path, device: Device | None = None, **options: Any) -> Replay:
@@ -81,9 +81,9 @@ def test_late_reports_give_the_batches_of_early_ones(data: Path, device: Device,
     with made(data, prefetch=prefetch) as early, made(data, device, prefetch=prefetch) as late:
         for _ in range(12):
             expected, batch = early.sample(), late.sample()
-            assert torch.equal(batch.number, expected.number)
-            assert torch.equal(batch.id, expected.id)
-            assert torch.equal(batch.weight, expected.weight)
+            assert torch.equal(batch.sample_number, expected.sample_number)
+            assert torch.equal(batch.trajectory_id, expected.trajectory_id)
+            assert torch.equal(batch.is_weight, expected.is_weight)
             early.update_priorities(expected, priorities(expected))
             late.update_priorities(batch, there(priorities(batch)))
             threading.Timer(0.01, device.given[-1].finish).start()
@@ -150,7 +150,7 @@ def test_what_is_wrong_is_raised_later_and_holds_nobody_up(data: Path, device: D
         with pytest.raises(DataError, match="priority 3 must be finite and at least 0, got nan"):
             late._late_updates.drain()
         early.sample()
-        assert torch.equal(early.sample().id, late.sample().id)
+        assert torch.equal(early.sample().trajectory_id, late.sample().trajectory_id)
 
 
 def test_more_than_the_log_holds_is_refused_at_once(data: Path, device: Device) -> None:
@@ -171,7 +171,7 @@ def test_a_checkpoint_waits_for_what_was_reported(tmp_path: Path, data: Path, de
         threading.Timer(0.2, device.finish).start()
         state = replay.save(tmp_path / "saved")
         other.load(tmp_path / "saved", state)
-        assert torch.equal(other.sample().id, replay.sample().id)
+        assert torch.equal(other.sample().trajectory_id, replay.sample().trajectory_id)
 
 
 def test_masks_are_refused_when_they_are_there(data: Path, device: Device) -> None:
@@ -199,7 +199,7 @@ def test_masks_are_refused_when_they_are_there(data: Path, device: Device) -> No
 def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(data: Path, device: Device) -> None:
     with made(data, device, prefetch=1) as replay:
         batch = replay.sample()
-        ids, steps = batch.id, batch.anchor
+        ids, steps = batch.trajectory_id, batch.anchor
         masses = replay.streams["train"].masses
         assert isinstance(masses, PriorityMasses)
         replay.update_priorities(batch, there(priorities(batch)))

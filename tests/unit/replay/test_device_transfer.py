@@ -88,7 +88,16 @@ def online(way: str, **options: Any) -> Replay:
 def assert_same(got: Batch, expected: Batch) -> None:
     assert list(got) == list(expected)
     assert got == expected
-    for name in ("id", "anchor", "number", "weight", "epoch", "valid", "probability", "goal_step"):
+    for name in (
+        "trajectory_id",
+        "anchor",
+        "sample_number",
+        "is_weight",
+        "epoch",
+        "valid",
+        "probability",
+        "goal_step",
+    ):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
@@ -306,7 +315,7 @@ def test_adding_waits_until_the_device_has_read_what_goes(late: LateLane) -> Non
     table = {"main": {"capacity_steps": 40, "capacity_trajectories": 4, "remove": "fifo"}}
     with online("direct", n_step={"n": 1, "gamma": 1.0}, tables=table, batch_size=64) as replay:
         late.is_late = True
-        drawn = set(replay.sample().id.tolist())
+        drawn = set(replay.sample().trajectory_id.tolist())
         assert drawn == {0, 1, 2, 3}
         thread = in_thread(lambda: replay.add(trajectory(9, 9)))
         thread.join(0.2)
@@ -314,7 +323,7 @@ def test_adding_waits_until_the_device_has_read_what_goes(late: LateLane) -> Non
         late.finish()
         thread.join(20)
         assert not thread.is_alive()
-        assert 4 in replay.sample().id.tolist()
+        assert 4 in replay.sample().trajectory_id.tolist()
         late.end()
 
 
@@ -323,7 +332,7 @@ def test_a_full_table_waits_for_what_the_device_still_reads(late: LateLane) -> N
     table = {"main": {"capacity_steps": 34, "capacity_trajectories": 4}}
     with online("direct", n_step={"n": 1, "gamma": 1.0}, tables=table, batch_size=64) as replay:
         late.is_late = True
-        assert 3 in replay.sample().id
+        assert 3 in replay.sample().trajectory_id
         replay.remove([3])
         thread = in_thread(lambda: replay.add(trajectory(9, 20)))
         thread.join(0.2)

@@ -43,7 +43,7 @@ def test_an_error_of_the_thread_reaches_sample() -> None:
 
 def test_an_error_of_a_transform_is_not_swallowed(data: Path) -> None:
     def transform(batch: Batch, keys: torch.Tensor) -> Batch:
-        if 48 <= int(batch.number[0]) < 64 and not failed:
+        if 48 <= int(batch.sample_number[0]) < 64 and not failed:
             failed.append(1)
             raise ZeroDivisionError("the fourth batch")
         return batch
@@ -67,8 +67,8 @@ def test_adding_while_batches_are_prepared() -> None:
                 replay.remove([number - 15])
             replay.add(trajectory(number, 1 + number % 9))
             batch = replay.sample()
-            assert torch.equal(batch["task"], batch.id)
-            assert torch.equal(batch["code"] // 1000, batch.id)
+            assert torch.equal(batch["task"], batch.trajectory_id)
+            assert torch.equal(batch["code"] // 1000, batch.trajectory_id)
         check_whole(replay.tables["main"], list(replay.streams.values()))
 
 

@@ -54,12 +54,14 @@ def everything(replay: Replay) -> torch.Tensor:
 def of(replay: Replay, batch: Batch) -> torch.Tensor:
     """Return the priorities of a batch's items."""
     by_step = replay.config.sampler.unit == "step"
-    return replay.priorities(batch.id, batch.anchor if by_step else None)
+    return replay.priorities(batch.trajectory_id, batch.anchor if by_step else None)
 
 
 def last_of(batch: Batch, values: torch.Tensor, by_step: bool) -> torch.Tensor:
     """Return for each sample the value of the last sample of the same item."""
-    items = list(zip(batch.id.tolist(), batch.anchor.tolist() if by_step else [0] * 8, strict=True))
+    items = list(
+        zip(batch.trajectory_id.tolist(), batch.anchor.tolist() if by_step else [0] * 8, strict=True)
+    )
     last = {item: float(value) for item, value in zip(items, values, strict=True)}
     return torch.tensor([last[item] for item in items])
 
@@ -109,7 +111,7 @@ def test_all_priorities_zero_is_an_error_that_new_ones_mend(replays: Any, prefet
     with pytest.raises(StoreError, match="of priority 0'; report priorities above 0"):
         replay.sample()
     replay.set_priorities([1], [1.0])
-    assert replay.sample().id.tolist() == [1] * 8
+    assert replay.sample().trajectory_id.tolist() == [1] * 8
 
 
 # ---- [B, T] --------------------------------------------------------------------------------------
@@ -283,10 +285,10 @@ def test_an_evaluation_batch_is_refused(replays: Any, unit: str, tmp_path: Path)
     held_out = [batch.clone() for batch in replay.iterator("eval")]
     with pytest.raises(DataError, match="batch must be from the training stream; nothing was changed"):
         replay.update_priorities(held_out[0], torch.ones(8))
-    ids = {number for batch in held_out for number in batch.id.tolist()}
+    ids = {number for batch in held_out for number in batch.trajectory_id.tolist()}
     trained = [replay.sample().clone() for _ in range(20)]
     replay.update_priorities(trained[0], torch.ones(8))
-    assert not ids & {number for batch in trained for number in batch.id.tolist()}
+    assert not ids & {number for batch in trained for number in batch.trajectory_id.tolist()}
     assert (
         replay.set_priorities(sorted(ids), [5.0] * len(ids), [0] * len(ids) if unit == "step" else None) == 0
     )
@@ -323,7 +325,7 @@ def test_by_id_only_what_the_sampler_admits(replays: Any, unit: str) -> None:
     wanted = 2 if unit == "step" else 3
     assert replay.set_priorities([7, 7, 8, 2], [9.0, 9.0, 9.0, 9.0], *steps) == wanted
     batch = replay.sample()
-    assert set(batch.id.tolist()) <= set(range(6, 12))
+    assert set(batch.trajectory_id.tolist()) <= set(range(6, 12))
     if unit == "step":
         assert not (batch.anchor % 2).any()
     check_whole(replay.tables["main"], list(replay.streams.values()))
@@ -332,7 +334,7 @@ def test_by_id_only_what_the_sampler_admits(replays: Any, unit: str) -> None:
 def test_by_id_wins_against_its_batch(replays: Any) -> None:
     replay = replays("trajectory")
     batch = replay.sample().clone()
-    number = int(batch.id[0])
+    number = int(batch.trajectory_id[0])
     replay.set_priorities([number], [4.0])
     replay.update_priorities(batch, torch.full((8,), 2.0))
     replay.sample()
@@ -354,8 +356,10 @@ def test_micro_batches_of_one_rank_are_in_the_order_of_samples(replays: Any) -> 
         wanted: dict[int, tuple[int, float]] = {}
         for _ in range(accumulation):
             batch = replay.sample().clone()
-            replay.update_priorities(batch, batch.number + 1)
-            for number, sample in zip(batch.id.tolist(), batch.number.tolist(), strict=True):
+            replay.update_priorities(batch, batch.sample_number + 1)
+            for number, sample in zip(
+                batch.trajectory_id.tolist(), batch.sample_number.tolist(), strict=True
+            ):
                 wanted[number] = max(wanted.get(number, (-1, 0.0)), (sample, sample + 1.0))
         replay.sample()
         ids = sorted(wanted)

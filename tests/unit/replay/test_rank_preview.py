@@ -57,7 +57,7 @@ def test_ranks_get_what_a_replay_gives(data: Path) -> None:
     assert len(set(digests)) == 3
     for rank in found.ranks:
         place = rank.place
-        mine = batches[0].id[place.data_rank :: 6][:4]
+        mine = batches[0].trajectory_id[place.data_rank :: 6][:4]
         assert rank.ids == mine.tolist()
         assert rank.shapes["observation"] == (4, 2, 3)
         assert rank.num_bytes == 4 * (2 * (12 + 8 + 8) + 4)
@@ -79,7 +79,7 @@ def test_stages_and_traffic(data: Path) -> None:
         size = lengths * replay.datasets["main"].schema.row_bytes
     before = np.concatenate([[0], np.cumsum(size)])
     middle = np.searchsorted(before, before[-1] / 2)
-    second = batch.id.numpy() >= middle
+    second = batch.trajectory_id.numpy() >= middle
     real = {name: batch.mask[name].reshape(8, -1).sum(1).numpy() * BYTES[name] for name in FIELDS}
     wanted = np.zeros((3, 3), np.int64)
     wanted[2, 0] = real["observation"][second].sum()

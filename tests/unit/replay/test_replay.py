@@ -192,7 +192,7 @@ def test_several_replays_at_once(data: Path, prefetch: int) -> None:
     for _ in range(5):
         first, second, third = (replay.sample() for replay in replays)
         assert same(first, second)
-        assert not torch.equal(first.id, third.id)
+        assert not torch.equal(first.trajectory_id, third.trajectory_id)
     for replay in replays:
         replay.close()
 

@@ -41,7 +41,7 @@ def test_rows_come_from_the_named_table() -> None:
         for _ in range(5):
             batch = replay.sample()
             assert batch.source.tolist() == [0] * 4 + [1] * 12
-            assert (batch["observation"][:, 0] == batch.id + 100 * batch.source).all()
+            assert (batch["observation"][:, 0] == batch.trajectory_id + 100 * batch.source).all()
             assert batch.probability.tolist() == pytest.approx([0.25 / 55] * 4 + [0.75 / 55] * 12)
 
 
@@ -50,7 +50,9 @@ def test_epochs_visit_each_item_of_each_table_once() -> None:
         seen: Counter[tuple[int, int, int]] = Counter()
         for _ in range(25):
             batch = replay.sample()
-            seen.update(zip(batch.source.tolist(), batch.epoch.tolist(), batch.id.tolist(), strict=True))
+            seen.update(
+                zip(batch.source.tolist(), batch.epoch.tolist(), batch.trajectory_id.tolist(), strict=True)
+            )
     assert set(seen.values()) == {1}
     assert sum(1 for source, epoch, _ in seen if (source, epoch) == (0, 0)) == 10
     assert sum(1 for source, epoch, _ in seen if (source, epoch) == (1, 28)) == 10
@@ -59,12 +61,12 @@ def test_epochs_visit_each_item_of_each_table_once() -> None:
 def test_priorities_go_to_the_tables_they_are_of() -> None:
     with filled(section({"kind": "prioritized", "unit": "step"})) as replay:
         batch = replay.sample()
-        replay.update_priorities(batch, 1 + batch.source + batch.id.float())
+        replay.update_priorities(batch, 1 + batch.source + batch.trajectory_id.float())
         replay.sample()
         for table, name in enumerate("ab"):
             mine = batch.source == table
-            found = replay.priorities(batch.id[mine], batch.anchor[mine], name)
-            assert (found == 1 + table + batch.id[mine]).all()
+            found = replay.priorities(batch.trajectory_id[mine], batch.anchor[mine], name)
+            assert (found == 1 + table + batch.trajectory_id[mine]).all()
         assert replay.statistics()["priorities_applied"] == 16
         with pytest.raises(ConfigError, match="table must be given where there are several"):
             replay.priorities([0], [0])
@@ -99,8 +101,8 @@ def test_a_checkpoint_continues_all_tables(tmp_path: Path, prefetch: int) -> Non
         found = []
         for _ in range(count):
             batch = replay.sample()
-            found.append((1000 * batch.source + 100 * batch.id + batch.anchor).tolist())
-            replay.update_priorities(batch, 1 + (batch.id * 7 + batch.anchor) % 5)
+            found.append((1000 * batch.source + 100 * batch.trajectory_id + batch.anchor).tolist())
+            replay.update_priorities(batch, 1 + (batch.trajectory_id * 7 + batch.anchor) % 5)
         return found
 
     config = section({"kind": "prioritized", "unit": "step"}, prefetch=prefetch)
@@ -148,11 +150,11 @@ def test_a_failed_transform_comes_again_within_a_global_batch(prefetch: int) -> 
 
     with filled(section(of, prefetch=prefetch, gradient_accumulation_steps=4, timeout_s=5.0)) as replay:
         replay.transform = transform
-        first = replay.sample().number.tolist()
+        first = replay.sample().sample_number.tolist()
         with pytest.raises(ValueError, match="not this time"):
             replay.sample()
         again = [replay.sample() for _ in range(3)]
-        numbers = [list(zip(b.source.tolist(), b.number.tolist(), strict=True)) for b in again]
+        numbers = [list(zip(b.source.tolist(), b.sample_number.tolist(), strict=True)) for b in again]
         assert len({pair for batch in numbers for pair in batch}) == 12
         assert not {n for batch in numbers for s, n in batch if s == 0} & {first[0]}
         replay.update_priorities(again[-1], torch.ones(4))

@@ -22,8 +22,10 @@ from deepspeed_gear.errors import CheckpointError, ConfigError
 def visited(replay: Replay, stream: str) -> list[tuple[int, int]]:
     found = []
     for batch in replay.iterator(stream):
-        assert batch.weight.tolist() == batch.valid.float().tolist()
-        found += list(zip(batch.id[batch.valid].tolist(), batch.anchor[batch.valid].tolist(), strict=True))
+        assert batch.is_weight.tolist() == batch.valid.float().tolist()
+        found += list(
+            zip(batch.trajectory_id[batch.valid].tolist(), batch.anchor[batch.valid].tolist(), strict=True)
+        )
     return found
 
 
@@ -42,7 +44,7 @@ def test_a_split_is_visited_once(data: Path, unit: str, kind: str) -> None:
                 assert first == [(i, s) for i in ids for s in range(LENGTHS[i])]
             else:
                 assert [i for i, _ in first] == ids
-        trained = {i for batch in take(replay, 40) for i in batch.id.tolist()}
+        trained = {i for batch in take(replay, 40) for i in batch.trajectory_id.tolist()}
         assert trained
         assert trained <= set(np.nonzero(members == 0)[0].tolist())
 
@@ -80,7 +82,9 @@ def test_epochs_over_accumulated_batches(data: Path) -> None:
     with offline(data, **options, gradient_accumulation_steps=3) as replay:
         found: dict[int, Counter[tuple[int, int]]] = {}
         for batch in take(replay, 3 * sum(LENGTHS) // 5):
-            for i, a, e in zip(batch.id.tolist(), batch.anchor.tolist(), batch.epoch.tolist(), strict=True):
+            for i, a, e in zip(
+                batch.trajectory_id.tolist(), batch.anchor.tolist(), batch.epoch.tolist(), strict=True
+            ):
                 found.setdefault(e, Counter())[i, a] += 1
         items = {(i, s) for i, steps in enumerate(LENGTHS) for s in range(steps)}
         assert found[0] == found[1] == Counter(items)
@@ -124,7 +128,7 @@ def test_a_state_counts_whole_global_batches(data: Path) -> None:
         replay.load_state_dict(state)
         take(replay, 1)
         assert replay.state_dict()["train"]["main"]["batches"] == 4
-    assert [n for b in wanted for n in b.number.tolist()] == [
+    assert [n for b in wanted for n in b.sample_number.tolist()] == [
         j for k in range(3) for m in range(3) for j in range(12 * k + m, 12 * k + 12, 3)
     ]
 

@@ -316,7 +316,8 @@ def test_a_late_peer_is_waited_for_and_named(scenes: Any) -> None:
     draws(scene.streams[0], 0, 4)
     begin = time.monotonic()
     text = (
-        rf"stream train: global batch 4 must find room in the ring of 4 selections in gear.timeout_s = 0.3 s, got "
+        r"stream train: global batch 4 must find room in the ring of 4 selections in "
+        r"gear.timeout_s = 0.3 s, got "
         rf"'local rank 1 \(process {os.getpid()}\) still needs an older one'"
     )
     with pytest.raises(PeerError, match=text):

@@ -28,11 +28,11 @@ def replay_of(count: int = len(LENGTHS), **options: Any) -> Replay:
 
 def items_of(batch: Batch, by_step: bool) -> list[tuple[int, ...]]:
     anchors = batch.anchor.tolist() if by_step else [0] * batch.num_samples
-    return list(zip(batch.id.tolist(), anchors, strict=True))
+    return list(zip(batch.trajectory_id.tolist(), anchors, strict=True))
 
 
 def effective(batch: Batch) -> float:
-    weight = batch.weight.double()
+    weight = batch.is_weight.double()
     return float(weight.sum() ** 2 / (weight**2).sum() / len(weight))
 
 
@@ -67,7 +67,7 @@ def test_against_a_loop(sampler: dict[str, Any]) -> None:
     doubles = [1 - len(set(items_of(b, by_step))) / 16 for b in last]
     assert found["duplicates"] == pytest.approx(np.mean(doubles))
     table = found["drawn"]["main"]
-    ages = 5 - torch.cat([b.id for b in last])
+    ages = 5 - torch.cat([b.trajectory_id for b in last])
     assert table["age"]["trajectories"] == {"mean": float(ages.double().mean()), "max": float(ages.max())}
     assert table["age"]["batches"] == {"mean": 4.5, "max": 6.0}
     if sampler.get("kind") == "recent":
@@ -111,7 +111,7 @@ def test_metrics_are_those_of_the_newest_batch() -> None:
         taken = replay.take_metrics()
         assert taken["effective_samples"] == pytest.approx(effective(batch), rel=1e-6)
         assert taken["duplicates"] == pytest.approx(1 - len(set(items_of(batch, True))) / 16)
-        assert taken["age"] == pytest.approx(float(5 - batch.id.double().mean()))
+        assert taken["age"] == pytest.approx(float(5 - batch.trajectory_id.double().mean()))
         assert all(isinstance(value, float) for value in taken.values())
 
 
@@ -156,7 +156,9 @@ def test_mixtures() -> None:
             replay.update_priorities(batches[-1], 0.1 + torch.rand(16))
         found = replay.statistics()
     assert found["effective_samples"] == pytest.approx(np.mean([effective(b) for b in batches]), rel=1e-6)
-    items = [set(zip(b.source.tolist(), b.id.tolist(), b.anchor.tolist(), strict=True)) for b in batches]
+    items = [
+        set(zip(b.source.tolist(), b.trajectory_id.tolist(), b.anchor.tolist(), strict=True)) for b in batches
+    ]
     assert found["duplicates"] == pytest.approx(np.mean([1 - len(some) / 16 for some in items]))
     assert found["drawn"]["a"]["draws"]["mean"] == pytest.approx(16 / (1 + 5 + 14))
     assert found["drawn"]["b"]["draws"]["mean"] == pytest.approx(48 / (2 + 9 + 3))

@@ -230,7 +230,7 @@ def test_a_late_column_that_lacks_is_named(rate: dict[str, Any] | None) -> None:
         assert ["10 trajectories (30 steps) without the late column late"] in seen
         del living
         found.fill(ids[3], late=np.arange(3))
-        assert set(found.sample().id.tolist()) == {ids[3]}
+        assert set(found.sample().trajectory_id.tolist()) == {ids[3]}
 
 
 def test_each_reason_is_counted() -> None:
@@ -260,12 +260,12 @@ def test_what_a_queue_gave_can_be_read() -> None:
             found.add(trajectory(number))
         batch = found.sample()
         assert len(found) == 4
-        read = found.read(batch.id)
+        read = found.read(batch.trajectory_id)
         assert [int(one["which"][0]) for one in read] == [0, 1]
         for number in range(6, 8):
             found.add(trajectory(number))
         with pytest.raises(StoreError, match="before more is added"):
-            found.read(batch.id)
+            found.read(batch.trajectory_id)
 
 
 @pytest.mark.parametrize("kind", ["rate", "times"])

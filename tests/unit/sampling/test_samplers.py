@@ -132,8 +132,10 @@ def test_probabilities_of_weighted_items(unit: str, stored: bool, tmp_path: Path
         batch = replay.sample()
         lengths = np.arange(4) + 3
         total = sum(np.array(WEIGHTS) * (lengths if unit == "step" else 1))
-        assert set(batch.id.tolist()) == {0, 2, 3}
-        assert batch.probability.tolist() == pytest.approx([WEIGHTS[n] / total for n in batch.id.tolist()])
+        assert set(batch.trajectory_id.tolist()) == {0, 2, 3}
+        assert batch.probability.tolist() == pytest.approx(
+            [WEIGHTS[n] / total for n in batch.trajectory_id.tolist()]
+        )
         if not stored:
             bad = {"reward": np.zeros(2, np.float32), "w": np.array(np.nan, np.float32)}
             with pytest.raises(DataError, match="column w: weight 0 must be finite and at least 0, got nan"):
@@ -272,9 +274,9 @@ def test_top_k_of_a_replay() -> None:
             replay.add(trajectory(number, steps))
         replay.set_priorities([3, 3, 2], [5.0, 9.0, 7.0], [30, 4, 6])
         batch = replay.sample()
-        items = list(zip(batch.id.tolist(), batch.anchor.tolist(), strict=True))
+        items = list(zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True))
         assert items == [(3, 4), (2, 6), (3, 30), (0, 0), (1, 0)]
-        assert batch.weight.tolist() == [1] * 5
+        assert batch.is_weight.tolist() == [1] * 5
 
 
 # ---- epochs without a tail -----------------------------------------------------------------------
@@ -322,7 +324,7 @@ def test_a_dropped_tail_is_resumed() -> None:
         replay.load_state_dict(state)
         for batch in wanted:
             again = replay.sample()
-            assert torch.equal(again.id, batch.id)
+            assert torch.equal(again.trajectory_id, batch.trajectory_id)
             assert torch.equal(again.anchor, batch.anchor)
             assert torch.equal(again.epoch, batch.epoch)
         assert [int(batch.epoch[0]) for batch in wanted] == [0, 1, 1, 1, 1, 1]
@@ -365,15 +367,15 @@ def test_a_saved_table_goes_on_alike(unit: str, kind: str, tmp_path: Path) -> No
         replay.sample()
         replay.add(trajectory(4, 9))
         batch = replay.sample()
-        replay.update_priorities(batch, batch.number + 1.0)
+        replay.update_priorities(batch, batch.sample_number + 1.0)
         state = replay.save(tmp_path)
         wanted = [replay.sample().clone() for _ in range(3)]
         replay.load(tmp_path, state)
         for batch in wanted:
             again = replay.sample()
-            assert torch.equal(again.id, batch.id)
+            assert torch.equal(again.trajectory_id, batch.trajectory_id)
             assert torch.equal(again.anchor, batch.anchor)
-            assert torch.equal(again.weight, batch.weight)
+            assert torch.equal(again.is_weight, batch.is_weight)
         check_whole(replay.tables["main"], list(replay.streams.values()))
 
 
@@ -395,8 +397,8 @@ def test_prepared_batches_of_what_is_gone_are_not_saved(kind: str, tmp_path: Pat
         replay.load(tmp_path, state)
         for _ in range(3):
             batch = replay.sample()
-            assert torch.equal(batch["code"], batch.id * 1000 + batch.anchor)
-            assert torch.equal(batch["task"], batch.id)
+            assert torch.equal(batch["code"], batch.trajectory_id * 1000 + batch.anchor)
+            assert torch.equal(batch["task"], batch.trajectory_id)
 
 
 def test_a_long_pause_of_training_is_no_fault() -> None:

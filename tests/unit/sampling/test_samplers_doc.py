@@ -73,11 +73,11 @@ def test_example_runs(example: dict[str, Any], backend: str) -> None:
         for _ in range(4):
             batch = replay.sample()
             assert batch.num_samples == 12
-            assert (batch["observation"][:, 0] == batch.id).all()
+            assert (batch["observation"][:, 0] == batch.trajectory_id).all()
             assert (batch.anchor < batch.num_steps).all()
             assert ((batch.probability > 0) & (batch.probability <= 1)).all()
-            assert ((batch.weight > 0) & (batch.weight <= 1)).all()
+            assert ((batch.is_weight > 0) & (batch.is_weight <= 1)).all()
             if prioritized:
-                replay.update_priorities(batch, 1.0 + batch.id.double())
+                replay.update_priorities(batch, 1.0 + batch.trajectory_id.double())
         if prioritized:
             assert replay.statistics()["priorities_applied"] == 3 * 12

@@ -47,7 +47,7 @@ def test_neither_pickled_nor_copied(replay: Replay, action: Callable[[Any], Any]
 
 
 def test_a_forked_child_cannot_use_them_and_leaves_them_alone(replay: Replay) -> None:
-    sample, endless, before = replay.sample, iter(replay), replay.sample().number.tolist()
+    sample, endless, before = replay.sample, iter(replay), replay.sample().sample_number.tolist()
     made = bound_objects(replay)
     uses: list[Callable[[], Any]] = [
         sample,
@@ -69,7 +69,7 @@ def test_a_forked_child_cannot_use_them_and_leaves_them_alone(replay: Replay) ->
         atexit._run_exitfuncs()  # which the end of the child below leaves out
 
     assert exit_status(in_child(use)) == 0
-    assert replay.sample().number.tolist() == [number + 4 for number in before]
+    assert replay.sample().sample_number.tolist() == [number + 4 for number in before]
     assert len(replay) == 1
     assert list(SHM.glob(f"{prefix()}-*-main"))
 

@@ -149,16 +149,16 @@ def test_versions_that_are_too_old_go() -> None:
     with replay(("which",), version={"column": "version", "max_lag": 2}) as found:
         for number in range(4):
             found.add(trajectory(number, steps=3 + number, version=number))  # its last steps are newer
-        found.set_version(3)
+        found.set_policy_version(3)
         assert drawn(found) == {1, 2, 3}
-        found.set_version(2)  # never falls
+        found.set_policy_version(2)  # never falls
         assert drawn(found) == {1, 2, 3}
-        found.set_version(5)
+        found.set_policy_version(5)
         assert drawn(found) == {3}
         stale = found.statistics()["stale"]["main"]
         assert stale == {"trajectories": 3, "steps": 12, "by_length": {"2-3": 1, "4-7": 2}}
     with replay(("which",)) as found, pytest.raises(ConfigError, match="must have versions"):
-        found.set_version(1)
+        found.set_policy_version(1)
 
 
 def test_what_came_too_long_ago_goes() -> None:
@@ -176,7 +176,7 @@ def test_versions_are_known_when_changes_are_not(how: str) -> None:
     """What came since the last cut is found in the slot table, where the log does not say it."""
     limit = {"column": "version", "max_lag": 2}
     with replay(fields=("which",), version=limit, remove="fifo", writers=1) as found:
-        found.set_version(10)
+        found.set_policy_version(10)
         for number in range(2):
             found.add(trajectory(number, version=10))
         found.sample()
@@ -207,12 +207,12 @@ def test_a_new_version_waits_for_open_trajectories() -> None:
 
         vector.reset(**states)
         step(0, False, False)
-        found.set_version(1)
+        found.set_policy_version(1)
         step(1, False, True)  # one ends, the other began with version 0
         with pytest.raises(NotReadyError, match="end this process's own trajectories first"):
-            found.set_version(2)
+            found.set_policy_version(2)
         step(1, True, False)
-        found.set_version(2)
+        found.set_policy_version(2)
         assert not found.can_sample(), "what is complete and too old goes"
         step(2, False, False)
         step(2, True, True)

@@ -90,7 +90,7 @@ def test_steps_are_drawn_as_soon_as_they_are_published(sampler: dict[str, Any]) 
             known = {1: 1, 2: 2, 3: 2, 4: 4, 5: 5}[number]
             expected = {known - 1} if sampler.get("anchors") == "end" else set(range(known))
             assert drawn(found) == expected
-        assert found.read([opened.id])[0]["task"].item() == 3
+        assert found.read([opened.trajectory_id])[0]["task"].item() == 3
         opened.append(observation=np.full(2, 6, np.float32))
 
 
@@ -154,7 +154,7 @@ def test_what_is_cut_short_stays_as_truncated(simulate: Any) -> None:
             (RuntimeError, DataError), match=r"simulator is broken|must have the rows of 3 steps"
         ):
             simulate(found, opened)
-        assert found.read([opened.id])[0]["truncated"].tolist() == [False, False, True]
+        assert found.read([opened.trajectory_id])[0]["truncated"].tolist() == [False, False, True]
         table = found.tables["main"]
         assert table.control[Control.FREE_ROWS] == table.spec.capacity_rows - 4
 
@@ -221,7 +221,7 @@ def test_open_ones_do_not_go_to_make_room() -> None:
                 append(opened, range(3))
                 for number in range(1, 9):
                     writer.add(whole(number, 5))
-                    assert set(found.read([opened.id])[0]["which"].tolist()) == {0, 1}
+                    assert set(found.read([opened.trajectory_id])[0]["which"].tolist()) == {0, 1}
                 opened.append(observation=np.full(2, 3, np.float32))
             table = found.tables["main"]
             assert (
@@ -243,17 +243,17 @@ def test_what_follows_a_removed_part_is_another_trajectory(how: str) -> None:
     with replay() as found:
         with found.writer().trajectory(task=7) as opened:
             append(opened, range(4))
-            first = opened.id
+            first = opened.trajectory_id
             found.remove([first]) if how == "remove" else found.clear()
             assert not found.can_sample()
             found.add(whole(1, 2))  # its rows are not free yet
             opened.append(**step(4))
             opened.append(**step(5), publish=True)
-            assert opened.id != first
+            assert opened.trajectory_id != first
             assert drawn(found) == {3, 4, 100, 101}
             opened.append(observation=np.full(2, 6, np.float32))
-        assert found.read([opened.id])[0]["which"].tolist() == [3, 4, 5]
-        assert found.read([opened.id])[0]["task"].item() == 7
+        assert found.read([opened.trajectory_id])[0]["which"].tolist() == [3, 4, 5]
+        assert found.read([opened.trajectory_id])[0]["task"].item() == 7
         table = found.tables["main"]
         found.clear()
         assert table.control[Control.FREE_ROWS] == table.spec.capacity_rows
@@ -383,7 +383,7 @@ def test_longer_than_the_longest() -> None:
             append(opened, range(LONGEST + 2))
         with pytest.raises(DataError, match="must have at most max_length"), opened:
             pass
-        assert found.read([opened.id])[0]["truncated"].tolist() == [False] * (LONGEST - 1) + [True]
+        assert found.read([opened.trajectory_id])[0]["truncated"].tolist() == [False] * (LONGEST - 1) + [True]
 
 
 def test_late_columns_come_behind_the_end() -> None:
@@ -392,10 +392,10 @@ def test_late_columns_come_behind_the_end() -> None:
         with found.writer().trajectory(task=0) as opened:
             append(opened, [0, 1])
             with pytest.raises(DataError, match="must have ended to get late columns"):
-                found.fill(opened.id, advantage=np.zeros(1, np.float32))
+                found.fill(opened.trajectory_id, advantage=np.zeros(1, np.float32))
             opened.append(observation=np.zeros(2, np.float32))
-        found.fill(opened.id, advantage=np.ones(2, np.float32))
-        assert found.read([opened.id])[0]["advantage"].tolist() == [1, 1]
+        found.fill(opened.trajectory_id, advantage=np.ones(2, np.float32))
+        assert found.read([opened.trajectory_id])[0]["advantage"].tolist() == [1, 1]
 
 
 # ---- death, checkpoints --------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_a_full_table_of_the_largest_masses_does_not_overflow() -> None:
         assert size << 36 < masses.total < 1 << MOST_TOTAL_BITS
         assert (masses.leaves[masses.leaves > 0] == masses.total >> 22).all()
         assert (batch.probability * size == 1).all()
-        assert len(batch.id.unique()) > 20
+        assert len(batch.trajectory_id.unique()) > 20
 
 
 def test_frequencies_follow_masses_over_all_magnitudes() -> None:
@@ -134,6 +134,6 @@ def draw_masses(replay: Replay, count: int) -> np.ndarray:
     masses, found = replay.streams["train"].masses, []
     for _ in range(count):
         batch = replay.sample()
-        slots = masses.table.slots_of(batch.id.numpy())
+        slots = masses.table.slots_of(batch.trajectory_id.numpy())
         found.append(masses.leaves[masses.table.slots[slots, 3] + batch.anchor.numpy()])
     return np.concatenate(found)
