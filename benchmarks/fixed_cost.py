@@ -42,7 +42,7 @@ PARTS: tuple[tuple[type, str, str], ...] = (
     (BatchStream, "_checked_total", "total mass"),
     (ItemMasses, "resolve", "resolve_"),
     (BatchAssembler, "make", "records, Batch"),
-    (Gatherer, "collect", "ring, autograd versions"),
+    (Gatherer, "gather", "ring, autograd versions"),
     (Gatherer, "fill", OP),
 )
 CASES = {"warm": ("20", 32, 3000), "cold": ("whole", 512, 150)}

@@ -1,4 +1,4 @@
-"""How fast batches are collected, against a C loop of memcpy over the same rows.
+"""How fast batches are gathered, against a C loop of memcpy over the same rows.
 
     python benchmarks/gather.py --json F                  one thread: the op, and complete samples
     python benchmarks/gather.py --ranks 2 --busy --json F     also: ranks at once, and busy cores

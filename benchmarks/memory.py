@@ -135,7 +135,7 @@ def train(data: Path, report: Path) -> None:
     fields = {column.name: {"length": _STEPS} for column in _SCHEMA}
     replay = Replay(
         {
-            "data": {"path": str(data), "load": "map"},
+            "data": {"path": str(data), "load": "mmap"},
             "batch_size": 8,
             "fields": fields,
             "sampler": {"kind": "epoch", "unit": "trajectory", "anchors": "start"},

@@ -63,7 +63,7 @@ class StoreFullError(StoreError):
 
 
 class NotReadyError(StoreError):
-    """Who samples or adds is ahead of the others, as far as the table's rate admits; try again later."""
+    """The table's rate limiter admits no sample or addition for now, or nothing can be sampled yet."""
 
 
 class BuildError(GearError, RuntimeError):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import deepspeed_gear
-from deepspeed_gear import Batch, PolicyBoard, collect
+from deepspeed_gear import Batch, PolicyBoard, start_actors
 from deepspeed_gear.actors.start_actors import Actors
 
 RANKS, ACTORS, ENVS = 2, 2, 8  # environments of each actor
@@ -89,14 +89,19 @@ def main() -> None:
     with ExitStack() as stack:
         if replay.topology.leads_node:  # one rank of each node publishes, and starts the node's actors
             board = stack.enter_context(PolicyBoard.create(q, replay.config.shared_memory.prefix))
-            options = {"actors": ACTORS, "envs": ENVS, "seed": args.seed + 1000 * replay.topology.node}
-            started = collect(
-                "CartPole-v1", "online_actor:epsilon_greedy", replay=replay, board=board, **options
+            started = start_actors(
+                "CartPole-v1",
+                "online_actor:epsilon_greedy",
+                replay,
+                num_actors=ACTORS,
+                num_envs=ENVS,
+                board=board,
+                seed=args.seed + 1000 * replay.topology.node,
             )
             actors = stack.enter_context(started)
         bar = stack.enter_context(tqdm(total=args.steps, disable=not is_first, unit="step", mininterval=5.0))
         for step in range(1, args.steps + 1):
-            batch = engine.gear_sample()  # waits for the actors where the table's rate says so
+            batch = engine.gear_sample()  # waits for the actors where the table's rate limiter says so
             losses, td = losses_of(engine, target, batch)
             engine.backward((batch.is_weight * losses).mean())
             engine.step()

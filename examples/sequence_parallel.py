@@ -3,7 +3,7 @@
     gear ingest examples/data/hopper_expert.hdf5 data/hopper
     deepspeed --num_gpus 2 examples/sequence_parallel.py
 
-The sequence ranks of a replica have the same samples; each collects its own slice of every window. A step's
+The sequence ranks of a replica have the same samples; each gathers its own slice of every window. A step's
 predecessor may lie on another rank, so the actions before are a field of their own, one step earlier, and
 `{"derived": "position"}` says where in the window a slice lies. With 4 ranks there are 2 replicas.
 """

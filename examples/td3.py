@@ -75,7 +75,7 @@ class Gear:
         sampler = {"kind": "uniform", "unit": "step"}
         options = {"tables": {"main": table}, "sampler": sampler, "fields": fields, "batch_size": BATCH}
         self.replay = Replay({"seed": seed, **options})
-        self.steps = self.replay.writer().vector(len(observation), "same_step")
+        self.steps = self.replay.writer().vector_writer(len(observation), "same_step")
         self.steps.reset(observation=observation)
         self.sample = self.replay.sample
 

@@ -109,7 +109,7 @@ def _card_gb_per_s(clock: Clock, sizes: Sizes) -> float:
 
 
 def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -> Iterator[Row]:
-    collector, outs = replay._collector, [replay.new_batch() for _ in range(OUTS)]
+    gatherer, outs = replay._gatherer, [replay.new_batch() for _ in range(OUTS)]
     records = []
     for _ in range(ROUNDS):
         replay.sample_(outs[0])
@@ -127,7 +127,7 @@ def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -
 
         def gear(size: int = size) -> None:
             for turn, part in enumerate(records):
-                collector.fill(outs[turn % OUTS].buffers.part(0, size), part[:size])
+                gatherer.fill(outs[turn % OUTS].buffers.part(0, size), part[:size])
 
         def copy(size: int = size, num_rows: int = num_rows, stride: int = stride) -> None:
             for turn in range(ROUNDS):
@@ -155,14 +155,14 @@ def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -
             row.more = {"of_card": of_card, "card_gb_per_s": card, "batch_mb": num_bytes / 1e6}
         gear_row = found["gear"]
         gear_row.judged, gear_row.at_least = "fraction" if size == sizes.batches[0] else "of_card", 0.7
-        gear_row.more = {**(gear_row.more or {}), "rows_right": _is_right(collector, outs, records, packed)}
+        gear_row.more = {**(gear_row.more or {}), "rows_right": _is_right(gatherer, outs, records, packed)}
         yield from found.values()
 
 
-def _is_right(collector: Any, outs: list[Any], records: list[Tensor], packed: Tensor) -> bool:
+def _is_right(gatherer: Any, outs: list[Any], records: list[Tensor], packed: Tensor) -> bool:
     """Tell whether the gather of a whole batch gives the rows of the table."""
     batch = outs[0]
-    collector.fill(batch.buffers, records[0])
+    gatherer.fill(batch.buffers, records[0])
     first = records[0][:, FIRST_ROW] + records[0][:, ANCHOR]
     rows = first[:, None] + torch.arange(LENGTH, device=packed.device)
     got = torch.cat([batch[name].reshape(*rows.shape, -1) for name in batch], 2)

@@ -33,9 +33,9 @@ class Sizes:
     Args:
         tables: Bytes.
         rows: Bytes of a row.
-        batch_bytes: Of a batch that kernels collect.
+        batch_bytes: Of a batch that kernels gather.
         piece_bytes: Of a piece that the copy engine is judged at, and larger ones.
-        most_pieces: Of a batch that the copy engine collects.
+        most_pieces: Of a batch that the copy engine gathers.
         slice_bytes: Of a part of the table that is read at a time.
         matmul: Side of the matrices of the training step; matmuls of it.
     """
@@ -102,7 +102,7 @@ def _check(error: Any) -> None:
 
 @dataclass
 class Ways:
-    """Ways to collect a batch, and the rows that each collects."""
+    """Ways to gather a batch, and the rows that each gathers."""
 
     runs: dict[str, Run]
     out: dict[str, Tensor]
@@ -110,7 +110,7 @@ class Ways:
 
 
 def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways:
-    """Return the ways to collect random rows of a table.
+    """Return the ways to gather random rows of a table.
 
     Args:
         table: In host memory.
@@ -209,7 +209,7 @@ def _collections_of(clock: Clock, sizes: Sizes, table: MappedTable, row_bytes: i
 
 
 def _beside(clock: Clock, sizes: Sizes, table: MappedTable) -> Iterator[Row]:
-    """What a training step takes longer while batches are collected beside it, on a stream of their own."""
+    """What a training step takes longer while batches are gathered beside it, on a stream of their own."""
     side, num_matmuls = sizes.matmul
     dtype = torch.bfloat16 if clock.is_cuda else torch.float32
     a, b, c = (torch.ones(side, side, dtype=dtype, device=clock.device) for _ in range(3))

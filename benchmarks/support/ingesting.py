@@ -107,7 +107,7 @@ def adds(writer: TrajectoryWriter, steps: int, blocks: int) -> dict[str, float]:
 
 def steps(writer: TrajectoryWriter, num_envs: int, blocks: int, publish: bool = False) -> dict[str, float]:
     """Take steps of many environments at once, of W2's columns, with episodes of 1,000 steps."""
-    vector, turn = writer.vector(num_envs, "same_step"), [0]
+    vector, turn = writer.vector_writer(num_envs, "same_step"), [0]
     rows = [trajectory(W2, num_envs, seed) for seed in range(_KINDS)]
     none = np.zeros(num_envs, bool)
     ends = np.ones(num_envs, bool)

@@ -104,7 +104,7 @@ def section(path: Path, sampler: str, seed: int, prefetch: int, backend: str) ->
         SAMPLERS[sampler].get("anchors") == "fits"
     ):  # what follows the n-step return would exclude nearly everything
         fields.pop("next_observation")
-    data = {"data": {"path": str(path), "load": "memory" if seed == 1 else "map"}}
+    data = {"data": {"path": str(path), "load": "memory" if seed == 1 else "mmap"}}
     tables = SAMPLERS[sampler].get("shares")
     return {
         "seed": seed,

@@ -65,7 +65,7 @@ def full_replay(
     section: dict[str, Any] = {"seed": 0, "tables": {"main": table}, "fields": {"row": {}}, "prefetch": 2}
     section |= {"sampler": {"kind": "uniform", "unit": "step"}, "batch_size": samples}
     if device.type == "cpu":
-        section["collect"] = {"way": "direct"}
+        section["transfer"] = {"way": "direct"}
     schema = Schema([Column("row", "int64", (elements,))])
     replay = Replay(section, schemas={"main": schema}, device=device)
     content = np.zeros((steps, elements), np.int64)
@@ -76,15 +76,15 @@ def full_replay(
 
 
 def _chosen(clock: Clock, replay: Replay, case: str) -> Row:
-    """Collect by the way that the Replay has chosen, again and again, on its own stream."""
-    told, batch = replay.statistics()["collect"], replay.sample()
+    """Gather by the way that the Replay has chosen, again and again, on its own stream."""
+    told, batch = replay.statistics()["transfer"], replay.sample()
     rows_right = _is_right(replay, batch)
-    records, collect = batch.host_records.clone(), _collect(replay)
+    records, gather = batch.host_records.clone(), _gather(replay)
     num_bytes = batch["row"].nbytes
     pinned = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=clock.is_cuda)
     target = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
     runs = {
-        "chosen": lambda: collect(records),
+        "chosen": lambda: gather(records),
         PINNED_COPY: lambda: target.copy_(pinned, non_blocking=True),
     }
     row = rows_against(FIGURE, case, clock.compare(runs), PINNED_COPY, 1, num_bytes)["chosen"]
@@ -94,19 +94,19 @@ def _chosen(clock: Clock, replay: Replay, case: str) -> Row:
     return row
 
 
-def _collect(replay: Replay) -> Any:
-    """Return what collects the samples of records by the chosen way; this stream waits for them."""
+def _gather(replay: Replay) -> Any:
+    """Return what gathers the samples of records by the chosen way; this stream waits for them."""
     maker, stream = replay._parts.assembler, replay.streams["train"]
     placing = maker._placing
     assert placing is not None, "batches go to no device, and no way is named"
     reach = placing.reach(stream.table)
-    collector: DeviceGatherer = maker._placed(stream, placing.carriage(placing.way), reach, 2)
+    gatherer: DeviceGatherer = maker._placed(stream, placing.carriage(placing.way), reach, 2)
 
-    def collect(records: Tensor) -> None:
-        collector.collect(records)
+    def gather(records: Tensor) -> None:
+        gatherer.gather(records)
         placing.lane.hand_over(placing.lane.record(), [])
 
-    return collect
+    return gather
 
 
 def _is_right(replay: Replay, batch: Any) -> bool:
@@ -139,7 +139,7 @@ def _beside(clock: Clock, sizes: Sizes, replay: Replay, case: str) -> Row:
     count = STEPS if clock.is_cuda else 2
     times = clock.compare({"loop": loop, ALONE: step}, count)
     growth = float(np.median(times["loop"] / times[ALONE])) - 1
-    what = f"Replay, {replay.statistics()['collect']['way']}"
+    what = f"Replay, {replay.statistics()['transfer']['way']}"
     fraction = float(np.median(times[ALONE] / times["loop"]))
     before, beside = median_us(times[ALONE]), median_us(times["loop"])
     row = Row(BESIDE, case, what, beside, ALONE, before, fraction, more={"growth": growth})

@@ -44,8 +44,8 @@ class Subject:
         table = self.replay.tables["main"]
         self._columns = [table.tensor(column.name) for column in workload.schema]
         micro = self.replay.batch_info.micro
-        self._collector = Gatherer(self.replay.fields, table, {}, None, micro, RING, torch.float32, 1)
-        self.ring = self._collector.ring
+        self._gatherer = Gatherer(self.replay.fields, table, {}, None, micro, RING, torch.float32, 1)
+        self.ring = self._gatherer.ring
         self._limit = CopyLimit(self._columns, [buffers.outs for buffers in self.ring], self.length)
         self._random = np.random.default_rng(seed)
 
@@ -64,9 +64,9 @@ class Subject:
         return self._limit.run(np.ascontiguousarray(self._first_rows[self._choose(count)]))
 
     def op(self, count: int) -> Times:
-        """Collect batches by the op alone: fields and masks."""
-        records, chosen, fill = self._pool[0].clone(), self._choose(count), self._collector.fill
-        # A cut has just written its resolutions when they are collected: they are in the cache.
+        """Gather batches by the op alone: fields and masks."""
+        records, chosen, fill = self._pool[0].clone(), self._choose(count), self._gatherer.fill
+        # A cut has just written its resolutions when they are gathered: they are in the cache.
         return timed(
             lambda turn: fill(self.ring[turn % RING], records),
             count,
@@ -78,7 +78,7 @@ class Subject:
         return timed(lambda _: self.replay.sample(), count)
 
     def index_select(self, count: int) -> Times:
-        """Collect the same rows by torch.index_select(out=), a call per column; without masks."""
+        """Gather the same rows by torch.index_select(out=), a call per column; without masks."""
         steps = torch.arange(self.length)
         rows = [
             (torch.from_numpy(self._first_rows[i])[:, None] + steps).reshape(-1) for i in self._choose(count)

@@ -1,4 +1,4 @@
-"""What an actor process of `collect` does: it acts in its environments and adds what it sees."""
+"""What an actor process of `start_actors` does: it acts in its environments and adds what it sees."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ class ActorJob:
 
     Args:
         index, count: Which of how many.
-        env: As `collect`.
+        env: As `start_actors`.
         num_envs: Environments.
-        env_options: Of their constructor.
-        policy: As `collect`.
+        policy: As `start_actors`.
         attach: Arguments of `TrajectoryWriter.attach`.
         board: Name of the policy board.
         seed: Of the first environment of the first actor.
@@ -47,7 +46,6 @@ class ActorJob:
     count: int
     env: Any
     num_envs: int
-    env_options: Mapping[str, Any]
     policy: Any
     attach: Mapping[str, Any]
     board: str | None
@@ -137,7 +135,7 @@ def gymnasium_module() -> Any:
     try:
         import gymnasium
     except ImportError as error:
-        raise ConfigError("gymnasium", "must be installed to collect", None, remedy) from error
+        raise ConfigError("gymnasium", "must be installed to start actors", None, remedy) from error
     if int(gymnasium.__version__.split(".")[0]) < 1:
         raise ConfigError("gymnasium", "must be 1.0 or newer", gymnasium.__version__, remedy)
     return gymnasium
@@ -152,8 +150,8 @@ def make_envs(job: ActorJob) -> Any:
     """Make the vector environment of an actor."""
     gymnasium = gymnasium_module()
     if isinstance(job.env, str) and ":" not in job.env:
-        return gymnasium.make_vec(job.env, num_envs=job.num_envs, **job.env_options)
-    return _function(job.env, "env")(job.num_envs, **job.env_options)
+        return gymnasium.make_vec(job.env, num_envs=job.num_envs)
+    return _function(job.env, "env")(job.num_envs)
 
 
 def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
@@ -201,7 +199,7 @@ def _run_has_ended(job: ActorJob, writer: TrajectoryWriter | None, error: StoreE
 
 def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturns, seed: int) -> Any:
     """Take steps for ever; yield how many were taken, of all environments."""
-    names, vector = ActorColumns(writer.schema), writer.vector(envs)
+    names, vector = ActorColumns(writer.schema), writer.vector_writer(envs)
     mode = vector.autoreset
     observation, _ = envs.reset(seed=seed)
     vector.reset(**names.state(observation))

@@ -34,11 +34,11 @@ class InferenceClient(VectorWriter):
 
     Args:
         writer: Attached to the table, or of a rank; it closes this, too.
-        num_envs: N; or the environment, whose number and mode are read, as `TrajectoryWriter.vector`.
-        autoreset: As `TrajectoryWriter.vector`.
+        num_envs: N; or the environment, whose number and mode are read, as `TrajectoryWriter.vector_writer`.
+        autoreset: As `TrajectoryWriter.vector_writer`.
         wait_s: How long to wait for the InferenceLoader of a rank of this node, in seconds.
     Raises:
-        DataError: As `TrajectoryWriter.vector`.
+        DataError: As `TrajectoryWriter.vector_writer`.
         StoreError: There is no loader in time, or none has so many free places.
     """
 

@@ -130,19 +130,16 @@ class Actors(ProcessBound):
             self._end()  # the block's own error is the one to see
 
 
-def collect(
+def start_actors(
     env: Any,
     policy: Any,
+    replay: Replay | str | Path | Mapping[str, Any],
     *,
-    actors: int = 1,
-    envs: int = 1,
-    replay: Replay | None = None,
-    config: str | Path | Mapping[str, Any] | None = None,
     table: str | None = None,
+    num_actors: int = 1,
+    num_envs: int = 1,
     board: PolicyBoard | None = None,
-    run: str | None = None,
     seed: int = 0,
-    env_options: Mapping[str, Any] | None = None,
 ) -> Actors:
     """Start actors on this node.
 
@@ -152,40 +149,36 @@ def collect(
 
     Args:
         env: Of gymnasium's registry, or a function that takes the number of environments and returns a vector
-            environment, itself or as "module:function".
+            environment, itself or as "module:function". With options:
+            `functools.partial(gymnasium.make_vec, "CartPole-v1", max_episode_steps=100)`.
         policy: A function, or "module:function"; importable by actors, so not of a script's main module.
-        actors: Processes; the table's `writers` must admit as many.
-        envs: Environments of each.
-        replay: Whose table it is, in a rank; else `config`. The actors add to its run and to no other.
-        config: As `TrajectoryWriter.attach`.
+        replay: Whose table it is, in a rank: the actors add to its run and to no other. Anywhere else the
+            config, as `TrajectoryWriter.attach`; of several runs it names one, or GEAR_RUN does.
         table: Which table; None: the sampled one, or the only one that takes writers.
+        num_actors: Processes; the table's `writers` must admit as many.
+        num_envs: Environments of each.
         board: Where the policy finds the learners' newest version.
-        run: Name or id of the run, as `TrajectoryWriter.attach`; with `config`.
-        seed: Environment j of actor i has the seed `seed + i * envs + j`, where each has its own.
-        env_options: Further arguments of the environment.
+        seed: Environment j of actor i has the seed `seed + i * num_envs + j`, where each has its own.
     Raises:
         ConfigError: gymnasium is missing, the table does not take so many writers, or the policy cannot be
             sent to actors.
     """
     gymnasium_module()
-    if (replay is None) == (config is None):
-        raise ConfigError("replay and config", "must be given one of them", None)
-    attach: dict[str, Any] = {"config": config, "table": table, "run": run}
-    if replay is not None:
-        if run is not None:
-            raise ConfigError("run", "must be given with config only", run, "a replay's run is known")
-        attach = {"name": _store_of(replay, table, actors)}
-    options, name = dict(env_options or {}), None if board is None else board.name
-    jobs = [ActorJob(i, actors, env, envs, options, policy, attach, name, seed) for i in range(actors)]
-    return Actors(jobs, run if replay is None else replay.run)
+    run = None
+    attach: dict[str, Any] = {"config": replay, "table": table}
+    if not isinstance(replay, str | Path | Mapping):
+        attach, run = {"name": _store_of(replay, table, num_actors)}, replay.run
+    name = None if board is None else board.name
+    jobs = [ActorJob(i, num_actors, env, num_envs, policy, attach, name, seed) for i in range(num_actors)]
+    return Actors(jobs, run)
 
 
-def _store_of(replay: Replay, table: str | None, actors: int) -> str:
+def _store_of(replay: Replay, table: str | None, num_actors: int) -> str:
     """Return the name of the store of a table in /dev/shm."""
     found = replay.store(table)
-    if found.spec.num_writers < actors:
+    if found.spec.num_writers < num_actors:
         option = f"gear.tables.{found.spec.name}.writers"
-        raise ConfigError(option, f"must admit {actors} actors", found.spec.num_writers)
+        raise ConfigError(option, f"must admit {num_actors} actors", found.spec.num_writers)
     return found.memory.path.name
 
 
@@ -198,7 +191,7 @@ def _pickled(job: ActorJob) -> bytes:
         return pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         remedy = 'give a function of a module, or "module:function"'
-        raise ConfigError("policy, env and options", "must be picklable", str(error), remedy) from error
+        raise ConfigError("policy and env", "must be picklable", str(error), remedy) from error
 
 
 def _tell(process: subprocess.Popen[bytes], words: bytes, last: bool = False) -> None:

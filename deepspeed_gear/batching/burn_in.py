@@ -37,7 +37,7 @@ class BurnIn:
         Args:
             config: The config.
             fields: Of a whole batch: the earliest of their windows begins the sequence.
-            needed: Those that this rank collects, with its parts of them.
+            needed: Those that this rank gathers, with its parts of them.
         """
         if config.burn_in == 0:
             return None

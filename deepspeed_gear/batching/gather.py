@@ -1,4 +1,4 @@
-"""Fields of a batch, collected in one pass into a ring of preallocated tensors."""
+"""Fields of a batch, gathered in one pass into a ring of preallocated tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def note_overwritten(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class Rows(Protocol):
-    """What batches are collected from: a Table, or a RingTable on a device."""
+    """What batches are gathered from: a Table, or a RingTable on a device."""
 
     @property
     def ops(self) -> Ops: ...
@@ -53,7 +53,7 @@ class Rows(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def collected(self, name: str) -> torch.Tensor:
+    def gather_source(self, name: str) -> torch.Tensor:
         """Return the rows of a column. [rows or slots, *shape]."""
         ...
 
@@ -81,7 +81,7 @@ class Buffers:
 
 
 class Gatherer:
-    """Collects batches of fixed fields and size. Not thread-safe.
+    """Gathers batches of fixed fields and size. Not thread-safe.
 
     Args:
         fields: What a batch holds.
@@ -143,10 +143,10 @@ class Gatherer:
             source = COMPUTED[field.derived]
             column = torch.empty(0, dtype=torch.int64, device=self._device)
         elif field.derived == "return_to_go":
-            source, column = SOURCES["T"], self._table.collected(RETURN_TO_GO)
+            source, column = SOURCES["T"], self._table.gather_source(RETURN_TO_GO)
         else:
             assert field.column is not None
-            source, column = SOURCES[field.column.rows], self._table.collected(field.column.name)
+            source, column = SOURCES[field.column.rows], self._table.gather_source(field.column.name)
             shape = field.column.shape
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
         if field.mask_only and field.derived not in COMPUTED:
@@ -184,7 +184,7 @@ class Gatherer:
         time = () if part is None else (part,)
         self._shapes.append(((*time, *shape), dtype))
         if field.hindsight is not None:
-            achieved = self._table.collected(field.hindsight.name)
+            achieved = self._table.gather_source(field.hindsight.name)
             if field.mask_only:
                 achieved = achieved.reshape(len(achieved), -1)[:, :0]
             rows, out = SOURCES[field.hindsight.rows], len(self._shapes) - 1
@@ -194,7 +194,7 @@ class Gatherer:
         schema = self._table.schema
         columns = {role: schema.role(role) for role in ("reward", "terminated", "truncated")}
         self._reward, self._terminated, self._truncated = (
-            None if column is None else self._table.collected(column.name) for column in columns.values()
+            None if column is None else self._table.gather_source(column.name) for column in columns.values()
         )
         powers = [1.0]
         for _ in range(n_step.n):
@@ -202,10 +202,10 @@ class Gatherer:
         self._powers = torch.tensor(powers, dtype=torch.float64, device=self._device)
 
     def _divide(self, num_samples: int) -> None:
-        """Decide what is collected how, before there are buffers; here everything by one call."""
+        """Decide what is gathered how, before there are buffers; here everything by one call."""
 
     def totals(self) -> torch.Tensor:
-        """Return real rows, all rows and bytes that were collected. [3], int64."""
+        """Return real rows, all rows and bytes that were gathered. [3], int64."""
         return self.counters
 
     def buffers(self, num_samples: int) -> Buffers:
@@ -232,10 +232,10 @@ class Gatherer:
         tensors.update(zip(N_STEP_NAMES if n_step else (), n_step, strict=True))
         return Buffers(outs, masks, n_step, tensors, mask, [*outs, *masks, *n_step])
 
-    def collect(
+    def gather(
         self, records: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Collect the samples that records describe.
+        """Gather the samples that records describe.
 
         Args:
             records: Resolutions. [B, 8], int64, contiguous.
@@ -248,22 +248,22 @@ class Gatherer:
         self.fill(buffers, records, goal_step)
         return dict(buffers.tensors), dict(buffers.mask)
 
-    def collect_from(
+    def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Collect samples of several tables into one batch of this collector's ring.
+        """Gather samples of several tables into one batch of this gatherer's ring.
 
         Args:
-            parts: Collectors of equal fields, each with the records of its table ([n, 8] each, B together)
-                and their goals, as in `collect`.
+            parts: Gatherers of equal fields, each with the records of its table ([n, 8] each, B together)
+                and their goals, as in `gather`.
         Returns:
-            As `collect`; the samples in the order of the parts.
+            As `gather`; the samples in the order of the parts.
         """
         buffers, first = self._next(), 0
-        for collector, records, goal_step in parts:
+        for gatherer, records, goal_step in parts:
             end = first + len(records)
             if end > first:
-                collector.fill(buffers.part(first, end), records, goal_step)
+                gatherer.fill(buffers.part(first, end), records, goal_step)
             first = end
         return dict(buffers.tensors), dict(buffers.mask)
 
@@ -277,7 +277,7 @@ class Gatherer:
         return buffers
 
     def lend(self, batch: Batch) -> None:
-        """End a batch, made of what was collected last, when its ring entry is filled again."""
+        """End a batch, made of what was gathered last, when its ring entry is filled again."""
         buffers = self._latest
         if buffers.storages is None:
             buffers.storages = storages_of(buffers.all)
@@ -285,7 +285,7 @@ class Gatherer:
         buffers.lifetime.bind(batch)
 
     def fill(self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None) -> None:
-        """Run the ops alone: collect the samples that records describe into a batch of the ring."""
+        """Run the ops alone: gather the samples that records describe into a batch of the ring."""
         steps = None
         if self._n_step is not None:
             returns, discount, steps = buffers.n_step

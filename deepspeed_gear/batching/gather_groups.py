@@ -1,4 +1,4 @@
-"""Fields that one call of the op collects."""
+"""Fields that one call of the op gathers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed_gear.ops import Ops
 
 @dataclass
 class FieldGroup:
-    """Fields that are collected by one call of `gather_`.
+    """Fields that are gathered by one call of `gather_`.
 
     Args:
         which: Their numbers.
@@ -38,7 +38,7 @@ class FieldGroup:
         threads: int,
         order: torch.Tensor | None = None,
     ) -> None:
-        """Collect the fields.
+        """Gather the fields.
 
         Args:
             ops: For the tensors' device.

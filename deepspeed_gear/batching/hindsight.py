@@ -83,7 +83,7 @@ class GoalField:
 
 
 class GoalRows:
-    """Collects the drawn rows of all goals of a batch in one call of `gather_`. Not thread-safe.
+    """Gathers the drawn rows of all goals of a batch in one call of `gather_`. Not thread-safe.
 
     Args:
         fields: The goals.

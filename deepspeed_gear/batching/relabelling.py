@@ -22,7 +22,7 @@ class HindsightRelabelling:
     Args:
         config: The config.
         fields: Of a whole batch.
-        needed: Those that this rank collects.
+        needed: Those that this rank gathers.
     Raises:
         ConfigError: The reward cannot be imported.
     """

@@ -38,7 +38,7 @@ def examine(data: str | None = None) -> dict[str, Any]:
         **_torch(),
         **_native(),
         "not_registered": _why_not_registered(),
-        "collecting": _collecting(),
+        "gathering": _gathering(),
         "stale_locks": [parts_of(stale_locks.as_error(lock)) for lock in stale_locks.find()],
     }
     return {**facts, "data": _data(data)} if data else facts
@@ -104,14 +104,14 @@ def _why_not_registered() -> str:
         return str(error)
 
 
-def _collecting() -> list[dict[str, Any]]:
+def _gathering() -> list[dict[str, Any]]:
     """Return how batches of this user's running processes get to their devices, a table of a process each."""
     from deepspeed_gear.store.live_stores import living_stores
     from deepspeed_gear.store.records import Peer
 
     found = []
     for store in living_stores():
-        peers, notes = store.views["peers"], store.views["collect"]
+        peers, notes = store.views["peers"], store.views["transfer"]
         for peer, note in zip(peers.tolist(), notes, strict=False):
             if peer[Peer.REGISTERED] > 0 and peer[Peer.PID] in store.processes:
                 way, _, why = note.tobytes().rstrip(b"\0").decode(errors="replace").partition("; ")

@@ -200,15 +200,15 @@ def registration_lines(reports: Mapping[str, Facts]) -> list[str]:
         f"registration: {host}: {text}"
         for host, facts in reports.items()
         if "not_registered" in facts
-        for text in (_registration(facts), *map(_collecting, facts.get("collecting", [])))
+        for text in (_registration(facts), *map(_gathering, facts.get("gathering", [])))
     ]
 
 
-def _collecting(known: Mapping[str, Any]) -> str:
+def _gathering(known: Mapping[str, Any]) -> str:
     """Return how the batches of a process get to its device."""
     why = f"; not more: {known['why']}" if known["why"] else ""
     return (
-        f"process {known['process']} collects from table {known['table']} by the way {known['way']}, with "
+        f"process {known['process']} gathers from table {known['table']} by the way {known['way']}, with "
         f"{show_bytes(known['registered_bytes'])} of {show_bytes(known['store_bytes'])} registered{why}"
     )
 
@@ -219,8 +219,8 @@ def _registration(facts: Facts) -> str:
     limit = facts["memlock_bytes"]
     locked = "unlimited" if limit is None else show_bytes(limit)
     return (
-        f"all of {show_bytes(facts['shm_bytes'])} may be registered, up to gear.collect.register_bytes; "
-        f'the limit of locked memory is {locked}; mapped files (data.load "map") are staged'
+        f"all of {show_bytes(facts['shm_bytes'])} may be registered, up to gear.transfer.register_bytes; "
+        f'the limit of locked memory is {locked}; mapped files (data.load "mmap") are staged'
     )
 
 

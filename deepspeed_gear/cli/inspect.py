@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarize(dataset: Dataset) -> dict[str, Any]:
-    """Collect what `gear inspect --json` prints; JSON-able. Cost: reads extents and returns only."""
+    """Return what `gear inspect --json` prints; JSON-able. Cost: reads extents and returns only."""
     returns = dataset.schema.role("return")
     summary: dict[str, Any] = {
         "path": str(dataset.path),

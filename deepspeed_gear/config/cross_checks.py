@@ -108,7 +108,7 @@ def _check_table(table: TableConfig, at: str) -> None:
             "max_times_sampled": table.max_times_sampled or None,
             "max_age": table.max_age or None,
             "version": table.version,
-            "rate": table.rate,
+            "rate_limiter": table.rate_limiter,
             "capacity_trajectories": table.capacity_trajectories,
             "max_length": table.max_length,
             "schema": table.schema_,

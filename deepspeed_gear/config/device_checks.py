@@ -48,7 +48,7 @@ def _check_table(table: TableConfig, at: str) -> None:
         "max_times_sampled": table.max_times_sampled,
         "max_age": table.max_age,
         "version": table.version,
-        "rate": table.rate,
+        "rate_limiter": table.rate_limiter,
     }
     for option, wrong in given.items():
         if wrong:
@@ -68,7 +68,7 @@ def _check_selection(config: GearConfig) -> None:
         "verify_every": config.verify_every,
         "count_draws": config.count_draws,
         "pipeline": config.pipeline,
-        "collect": None if config.collect == type(config.collect)() else config.collect.model_dump(),
+        "transfer": None if config.transfer == type(config.transfer)() else config.transfer.model_dump(),
     }
     for option, value in given.items():
         if value:

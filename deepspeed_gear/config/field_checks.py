@@ -46,8 +46,8 @@ class ResolvedField:
         normalize: "mean_std", "min_max" or None.
         scale: Factor applied after normalisation.
         dtype: Name of the dtype in the batch, or "engine".
-        part_first: First step of the window that is collected. No option: set where ranks share a window.
-        part_length: Steps that are collected; None for the whole window.
+        part_first: First step of the window that is gathered. No option: set where ranks share a window.
+        part_length: Steps that are gathered; None for the whole window.
         mask_only: Only the mask is wanted: nothing of the column is read. No option: set for pipeline stages.
         hindsight: The column that a relabelled sample takes the row of a drawn step from, or None.
     """
@@ -70,7 +70,7 @@ class ResolvedField:
 
     @property
     def collected_length(self) -> int | None:
-        """Steps of the window that are collected; None for no time axis."""
+        """Steps of the window that are gathered; None for no time axis."""
         return self.length if self.part_length is None else self.part_length
 
     @property

@@ -45,7 +45,7 @@ class FieldConfig(GearModel):
     derived: Literal["return_to_go", "timestep", "position"] | None = Field(
         default=None,
         description=(
-            "A quantity computed while collecting instead of a stored column: the sum of the rewards to "
+            "A quantity computed while gathering instead of a stored column: the sum of the rewards to "
             "come, the number of each step in its trajectory, or its place in the window (0 to length - 1, "
             "also where that is padded). A field of this name whose table has no such column is derived by "
             "itself."
@@ -260,7 +260,7 @@ class GearConfig(GearModel):
     shared_memory: SharedMemoryConfig = Field(
         default=SharedMemoryConfig(), description="Shared memory of a node."
     )
-    collect: TransferConfig = Field(
+    transfer: TransferConfig = Field(
         default=TransferConfig(), description="How batches get from shared memory to a GPU."
     )
     timeout_s: Timeout = Field(

@@ -47,7 +47,7 @@ class RateLimiterConfig(GearModel):
         default=None,
         description=(
             "Each trajectory is drawn once, in the order in which they came, and so many may wait. With the "
-            'sampler "fifo"; without the other options of a rate.'
+            'sampler "fifo"; without the other options of the rate limiter.'
         ),
     )
     timeout_s: Timeout = Field(
@@ -92,35 +92,35 @@ def check_life(config: GearConfig, table: TableConfig, at: str, name: str) -> No
     if table.max_times_sampled and getattr(config.item_sampler, "stratified", False):
         rule = "must not be given together with sampler.stratified"
         raise ConfigError(f"{at}.max_times_sampled", rule, table.max_times_sampled, "drop one")
-    if table.rate is not None:
-        _check_rate(config, table, table.rate, at, sampled)
+    if table.rate_limiter is not None:
+        _check_rate(config, table, table.rate_limiter, at, sampled)
 
 
 def _check_rate(
     config: GearConfig, table: TableConfig, rate: RateLimiterConfig, at: str, sampled: bool
 ) -> None:
     if not sampled:
-        raise ConfigError(f"{at}.rate", "must not be given for a table that is not sampled", None)
+        raise ConfigError(f"{at}.rate_limiter", "must not be given for a table that is not sampled", None)
     if rate.queue is not None:
         others = {"min_size", "samples_per_insert", "error_buffer"} & rate.model_fields_set
         if others:
-            rule = f"must not be given together with {at}.rate.queue"
-            raise ConfigError(f"{at}.rate.{min(others)}", rule, None, "drop one")
+            rule = f"must not be given together with {at}.rate_limiter.queue"
+            raise ConfigError(f"{at}.rate_limiter.{min(others)}", rule, None, "drop one")
         if config.item_sampler.kind != "fifo" or config.item_sampler.unit != "trajectory":
             rule = 'needs sampler.kind = "fifo" and sampler.unit = "trajectory"'
-            raise ConfigError(f"{at}.rate.queue", rule, rate.queue)
+            raise ConfigError(f"{at}.rate_limiter.queue", rule, rate.queue)
         if table.max_times_sampled > 1:
             rule = "must be 1 in a queue, or left out"
             raise ConfigError(f"{at}.max_times_sampled", rule, table.max_times_sampled)
     if rate.error_buffer is not None and rate.samples_per_insert is None:
-        rule = f"must not be given without {at}.rate.samples_per_insert"
-        raise ConfigError(f"{at}.rate.error_buffer", rule, rate.error_buffer)
+        rule = f"must not be given without {at}.rate_limiter.samples_per_insert"
+        raise ConfigError(f"{at}.rate_limiter.error_buffer", rule, rate.error_buffer)
     if rate.samples_per_insert is not None and config.item_sampler.unit == "step" and not table.max_length:
-        rule = f"must be given with {at}.rate.samples_per_insert where items are steps"
+        rule = f"must be given with {at}.rate_limiter.samples_per_insert where items are steps"
         remedy = "the longest trajectory says how far an addition goes"
         raise ConfigError(f"{at}.max_length", rule, None, remedy)
     held = table.capacity_steps if config.item_sampler.unit == "step" else table.capacity_trajectories
     if held is not None and rate.min_size > held:
         raise ConfigError(
-            f"{at}.rate.min_size", f"must be at most what the table holds ({held})", rate.min_size
+            f"{at}.rate_limiter.min_size", f"must be at most what the table holds ({held})", rate.min_size
         )

@@ -38,10 +38,10 @@ class DataConfig(GearModel):
             "data set was ingested with."
         ),
     )
-    load: Literal["map", "memory"] = Field(
-        default="map",
+    load: Literal["mmap", "memory"] = Field(
+        default="mmap",
         description=(
-            '"map" reads the files in place, so the data may be larger than memory; "memory" copies '
+            '"mmap" reads the files in place, so the data may be larger than memory; "memory" copies '
             "them into shared memory once per node."
         ),
     )
@@ -172,7 +172,7 @@ class TableConfig(GearModel):
     version: VersionConfig | None = Field(
         default=None, description="How far behind the learner's policy the steps may be. null: any far."
     )
-    rate: RateLimiterConfig | None = Field(
+    rate_limiter: RateLimiterConfig | None = Field(
         default=None, description="Who waits for whom. null: nobody waits, but for the first item."
     )
     placement: Literal["host", "device"] = Field(

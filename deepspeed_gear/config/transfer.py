@@ -22,7 +22,7 @@ class TransferConfig(GearModel):
         default="auto",
         description=(
             '"direct": kernels read shared memory in place; "copies": the copy engine fetches each window, '
-            'kernels convert and pad it; "staged": threads of the CPU collect into pinned memory, one copy '
+            'kernels convert and pad it; "staged": threads of the CPU gather into pinned memory, one copy '
             'takes it over; "auto": the fastest as measured at the start, on the CPU none of them, with the '
             "copy engine for windows of 16 KiB and more only. Named for the CPU, a way runs there, which is "
             "for tests."

@@ -32,7 +32,7 @@ class DeviceEvaluation:
         plan: What all ranks have agreed on.
         table: Holds the data set.
         splits: The stream of each split.
-        collector: Of this rank.
+        gatherer: Of this rank.
         burn_in: Which steps only warm up.
     Cost: 64 bytes an item of each split that is used.
     """
@@ -42,11 +42,11 @@ class DeviceEvaluation:
         plan: ReplayPlan,
         table: RingTable,
         splits: Mapping[str, StreamSpec],
-        collector: Gatherer,
+        gatherer: Gatherer,
         burn_in: BurnIn | None,
     ) -> None:
         self._plan, self._table, self._splits = plan, table, splits
-        self._collector, self._burn_in = collector, burn_in
+        self._gatherer, self._burn_in = gatherer, burn_in
         self._found: dict[str, tuple[Tensor, int]] = {}
         self._begun: dict[str, int] = {}
 
@@ -74,7 +74,7 @@ class DeviceEvaluation:
         total = torch.tensor(size, device=records.device)
         facts = spec.rule.unit == "step", total, self._burn_in
         ring = [
-            DeviceBatch(self._collector.buffers(micro), torch.zeros_like(records[:micro]), None, *facts)
+            DeviceBatch(self._gatherer.buffers(micro), torch.zeros_like(records[:micro]), None, *facts)
             for _ in range(_RING)
         ]
         for index in range(len(records) // spec.batch):
@@ -82,7 +82,7 @@ class DeviceEvaluation:
             batch.records.copy_(records[first : first + spec.batch][place.data_rank :: place.data_world])
             batch.of_pass(number, size)
             batch.place(0, place.data_rank, place.data_world)
-            self._collector.fill(batch.buffers, batch.records)
+            self._gatherer.fill(batch.buffers, batch.records)
             yield batch
 
     def _spec(self, split: str) -> StreamSpec:

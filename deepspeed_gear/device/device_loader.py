@@ -1,4 +1,4 @@
-"""Training batches of a table on a device: a global batch is selected, its micro batches are collected."""
+"""Training batches of a table on a device: a global batch is selected, its micro batches are gathered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DeviceLoader:
         draws: Selects global batches: `selection`, or all replicas together.
         reports: Take effect before each selection.
         sharing: How replicas share the table.
-        collector: Of this rank.
+        gatherer: Of this rank.
         burn_in: Which steps only warm up.
         info: Sizes of batches.
         data_rank: This rank's replica.
@@ -36,7 +36,7 @@ class DeviceLoader:
         draws: Draws,
         reports: Reports,
         sharing: TableSharing,
-        collector: Gatherer,
+        gatherer: Gatherer,
         burn_in: BurnIn | None,
         info: BatchInfo,
         data_rank: int,
@@ -44,17 +44,17 @@ class DeviceLoader:
     ) -> None:
         self.reports, self._selection, self._draws = reports, selection, draws
         self._cut = draws if isinstance(draws, JointSelection) else None
-        self._collector, self._burn_in, self._owner, self._info = collector, burn_in, owner, info
+        self._gatherer, self._burn_in, self._owner, self._info = gatherer, burn_in, owner, info
         own, self._data_rank = sharing.has_own_batches, data_rank
         self._num_parts = info.accumulation if own else info.num_micro
         self._first_part, self._part_step = (0, 1) if own else (data_rank, info.data_world)
         self._all = self._records(info.micro * self._num_parts)
         self._all_weights = self._weights(info.micro * self._num_parts)
-        self._later = [collector.buffers(info.micro) for _ in range(info.accumulation - 1)]
+        self._later = [gatherer.buffers(info.micro) for _ in range(info.accumulation - 1)]
         self._ring: list[DeviceBatch] = []
         self.next_micro, self._turn = 0, 0
         later = [tensor for buffers in self._later for tensor in buffers.all]
-        for tensor in (self._all, self._all_weights, collector.counters, *later):
+        for tensor in (self._all, self._all_weights, gatherer.counters, *later):
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
 
     def _records(self, count: int) -> Tensor:
@@ -71,7 +71,7 @@ class DeviceLoader:
         micro, selection = self._info.micro, self._selection
         weight = self._weights(micro) if selection.is_prioritized else None
         facts = selection.has_step_items, selection.table.state[RingState.TOTAL], self._burn_in
-        known = self._collector.buffers(micro), self._records(micro), weight, *facts, self._owner
+        known = self._gatherer.buffers(micro), self._records(micro), weight, *facts, self._owner
         batch = DeviceBatch(*known, None if self._cut is None else self._cut.origins[:micro].clone())
         for tensor in (*batch.buffers.all, batch.records, *([] if weight is None else [weight])):
             torch._dynamo.mark_static_address(tensor)
@@ -84,7 +84,7 @@ class DeviceLoader:
         if self._num_parts == 1:
             self.reports.apply()
             self._draws.select_(out.records, self._all_weights if out.importance is None else out.importance)
-            self._collector.fill(out.buffers, out.records)
+            self._gatherer.fill(out.buffers, out.records)
             self._set_origins(out, 0)
             self._place(out, 0)
             return
@@ -92,14 +92,14 @@ class DeviceLoader:
             self.reports.apply()
             self._draws.select_(self._all, self._all_weights)
             for micro, buffers in enumerate(self._later, 1):
-                self._collector.fill(buffers, self._records_of(micro))
+                self._gatherer.fill(buffers, self._records_of(micro))
         micro = self.next_micro
         self._place(out, micro)
         out.records.copy_(self._records_of(micro))
         if out.importance is not None:
             out.importance.copy_(self._all_weights[self._part(micro)])
         if micro == 0:
-            self._collector.fill(out.buffers, out.records)
+            self._gatherer.fill(out.buffers, out.records)
         else:
             torch._foreach_copy_(out.buffers.all, self._later[micro - 1].all)
         self._set_origins(out, micro)

@@ -71,7 +71,7 @@ class RingTable:
 
         own = {column.name: num_slots if column.rows == "1" else num_rows for column in schema}
         own[RETURN_TO_GO] = num_rows if return_to_go else 0
-        #: What batches are collected from: a table's own rows, and behind them the arrivals.
+        #: What batches are gathered from: a table's own rows, and behind them the arrivals.
         self._collected = {
             column.name: zeros(
                 own[column.name] + arrivals[column.rows == "1"], *column.shape, dtype=DTYPES[column.dtype]
@@ -117,8 +117,8 @@ class RingTable:
         arriving = (self.arrivals(name) for name in self._collected)
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.content.values(), *arriving))
 
-    def collected(self, name: str) -> Tensor:
-        """Return what batches are collected from: own rows, and behind them the arrivals. [rows, *shape]."""
+    def gather_source(self, name: str) -> Tensor:
+        """Return what batches are gathered from: own rows, and behind them the arrivals. [rows, *shape]."""
         return self._collected[name]
 
     def held(self, name: str) -> Tensor:

@@ -22,7 +22,7 @@ class ReadNeeds:
     """What a rank's place in its replica needs of a batch.
 
     Args:
-        fields: Those that it collects, each with its part of the time axis.
+        fields: Those that it gathers, each with its part of the time axis.
         n_step: Whether it needs n-step returns.
     """
 

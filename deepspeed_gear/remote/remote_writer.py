@@ -157,8 +157,8 @@ class RemoteWriter(ProcessBound):
         """
         return OpenTrajectory(self.table, self.schema, self.add, per_trajectory)
 
-    def vector(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
-        """Return what takes the steps of many environments at once; as `TrajectoryWriter.vector`."""
+    def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
+        """Return what takes the steps of many environments at once; as `TrajectoryWriter.vector_writer`."""
         return VectorWriter(self.schema, self.add, *resolve(num_envs, autoreset), self.max_length)
 
     def flush(self) -> None:

@@ -98,7 +98,7 @@ class SendQueue:
             now = time.monotonic()
             if self._held_since is not None and now - max(begin, self._held_since) > self._timeout_s:
                 rule = f"must take trajectories within {self._timeout_s:g} s"
-                remedy = "the table is full or its rate holds back: sample, or raise timeout_s"
+                remedy = "the table is full or its rate limiter blocks: sample, or raise timeout_s"
                 raise NotReadyError("the gateway", rule, None, remedy)
             self._changed.wait(_LOOK_S)
         self.waited_s += time.monotonic() - begin

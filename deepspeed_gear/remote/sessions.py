@@ -157,7 +157,7 @@ class Sessions:
             self.end(StoreError("the gateway", "must add what it gets", None, repr(error)))
 
     def _add_one(self, session: Session, number: int, trajectory: Mapping[str, Any]) -> None:
-        """Add a trajectory or refuse it; wait as long as the table's rate holds it back.
+        """Add a trajectory or refuse it; wait as long as the table's rate limiter holds it back.
 
         Raises:
             GearError: Nothing can be added any more.

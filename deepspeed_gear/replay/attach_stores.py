@@ -27,7 +27,7 @@ from deepspeed_gear.store.writer_options import digest, options_of, with_schema
 
 _DEFAULTS = {
     "table": defaults_of(TableConfig),
-    "rate": defaults_of(RateLimiterConfig),
+    "rate_limiter": defaults_of(RateLimiterConfig),
     "version": defaults_of(VersionConfig),
 }
 NUM_ANSWERS = 64  # of can_sample() that are kept: so far may a rank be ahead of the slowest
@@ -166,7 +166,7 @@ def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
         return {}
     table, sampler = config.resolved_tables[spec.name], config.item_sampler
     weight = sampler.weight_column
-    timeout_s = config.timeout_s if table.rate is None else table.rate.timeout_s
+    timeout_s = config.timeout_s if table.rate_limiter is None else table.rate_limiter.timeout_s
     given = with_schema(table.model_dump(mode="json", by_alias=True), spec.schema)
     return {
         "max_length": table.max_length,

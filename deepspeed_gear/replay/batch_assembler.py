@@ -65,13 +65,13 @@ class BatchAssembler:
             keep = max(2, info.accumulation)
             tables = [stream.table for stream in train]
             self._placing = DeviceTransfer(config, needs, tables, device, info.micro, keep, self._placed)
-        self._collectors = {stream: self._collector(stream) for stream in train}
+        self._collectors = {stream: self._gatherer(stream) for stream in train}
         specs = [stream.table.spec for stream in train]
         self._mapped = [s.dataset.files for s in specs if s.dataset is not None and not s.in_memory]
 
     @property
     def counters(self) -> torch.Tensor:
-        """Real rows, all rows and bytes that the training stream has collected. [3], int64."""
+        """Real rows, all rows and bytes that the training stream has gathered. [3], int64."""
         return torch.stack([self._collectors[stream].totals() for stream in self._train]).sum(0)
 
     def _check_files(self) -> None:
@@ -110,7 +110,7 @@ class BatchAssembler:
             numbers = records[:, Resolution.SAMPLE_NUMBER]
             keys.append(position.transform_keys(self._config.seed, stream.spec.key, numbers))
             epochs.append(selection.epochs[index])
-        tensors, mask = parts[0][0].collect_from(parts)
+        tensors, mask = parts[0][0].gather_from(parts)
         is_spread = any(selection.origins is not None for _, selection in selections)
         samples = BatchSamples(
             records=torch.cat([records for _, records, _ in parts]),
@@ -153,7 +153,7 @@ class BatchAssembler:
         self._check_files()
         self._releases.settle()
         if stream not in self._collectors:
-            self._collectors[stream] = self._collector(stream)
+            self._collectors[stream] = self._gatherer(stream)
         if num_parts == 1:
             records = selection.resolutions.clone()
         else:
@@ -163,8 +163,8 @@ class BatchAssembler:
         if stream.spec.sampler.walks:
             epoch = selection.epochs.view(self._info.micro, num_parts)[:, part].clone()
         goals = self._relabelling.draw(stream.spec.key, records)
-        collector = self._collectors[stream]
-        tensors, mask = collector.collect(records, goals)
+        gatherer = self._collectors[stream]
+        tensors, mask = gatherer.gather(records, goals)
         numbers = records[:, Resolution.SAMPLE_NUMBER]
         valid = self._valid if pass_size is None else numbers < pass_size
         weight = None if stream.spec.priorities is None else self._weigh(stream, selection.head, records)
@@ -172,16 +172,16 @@ class BatchAssembler:
         rest = (goals, self._burn_in, origin, part, num_parts)
         samples = BatchSamples(records, valid, unit, total, epoch, weight, None, None, *rest)
         batch = Batch(tensors, mask, samples)
-        collector.lend(batch)
+        gatherer.lend(batch)
         keys = None
         if self.transform is not None:
             keys = position.transform_keys(self._config.seed, stream.spec.key, numbers)
-        return self._finish(batch, keys, collector)
+        return self._finish(batch, keys, gatherer)
 
     def release(self, stream: BatchStream, key: int) -> None:
         """Release a selection of which this rank needs nothing more, once the device has read it."""
-        collector = self._collectors[stream]
-        if self._placing is not None and isinstance(collector, DeviceGatherer) and collector.reads_in_place:
+        gatherer = self._collectors[stream]
+        if self._placing is not None and isinstance(gatherer, DeviceGatherer) and gatherer.reads_in_place:
             self._releases.hold(self._placing.lane.record(), stream.release, key)
         else:
             stream.release(key)
@@ -206,8 +206,8 @@ class BatchAssembler:
         return batch if self._placing is None else self._placing.hand_over(batch)
 
     def describe(self) -> dict[str, Any]:
-        """Return how batches get to the device; nothing where the host collects them in place."""
-        return {} if self._placing is None else {"collect": self._placing.describe()}
+        """Return how batches get to the device; nothing where the host gathers them in place."""
+        return {} if self._placing is None else {"transfer": self._placing.describe()}
 
     def close(self) -> None:
         """Wait until the device has read the tables, which are closed after this."""
@@ -216,15 +216,15 @@ class BatchAssembler:
                 self._releases.drain()
             self._placing.close()
 
-    def _finish(self, batch: Batch, keys: torch.Tensor | None, collector: Gatherer) -> Batch:
+    def _finish(self, batch: Batch, keys: torch.Tensor | None, gatherer: Gatherer) -> Batch:
         """Move a batch to the device and call the user's transform."""
-        if self._placing is not None and isinstance(collector, DeviceGatherer):
+        if self._placing is not None and isinstance(gatherer, DeviceGatherer):
             lane = self._placing.lane
             with lane.running():
                 if self.transform is not None and keys is not None:  # it computes where the batch is
                     keys = lane.bring([keys])[0]
                 batch = self._change(self._placing.bring(batch), keys)
-            return self._placing.finish(batch, collector)
+            return self._placing.finish(batch, gatherer)
         if self._device.type != "cpu":
             batch = batch.to(self._device)
             keys = None if keys is None else keys.to(self._device)
@@ -259,7 +259,7 @@ class BatchAssembler:
         )
         return weight
 
-    def _collector(self, stream: BatchStream) -> Gatherer:
+    def _gatherer(self, stream: BatchStream) -> Gatherer:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation
         prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
         depth = max(2, info.accumulation) + prepared

@@ -94,7 +94,7 @@ class DeviceReplay(ProcessBound):
             plan.exchange.close()
             raise
         how = self._selection, draws, reports, self._sharing
-        more = self._collector, self._burn_in, plan.info, plan.topology.data_rank
+        more = self._gatherer, self._burn_in, plan.info, plan.topology.data_rank
         self._feed = DeviceLoader(*how, *more, self)
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
         self._closed, self._clamp_warning = False, self._new_clamp_warning()
@@ -116,7 +116,7 @@ class DeviceReplay(ProcessBound):
         self._selection = RingSelection(self.table, spec, betas_of(config, spec, self.device), *numbers)
         self.schema, self.datasets = self.table.schema, plan.datasets
         needs = plan.needs
-        self._collector = Gatherer(
+        self._gatherer = Gatherer(
             needs.fields,
             self.table,
             plan.statistics(needs.fields),
@@ -128,7 +128,7 @@ class DeviceReplay(ProcessBound):
         )
         self._burn_in = BurnIn.of(config, plan.fields, needs.fields)
         splits = specs if options.data is not None else {}
-        self._passes = DeviceEvaluation(plan, self.table, splits, self._collector, self._burn_in)
+        self._passes = DeviceEvaluation(plan, self.table, splits, self._gatherer, self._burn_in)
         self._has_data = self._is_filled = options.data is not None
         return spec
 
@@ -142,7 +142,7 @@ class DeviceReplay(ProcessBound):
         """Fill a batch with this rank's next micro batch. Waits for nothing; can be captured.
 
         A graph that is captured holds the calls of whole global batches: as many as accumulation steps. All
-        micro batches of a global batch are collected with its first one, so that what is added between them
+        micro batches of a global batch are gathered with its first one, so that what is added between them
         changes none.
 
         Args:

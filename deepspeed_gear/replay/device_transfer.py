@@ -42,7 +42,7 @@ from deepspeed_gear.store.cuda_registration import (
     Registration,
     as_device_tensor,
     memory_span,
-    note_collect,
+    note_transfer,
     plan,
     span_of,
 )
@@ -58,7 +58,7 @@ class _Arrival:
     """When a batch is on its device, and which ring entry it is."""
 
     event: Event
-    collector: DeviceGatherer
+    gatherer: DeviceGatherer
     index: int
 
 
@@ -68,10 +68,10 @@ def is_wanted(config: GearConfig, device: torch.device) -> bool:
     Raises:
         ConfigError: One is named for a device of another kind.
     """
-    if device.type not in ("cpu", "cuda") and config.collect.way != "auto":
+    if device.type not in ("cpu", "cuda") and config.transfer.way != "auto":
         rule = "must be auto where batches go to neither CUDA nor the CPU"
-        raise ConfigError("gear.collect.way", rule, config.collect.way, f"they go to {device}")
-    return device.type == "cuda" or (device.type == "cpu" and config.collect.way != "auto")
+        raise ConfigError("gear.transfer.way", rule, config.transfer.way, f"they go to {device}")
+    return device.type == "cuda" or (device.type == "cpu" and config.transfer.way != "auto")
 
 
 def _column_of(field: ResolvedField) -> str:
@@ -88,7 +88,7 @@ class DeviceTransfer:
         device: Where batches go.
         num_samples: B.
         keep: Batches that their user may hold.
-        make: Makes a collector of a stream, with a ring of some depth.
+        make: Makes a gatherer of a stream, with a ring of some depth.
     Raises:
         ConfigError: A way is named that cannot be taken here.
         BuildError: Kernels are asked for that cannot be built.
@@ -105,7 +105,7 @@ class DeviceTransfer:
         make: MakeCollector,
     ) -> None:
         self.lane = lane_of(device)
-        self._options, self._needs, self._keep = config.collect, needs, keep
+        self._options, self._needs, self._keep = config.transfer, needs, keep
         self._registrations: list[Registration] = []
         self._registered: dict[str, int] = {}
         self._left_out: dict[str, dict[str, str]] = {}
@@ -129,7 +129,7 @@ class DeviceTransfer:
         LOG.info("gear: batches go to %s: %s", self.lane.device, self.describe())
 
     def carriage(self, way: str) -> FieldTransfer:
-        """Return what a collector needs to know."""
+        """Return what a gatherer needs to know."""
         ops = self._ops or self._tables[0].ops  # which no staged field asks for
         reached = self._is_reached, self._reaches_n_step
         return FieldTransfer(self.lane, ops, way, *reached, self._keep, self._least_copy_bytes)
@@ -171,7 +171,7 @@ class DeviceTransfer:
         return list(dict.fromkeys(names))
 
     def _reach(self, table: Table) -> Reach:
-        columns = {name: table.collected(name) for name in self._names[table.spec.name]}
+        columns = {name: table.gather_source(name) for name in self._names[table.spec.name]}
         if self.lane.device.type == "cpu":
             return Reach(columns)
         if self._ops is None:
@@ -229,7 +229,7 @@ class DeviceTransfer:
             if wanted in possible and self._works(table, wanted, num_samples, make):
                 return wanted
             raise ConfigError(
-                "gear.collect.way",
+                "gear.transfer.way",
                 "must be possible here",
                 wanted,
                 f"{self._refused.get(wanted, '')}; use auto or staged",
@@ -242,18 +242,18 @@ class DeviceTransfer:
     def _works(self, table: Table, way: str, num_samples: int, make: MakeCollector) -> bool:
         """Try a way, and measure it where there is room for a step; return whether it can be taken."""
         single = {column.name for column in table.spec.schema if column.rows == "1"}
-        held = {name: len(table.collected(name)) for name in self._names[table.spec.name]}
+        held = {name: len(table.gather_source(name)) for name in self._names[table.spec.name]}
         rows = min((n for name, n in held.items() if name not in single), default=table.spec.num_rows)
         slots = min((n for name, n in held.items() if name in single), default=1)
         records = made_up_records(table, num_samples, rows, slots)
         try:
-            collector = make(table, self.carriage(way), self.reach(table), 2)
+            gatherer = make(table, self.carriage(way), self.reach(table), 2)
             if len(records):
-                collector.collect(records)  # loads kernels
+                gatherer.gather(records)  # loads kernels
                 self.lane.record().synchronize()
             if len(records) and self._options.calibrate:
-                self._figures[way] = measure(collector.collect, records, self.lane)
-                size = sum(tensor.nbytes for tensor in collector.ring[0].all)
+                self._figures[way] = measure(gatherer.gather, records, self.lane)
+                size = sum(tensor.nbytes for tensor in gatherer.ring[0].all)
                 self._measured = {"samples": num_samples, "bytes": size, "of": table.memory.num_bytes}
         except RuntimeError as error:
             self._refused[way] = str(error)
@@ -267,7 +267,7 @@ class DeviceTransfer:
             if self._ops is None:
                 why = {"no kernels": next(iter(self._refused.values()), "staged is wanted")}
             text = "; ".join([self.way, *(f"{name}: {rule}" for name, rule in why.items())])
-            note_collect(table, self._registered.get(table.spec.name, 0), text)
+            note_transfer(table, self._registered.get(table.spec.name, 0), text)
 
     # ---- batches ---------------------------------------------------------------------------------
 
@@ -277,9 +277,9 @@ class DeviceTransfer:
         there = dict(zip(map(id, here), self.lane.bring(here), strict=True))
         return batch.map(lambda tensor: there.get(id(tensor), tensor)) if here else batch
 
-    def finish(self, batch: Batch, collector: DeviceGatherer) -> Batch:
+    def finish(self, batch: Batch, gatherer: DeviceGatherer) -> Batch:
         """Note when a batch will be whole."""
-        batch.arrives(_Arrival(self.lane.record(), collector, collector.made))
+        batch.arrives(_Arrival(self.lane.record(), gatherer, gatherer.made))
         return batch
 
     def refuse_capture(self) -> None:
@@ -296,7 +296,7 @@ class DeviceTransfer:
         """Let the stream of this thread, which uses the batch, wait for it. The host waits for nothing."""
         arrival = batch.arrival
         if isinstance(arrival, _Arrival):
-            arrival.collector.hand_over(arrival.index)
+            arrival.gatherer.hand_over(arrival.index)
             self.lane.hand_over(arrival.event, batch.every_tensor)
             batch.arrives(None)
         return batch

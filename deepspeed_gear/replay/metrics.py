@@ -15,7 +15,7 @@ class Metrics:
         self._taken: list[float] = [0] * 7
 
     def produced(self, seconds: float) -> None:
-        """Count a micro batch that was selected and collected."""
+        """Count a micro batch that was selected and gathered."""
         self._sample_s += seconds
         self.num_made += 1
 
@@ -29,7 +29,7 @@ class Metrics:
         """Return means per micro batch since the last call.
 
         Args:
-            counters: Real rows, all rows and bytes collected so far. [3], int64.
+            counters: Real rows, all rows and bytes gathered so far. [3], int64.
         Returns:
             `sample_ms`, `wait_ms`, `bytes`, `padding` (fraction of rows that are padding) and `epoch`.
         """

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args, overload
+from typing import Any, Protocol, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -178,11 +178,11 @@ class Replay(ProcessBound):
         version = arguments.count("version", version, least=0)
         table_edits.set_policy_version(self._table(table), version, self._parts.context)
 
-    def fill(self, number: int, table: str | None = None, **columns: Any) -> None:
+    def fill(self, trajectory_id: int, table: str | None = None, **columns: Any) -> None:
         """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
 
         Args:
-            number: Id of the trajectory.
+            trajectory_id: Its id.
             table: Which table; None for the sampled one.
             **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
         Raises:
@@ -190,41 +190,43 @@ class Replay(ProcessBound):
             StoreError: The trajectory is not stored on this node.
         """
         self._check_open()
-        fill(self._table(table), number, columns, self.config.timeout_s)
+        fill(self._table(table), trajectory_id, columns, self.config.timeout_s)
 
-    @overload
-    def writer(self, envs: None = None, table: str | None = None) -> TrajectoryWriter: ...
-
-    @overload
-    def writer(
-        self, envs: Any, table: str | None = None, autoreset: Autoreset | None = None
-    ) -> VectorWriter: ...
-
-    def writer(
-        self, envs: Any = None, table: str | None = None, autoreset: Autoreset | None = None
-    ) -> TrajectoryWriter | VectorWriter:
-        """Return a writer for simulators in this process.
+    def writer(self, table: str | None = None) -> TrajectoryWriter:
+        """Return a writer of trajectories for simulators in this process.
 
         Where a rank writes, `sample` never waits for items: it raises NotReadyError, and `can_sample` says
         whether it would.
 
         Args:
-            envs: A number of environments, or an environment: what takes their steps; None: what takes
-                trajectories.
             table: Which table; None for the sampled one.
-            autoreset: As `TrajectoryWriter.vector`; with a number of environments it must be given.
+        Raises:
+            StoreError: The table holds a data set.
+        """
+        self._check_open()
+        target = self._table(table)
+        self._access.note_writer(target)
+        writer = TrajectoryWriter(target, self._access.inserter(table))
+        self._writers.add(writer)
+        return writer
+
+    def vector_writer(
+        self, num_envs: Any, autoreset: Autoreset | None = None, table: str | None = None
+    ) -> VectorWriter:
+        """Return a writer that takes the steps of many environments at once; as `writer().vector_writer`.
+
+        Args:
+            num_envs: N; or the environment, whose number and mode are read.
+            autoreset: As `TrajectoryWriter.vector_writer`; with a number of environments it must be given.
+            table: Which table; None for the sampled one.
         Raises:
             DataError: No autoreset mode is given, or not that of the environment.
             StoreError: The table holds a data set.
         """
         self._check_open()
-        target = self._table(table)
-        if envs is not None:
-            resolve(envs, autoreset)  # raises before this process counts as one that writes
-        self._access.note_writer(target)
-        writer = TrajectoryWriter(target, self._access.inserter(table))
-        self._writers.add(writer)
-        return writer if envs is None else writer.vector(envs, autoreset)
+        self._table(table)
+        resolve(num_envs, autoreset)  # raises before this process counts as one that writes
+        return self.writer(table).vector_writer(num_envs, autoreset)
 
     def store(self, table: str | None = None) -> Table:
         """Return this node's store of a table; None: the only one that is sampled.
@@ -302,7 +304,7 @@ class Replay(ProcessBound):
                 stage of a pipeline.
             PeerError: Another rank of the node lags too far behind; with an engine also: it failed, died or
                 ended. The next call tries again.
-            NotReadyError: The table's rate admits no batch in time, or a table that takes writers holds
+            NotReadyError: The table's rate limiter admits no batch in time, or a table with writers holds
                 nothing to sample in time; at once where no other process writes. With an engine on all
                 ranks. The next call tries again.
         """
@@ -315,7 +317,7 @@ class Replay(ProcessBound):
     def can_sample(self) -> bool:
         """Return whether `sample` would return a batch now; the same answer on every rank. Collective.
 
-        As where simulators run in the training ranks: collect while it is False, and sample once it is True.
+        For simulators in the training ranks: step them while it is False, and sample once it is True.
         """
         self._check_reads()
         return self._questions.ask(self._loader.next_key)

@@ -56,7 +56,7 @@ class JointSelectionLimiter:
     def __init__(
         self, table: Table, gate: SelectionLimiter, position: np.ndarray, waiting: LimiterWait
     ) -> None:
-        shard, rate = table.spec.shard, gate.life.rate
+        shard, rate = table.spec.shard, gate.life.rate_limiter
         assert shard is not None
         self.index = shard.index
         self._table, self._gate, self._position, self._waiting = table, gate, position, waiting

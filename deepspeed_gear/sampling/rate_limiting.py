@@ -55,17 +55,17 @@ class SelectionLimiter:
     @property
     def is_plain(self) -> bool:
         """Whether it is always open."""
-        return self.life.rate is None and not self.most
+        return self.life.rate_limiter is None and not self.most
 
     def is_open(self, count: int, exact: bool = True) -> bool:
         """Return whether so many samples may be drawn; arguments as `left`."""
-        rate = self.life.rate
+        rate = self.life.rate_limiter
         size, inserted = (0, 0) if rate is None else rate.counted(self._table.control)[:2]
         return self.admits(size, inserted, self.sampled, count) and self.left(count, exact) >= count
 
     def admits(self, size: int, inserted: int, sampled: int, count: int) -> bool:
         """Return whether there is no rate or it admits so many samples; arguments as `Rate.may_sample`."""
-        rate = self.life.rate
+        rate = self.life.rate_limiter
         return rate is None or rate.may_sample(size, inserted, sampled, count)
 
     @property
@@ -148,11 +148,12 @@ class SelectionLimiter:
         if is_empty or self.is_plain:
             rule = f"must hold what the sampler admits{within}, for the {count} samples of global batch {key}"
         else:
-            rule = f"must be filled{within}, as its rate says, for the {count} samples of global batch {key}"
+            needed = f"the {count} samples of global batch {key}"
+            rule = f"must be filled{within}, as its rate limiter says, for {needed}"
         found = f"{size}; here {held}" if size else held
         if not remedy:
             waiting = "look whether the actors run"
-            remedy = waiting if waited_s else "ask can_sample() first, and collect meanwhile"
+            remedy = waiting if waited_s else "ask can_sample() first, and add meanwhile"
         kind = EmptyTableError if is_empty else NotReadyError
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
 

@@ -63,7 +63,7 @@ class SelectionFailure:
 
         Raises:
             StoreError: No cut can be made, as for want of items: other content or priorities mend it.
-            NotReadyError: The table's rate admits none yet.
+            NotReadyError: The table's rate limiter admits none yet.
             PeerError: Another rank has failed.
         """
         if self._words[FailureRecord.NUMBER] == self._seen:

@@ -90,7 +90,7 @@ def stream_specs(
     sampler, waiting = sampler_for(options), 4 * info.micro * info.accumulation * (config.prefetch + 2)
     bits = most_mass_bits(table.num_items)
     scope = SamplerScope(admitted, config.prefetch, max(MIN_LOG_SIZE, waiting), bits, total_weight)
-    sampling, rate = sampler.spec(scope), config.resolved_tables[table.name].rate
+    sampling, rate = sampler.spec(scope), config.resolved_tables[table.name].rate_limiter
     spread, index = table.num_shards > 1, 0 if mixture is None else config.sampled_tables.index(table.name)
     train = StreamSpec(
         name=TRAIN,

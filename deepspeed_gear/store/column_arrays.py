@@ -56,8 +56,8 @@ class ColumnArrays:
         """Return the rows for arrivals, writable. [arrival_rows or arrival_slots, *shape]."""
         return self._arrivals[name]
 
-    def collected(self, name: str) -> np.ndarray:
-        """Return the rows that batches are collected from. [rows, *shape]."""
+    def gather_source(self, name: str) -> np.ndarray:
+        """Return the rows that batches are gathered from. [rows, *shape]."""
         return self._collected[name]
 
     def _add_together(self, name: str, region: np.ndarray) -> None:

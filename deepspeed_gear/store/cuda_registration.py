@@ -26,7 +26,7 @@ MOST_CALL_BYTES = 1 << 30  # one call of 512 GiB fails on some drivers, and each
 PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 SUCCESS = 0
 IS_FILE = "it lies in a mapped file, which CUDA cannot register"
-OVER_BUDGET = "gear.collect.register_bytes is used up"
+OVER_BUDGET = "gear.transfer.register_bytes is used up"
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Registration:
                 self._runtime.clear_error()
 
 
-def note_collect(table: Table, num_bytes: int, text: str) -> None:
+def note_transfer(table: Table, num_bytes: int, text: str) -> None:
     """Write down in a store how this process's batches get to its device, for `gear doctor`.
 
     Args:
@@ -245,7 +245,7 @@ def note_collect(table: Table, num_bytes: int, text: str) -> None:
         text: The way, and why no more is registered.
     """
     encoded, peer = text.encode()[:NOTE_BYTES], table.memory.peer
-    note = table.views["collect"][peer]
+    note = table.views["transfer"][peer]
     note[:] = 0
     note[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     table.peers[peer, Peer.REGISTERED] = num_bytes + 1

@@ -57,7 +57,7 @@ class Evictor:
 
     def may_insert(self, num_steps: int) -> bool:
         """Return whether the rate admits a trajectory now."""
-        rate, control = self.life.rate, self.table.control
+        rate, control = self.life.rate_limiter, self.table.control
         if rate is None:
             return True
         size, inserted, pending = rate.counted(control)
@@ -201,7 +201,10 @@ class Evictor:
         """Return the error of a wait that was too long."""
         waited = "first" if waited_s == 0 else f"within {waited_s:g} s"
         if refusal == Refusal.RATE_LIMITED:
-            rule, remedy = f"must be sampled from {waited}, as its rate says", "raise rate.error_buffer"
+            rule, remedy = (
+                f"must be sampled from {waited}, as its rate limiter says",
+                "raise rate_limiter.error_buffer",
+            )
         else:
             rule, remedy = f"must be read no more {waited}, where room is needed", "raise the capacity"
         return NotReadyError(f"table {self.table.spec.name}", rule, None, f"sample, or {remedy}")

@@ -1,103 +1,16 @@
-"""How long trajectories stay in a table, and how far who writes and who samples may be ahead. Pure."""
+"""How long trajectories stay in a table: eviction, limits of draws and age. Pure."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-
-from deepspeed_gear.store.records import Control, EvictionCode
+from deepspeed_gear.store.rate_limiter import RateLimiter
+from deepspeed_gear.store.records import EvictionCode
 
 Removal = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
 REMOVAL_CODES = {"none": EvictionCode.NONE, "fifo": EvictionCode.OLDEST, "lifo": EvictionCode.NEWEST}
 UNLIMITED = (1 << 62) - 1
-
-
-@dataclass(frozen=True)
-class RateLimiter:
-    """How many samples are drawn for each item that is added, as Reverb's rate limiters say it.
-
-    With I items ever added and S samples ever drawn, the difference I * samples_per_insert - S stays in
-    [least, most] once `min_size` items are held: whoever would leave it waits.
-
-    Args:
-        unit: What an item is.
-        min_size: No sample is drawn as long as fewer items are held, and as many may always be added.
-        samples_per_insert: The ratio.
-        least, most: Of the difference.
-
-    Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
-    """
-
-    unit: Literal["step", "trajectory"]
-    min_size: int
-    samples_per_insert: float
-    least: float
-    most: float
-
-    @classmethod
-    def ratio(
-        cls, unit: Literal["step", "trajectory"], min_size: int, samples_per_insert: float, buffer: float
-    ) -> RateLimiter:
-        """Allow the difference to stray by `buffer` from what it is at `min_size` items."""
-        offset = samples_per_insert * min_size
-        return cls(unit, min_size, samples_per_insert, offset - buffer, offset + buffer)
-
-    @classmethod
-    def least_size(cls, unit: Literal["step", "trajectory"], min_size: int) -> RateLimiter:
-        """Wait for `min_size` items only."""
-        return cls(unit, min_size, 1.0, -math.inf, math.inf)
-
-    @classmethod
-    def queue(cls, unit: Literal["step", "trajectory"], size: int) -> RateLimiter:
-        """Let at most `size` items wait to be drawn."""
-        return cls(unit, 1, 1.0, 0.0, float(size))
-
-    def may_sample(self, size: int, inserted: int, sampled: int, count: int) -> bool:
-        """Return whether so many samples may be drawn.
-
-        Args:
-            size: Items held.
-            inserted: Items ever added.
-            sampled: Samples ever drawn.
-            count: Samples wanted.
-        """
-        return size >= self.min_size and inserted * self.samples_per_insert - sampled - count >= self.least
-
-    def may_insert(self, size: int, inserted: int, sampled: int, count: int = 1) -> bool:
-        """Return whether so many items may be added; arguments as `may_sample`."""
-        if size + count <= self.min_size:
-            return True
-        return (inserted + count) * self.samples_per_insert - sampled <= self.most
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether who adds may ever have to wait."""
-        return self.most < math.inf
-
-    def room(self, size: int, inserted: int, sampled: int) -> int:
-        """Return how many items may be added, alone or many at once, before another sample is drawn.
-
-        Only where it `holds_back`; arguments as `may_sample`.
-        """
-        ahead = math.floor((self.most + sampled) / self.samples_per_insert) + 1 - inserted
-        while (inserted + ahead) * self.samples_per_insert - sampled > self.most:
-            ahead -= 1
-        return max(ahead, self.min_size - size, 0)
-
-    def counted(self, control: np.ndarray) -> tuple[int, int, int]:
-        """Return the items held, those ever added, and those that are reserved and not committed.
-
-        Args:
-            control: The store's control words. [32], int64.
-        """
-        words = Control.NUM_COMMITTED, Control.INSERTED, Control.PENDING
-        if self.unit == "step":
-            words = Control.STEPS_COMMITTED, Control.STEPS_INSERTED, Control.STEPS_PENDING
-        size, inserted, pending = (int(control[word]) for word in words)
-        return size, inserted, pending
 
 
 @dataclass(frozen=True)
@@ -109,7 +22,7 @@ class Retention:
         column: Per-trajectory column whose lowest values go first, with "keep_best".
         max_steps, max_trajectories: Limits below what there is room for.
         max_times_sampled: Trajectories go when they were drawn so often; 0: never.
-        rate: Who waits for whom; None: nobody.
+        rate_limiter: Who waits for whom; None: nobody.
         max_age: Global batches after which trajectories go; 0: never.
         version_column, max_lag: Column of policy versions, and how far behind the newest they may be.
         waits: Whether a new version waits for open trajectories that would fall behind.
@@ -120,7 +33,7 @@ class Retention:
     max_steps: int = UNLIMITED
     max_trajectories: int = UNLIMITED
     max_times_sampled: int = 0
-    rate: RateLimiter | None = None
+    rate_limiter: RateLimiter | None = None
     max_age: int = 0
     version_column: str | None = None
     max_lag: int = 0
@@ -134,7 +47,7 @@ class Retention:
     @property
     def rate_words(self) -> tuple[Any, ...]:
         """Return the rate as `store_life` takes it."""
-        rate = self.rate
+        rate = self.rate_limiter
         if rate is None:
             return ()
         return rate.unit == "step", rate.min_size, rate.samples_per_insert, rate.most
@@ -142,14 +55,16 @@ class Retention:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON keeps it."""
         values = asdict(self)
-        if self.rate is not None:  # JSON has no infinity
-            values["rate"].update(least=repr(self.rate.least), most=repr(self.rate.most))
+        if self.rate_limiter is not None:  # JSON has no infinity
+            values["rate_limiter"].update(
+                least=repr(self.rate_limiter.least), most=repr(self.rate_limiter.most)
+            )
         return values
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Retention:
         """Return what `to_json` was called on."""
-        rate = values["rate"]
+        rate = values["rate_limiter"]
         if rate is not None:
             rate = RateLimiter(**{**rate, "least": float(rate["least"]), "most": float(rate["most"])})
-        return cls(**{**values, "rate": rate})
+        return cls(**{**values, "rate_limiter": rate})

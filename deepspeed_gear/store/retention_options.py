@@ -7,7 +7,8 @@ from dataclasses import replace
 from deepspeed_gear.config import GearConfig, TableConfig
 from deepspeed_gear.config.rate_limits import RateLimiterConfig
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.store.retention import UNLIMITED, RateLimiter, Retention
+from deepspeed_gear.store.rate_limiter import RateLimiter
+from deepspeed_gear.store.retention import UNLIMITED, Retention
 
 
 def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
@@ -19,13 +20,13 @@ def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int
         capacity: Steps and trajectories that a store holds.
         batch: Samples of a global batch that come from the table.
     Raises:
-        ConfigError: The rate leaves no room for a batch.
+        ConfigError: The rate limiter leaves no room for a batch.
     """
     table, at = config.resolved_tables[name], f"gear.tables.{name}"
-    queue = table.rate is not None and table.rate.queue is not None
+    queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
     times = table.max_times_sampled or int(queue)
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
-    rate = None if table.rate is None else _rate(config, table, table.rate, batch, at)
+    rate = None if table.rate_limiter is None else _rate(config, table, table.rate_limiter, batch, at)
     life = Retention(table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age)
     if table.version is None:
         return life
@@ -41,7 +42,7 @@ def _rate(
     if rate.queue is not None:
         if rate.queue < batch:
             rule = f"must be at least a global batch ({batch})"
-            raise ConfigError(f"{at}.rate.queue", rule, rate.queue)
+            raise ConfigError(f"{at}.rate_limiter.queue", rule, rate.queue)
         return RateLimiter.queue(unit, rate.queue)
     if rate.samples_per_insert is None:
         return RateLimiter.least_size(unit, rate.min_size)
@@ -54,7 +55,7 @@ def _rate(
         buffer = max(least, rate.samples_per_insert * rate.min_size)
     if buffer < least:
         raise ConfigError(
-            f"{at}.rate.error_buffer",
+            f"{at}.rate_limiter.error_buffer",
             f"must be at least {least:g}",
             buffer,
             f"half of a global batch ({batch}) and of what the longest addition brings, and what it brings "

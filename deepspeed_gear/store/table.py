@@ -172,7 +172,7 @@ class Table:
 
         Returns:
             [arrival_rows or arrival_slots, *shape], of the stored dtype (bfloat16 as uint16); beginning at
-            `first_arrival` of what `collected` returns.
+            `first_arrival` of what `gather_source` returns.
         Raises:
             KeyError: There is no such column, or the derived one is not kept.
         """
@@ -188,8 +188,8 @@ class Table:
         """Where the rows lie."""
         return torch.device("cpu")
 
-    def collected(self, name: str) -> torch.Tensor:
-        """Return what batches are collected from, of a column or of RETURN_TO_GO; never write to it.
+    def gather_source(self, name: str) -> torch.Tensor:
+        """Return what batches are gathered from, of a column or of RETURN_TO_GO; never write to it.
 
         Returns:
             In memory the store's own rows and behind them the arrivals; of a mapped data set its own rows or,
@@ -198,16 +198,16 @@ class Table:
             KeyError: There is no such column, or the derived one is not kept.
         """
         dtype = "float32" if name == RETURN_TO_GO else self.spec.schema[name].dtype
-        return as_tensor(self._columns.collected(name), dtype)
+        return as_tensor(self._columns.gather_source(name), dtype)
 
     @property
     def first_arrival(self) -> tuple[int, int]:
-        """Row and slot of the first arrival in what `collected` returns."""
+        """Row and slot of the first arrival in what `gather_source` returns."""
         return (self.spec.num_rows, self.spec.num_slots) if self.spec.in_memory else (0, 0)
 
     @property
-    def collects_own_rows(self) -> bool:
-        """Whether the store's own rows are in what `collected` returns; if not, they must be copied too."""
+    def gathers_own_rows(self) -> bool:
+        """Whether the store's own rows are in what `gather_source` returns; else they must be copied too."""
         return self.spec.in_memory or not self.spec.has_arrivals
 
     def values(self, name: str, slots: np.ndarray) -> np.ndarray:

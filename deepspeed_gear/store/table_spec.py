@@ -137,7 +137,7 @@ class TableSpec:
         regions = [
             Region("control", "int64", (Control.NUM_WORDS,)),
             Region("peers", "int64", (self.num_peers + self.num_writers, Peer.NUM_WORDS)),
-            Region("collect", "uint8", (self.num_peers, NOTE_BYTES)),
+            Region("transfer", "uint8", (self.num_peers, NOTE_BYTES)),
             Region("slots", "int64", (self.num_slots, Slot.NUM_WORDS)),
         ]
         if self.dataset is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed_gear.schema import Schema
 
-OBJECTS = ("rate", "version")  # options of a table that have options of their own
+OBJECTS = ("rate_limiter", "version")  # options of a table that have options of their own
 _ABSENT = object()
 
 

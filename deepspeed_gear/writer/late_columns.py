@@ -16,7 +16,7 @@ from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table
 
 
-def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float) -> None:
+def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s: float) -> None:
     """Write late columns of a stored trajectory; batches from the next cut on may read them.
 
     The rows are written with the lock held, so the slot cannot become another trajectory's meanwhile; what a
@@ -24,7 +24,7 @@ def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float
 
     Args:
         table: With a capacity.
-        number: Id of the trajectory.
+        trajectory_id: Its id.
         columns: Column -> [T, *shape], [T+1, *shape] or [*shape].
         timeout_s: Longest wait for a cut over nodes.
     Raises:
@@ -33,7 +33,7 @@ def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float
         StoreError: The trajectory is not stored on this node.
     """
     name, schema = f"table {table.spec.name}", table.spec.schema
-    number = arguments.count("number", number, least=0)
+    trajectory_id = arguments.count("trajectory_id", trajectory_id, least=0)
     arrays = {}
     for column_name, value in columns.items():
         if column_name not in schema or not schema[column_name].late:
@@ -43,17 +43,21 @@ def fill(table: Table, number: int, columns: Mapping[str, Any], timeout_s: float
     check_finite(name, schema, arrays)
     bits = schema.late_bits(arrays)
     with quiet(table, timeout_s):
-        slot = int(table.slots_of(np.array([number]))[0])
+        slot = int(table.slots_of(np.array([trajectory_id]))[0])
         if slot < 0:
-            raise StoreError(f"{name}: id", "must be stored on this node", number, "it may have gone already")
+            raise StoreError(
+                f"{name}: id", "must be stored on this node", trajectory_id, "it may have gone already"
+            )
         life = table.views["life"]
         if life[slot, SlotRetention.OPEN]:
-            raise DataError(f"{name}: id {number}", "must have ended to get late columns", None)
+            raise DataError(f"{name}: id {trajectory_id}", "must have ended to get late columns", None)
         if life[slot, SlotRetention.PRESENT] & bits:
             written = [
                 column for column in arrays if life[slot, SlotRetention.PRESENT] & schema.late_bits([column])
             ]
-            raise DataError(f"{name}: column {written[0]}", "must be written once", f"id {number} has it")
+            raise DataError(
+                f"{name}: column {written[0]}", "must be written once", f"id {trajectory_id} has it"
+            )
         _write(table, slot, arrays)
         life[slot, SlotRetention.PRESENT] |= bits  # the commit point
         assert table.extents is not None

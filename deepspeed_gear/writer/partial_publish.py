@@ -145,7 +145,7 @@ class Publisher:
             self._let_go(growing, truncated=False)
             growing.begin_anew()
             return True
-        rate = self._table.spec.life.rate
+        rate = self._table.spec.life.rate_limiter
         if rate is not None and rate.unit == "step" and not self._inserter.room.may_insert(part.num_new):
             return False
         self._write(part, growing.handle.slot)

@@ -162,7 +162,7 @@ class TrajectoryWriter(ProcessBound):
         Raises:
             DataError: It does not fit the schema; nothing has changed.
             StoreFullError: There is no room, and the table lets nobody go.
-            NotReadyError: The ranks have not sampled in time, as the table's rate wants.
+            NotReadyError: The ranks have not sampled in time, as the table's rate limiter wants.
             StoreError: The run has ended.
         """
         self._look()
@@ -175,14 +175,14 @@ class TrajectoryWriter(ProcessBound):
         """Trajectories of this writer that are stored, or were: whole ones, and those that were published."""
         return self._num_whole + self._publisher.num_begun
 
-    def fill(self, number: int, **columns: Any) -> None:
+    def fill(self, trajectory_id: int, **columns: Any) -> None:
         """Write late columns of a stored trajectory, once; as `Replay.fill`.
 
         Raises:
-            DataError, StoreError: As `writer.late.fill`.
+            DataError, StoreError: As `Replay.fill`.
         """
         self._look()
-        fill(self._table, number, columns, self._table.lock.timeout_s)
+        fill(self._table, trajectory_id, columns, self._table.lock.timeout_s)
 
     def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
         """Begin a trajectory that is added at the end of a `with` block.
@@ -196,7 +196,7 @@ class TrajectoryWriter(ProcessBound):
         opened = OpenTrajectory(self.table, self.schema, self.add, per_trajectory, self._publisher, native)
         return self._watched(opened)
 
-    def vector(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
+    def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
         """Return what takes the steps of many environments at once.
 
         Args:

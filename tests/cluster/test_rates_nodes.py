@@ -12,7 +12,7 @@ import pytest
 from cluster_support import Cluster
 from rate_cases import BATCH, fill, rest, section_of, sections
 
-from deepspeed_gear.store.retention import RateLimiter
+from deepspeed_gear.store.rate_limiter import RateLimiter
 
 Cases = dict[str, tuple[dict[str, Any], str, dict[str, Any]]]
 
@@ -21,13 +21,19 @@ STEPS = {"min_size": 60, "samples_per_insert": 1.0, "error_buffer": 29.0}  # as 
 TRAJECTORIES = {"min_size": 5, "samples_per_insert": 2.0, "error_buffer": 7.0}
 QUEUE = {"queue": 14}
 PHASES: dict[str, dict[str, Any]] = {
-    "both": {"actors": [2, 0, 2, 0], "unit": "step", "rate": STEPS, "batches": 150, "lose": None},
-    "one": {"actors": [0, 0, 1, 1], "unit": "trajectory", "rate": TRAJECTORIES, "batches": 80, "lose": None},
-    "lost": {"actors": [2, 0, 2, 0], "unit": "step", "rate": STEPS, "batches": 100, "lose": 40},
+    "both": {"actors": [2, 0, 2, 0], "unit": "step", "rate_limiter": STEPS, "batches": 150, "lose": None},
+    "one": {
+        "actors": [0, 0, 1, 1],
+        "unit": "trajectory",
+        "rate_limiter": TRAJECTORIES,
+        "batches": 80,
+        "lose": None,
+    },
+    "lost": {"actors": [2, 0, 2, 0], "unit": "step", "rate_limiter": STEPS, "batches": 100, "lose": 40},
     "queue": {
         "actors": [1, 0, 0, 1],
         "unit": "trajectory",
-        "rate": {"queue": 14},
+        "rate_limiter": {"queue": 14},
         "batches": 80,
         "lose": None,
     },
@@ -61,7 +67,7 @@ def found(cluster: Cluster, cases: Cases, tmp_path_factory: pytest.TempPathFacto
         section = section_of(
             "fifo" if name == "queue" else "uniform", phase["unit"], remove="fifo", writers=2
         )
-        section["tables"]["main"]["rate"] = {**phase["rate"], "timeout_s": 30.0}
+        section["tables"]["main"]["rate_limiter"] = {**phase["rate_limiter"], "timeout_s": 30.0}
         section["shared_memory"] = {"prefix": f"rates{name}"}
         phases[name] = {**phase, "section": section}
     return run(cluster, tmp_path_factory.mktemp("two"), cases, phases, 2, 2)
@@ -85,7 +91,7 @@ def test_two_nodes_draw_what_one_draws(cases: Cases, found: Run) -> None:
 
 
 def test_three_nodes_draw_what_one_draws(cluster: Cluster, cases: Cases, tmp_path: Path) -> None:
-    some = {name: cases[name] for name in ("times", "least_of_table", "queue", "rate")}
+    some = {name: cases[name] for name in ("times", "least_of_table", "queue", "rate_limiter")}
     check_batches(some, run(cluster, tmp_path, some, {}, 3, 1).seen)
 
 
@@ -93,7 +99,7 @@ def test_three_nodes_draw_what_one_draws(cluster: Cluster, cases: Cases, tmp_pat
 
 
 def rate_of(name: str) -> RateLimiter:
-    options: Any = PHASES[name]["rate"]
+    options: Any = PHASES[name]["rate_limiter"]
     if name == "queue":
         return RateLimiter.queue("trajectory", options["queue"])
     return RateLimiter.ratio(PHASES[name]["unit"], *(options[key] for key in STEPS))

@@ -275,7 +275,7 @@ def refused_cases(name: str) -> list[tuple[str, list[Any], list[str], list[str],
             ["DataError"] * 2,
             ["must be the same data set on all ranks", "rank 0", "rank 1"],
         ),
-        ("placement", [fine, source(load="map")], same, config, ["gear.tables.main.data.load", "map"]),
+        ("placement", [fine, source(load="mmap")], same, config, ["gear.tables.main.data.load", "mmap"]),
         ("backend", [fine, other(backend="reference")], same, config, ["gear.backend", "reference"]),
         ("7 by 2", [other(batch_size=7)] * 2, same, config, [divide, "7"]),
         (

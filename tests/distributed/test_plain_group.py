@@ -23,7 +23,7 @@ def ran(
     """Run four ranks, also by a way to a device; return where they wrote, and what one process sees."""
     folder = tmp_path_factory.mktemp("plain")
     section = config_of(dataset, batch_size=12, prefetch=1, sampler={"unit": "step"}, seed=9)
-    of_ranks = {**section, "collect": {"way": request.param}}
+    of_ranks = {**section, "transfer": {"way": request.param}}
     run_ranks("plain_group.py", 4, str(folder), json.dumps(of_ranks))
     assert shared_files(section["shared_memory"]["prefix"]) == []
     return folder, alone(section, 6)

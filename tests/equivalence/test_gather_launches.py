@@ -1,4 +1,4 @@
-"""How the kernel that collects is launched: few blocks that its fields share, for a range of samples each."""
+"""How the kernel that gathers is launched: few blocks that its fields share, for a range of samples each."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def test_more_fields_than_one_launch_takes(
     check(reference, native, same_bits, fields, resolutions_of(70))
 
 
-def test_nothing_to_collect(reference: Ops, native: Ops, same_bits: SameBits) -> None:
+def test_nothing_to_gather(reference: Ops, native: Ops, same_bits: SameBits) -> None:
     check(reference, native, same_bits, [], resolutions_of(7))
 
 

@@ -1,4 +1,4 @@
-"""What is collected of a record that is no sample, on every backend: padding."""
+"""What is gathered of a record that is no sample, on every backend: padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectors of a device whose kernels run on the host: what they read in place, and what is fetched."""
+"""Gatherers of a device whose kernels run on the host: what they read in place, and what is fetched."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_kernels_give_the_batches_of_the_collector(kernels_on_host: Ops, way: st
         options: dict[str, Any] = {"fields": replay.fields, "table": table, "statistics": {}, "depth": 1}
         options |= {"n_step": NStepConfig(n=3, gamma=0.9), "num_samples": len(records), "threads": 1}
         options["engine_dtype"] = torch.bfloat16
-        reach = Reach({name: table.collected(name) for name in NAMES})
+        reach = Reach({name: table.gather_source(name) for name in NAMES})
         carriage = FieldTransfer(HostStream(), kernels_on_host, way, lambda name: True, True, 2)
         placed = DeviceGatherer(carriage, reach, **options)
         assert list(placed.ways.values()).count(way) >= 6
         plain = Gatherer(**options)
-        for expected, got in zip(plain.collect(records), placed.collect(records), strict=True):
+        for expected, got in zip(plain.gather(records), placed.gather(records), strict=True):
             assert expected.keys() == got.keys()
             assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert placed.totals().tolist() == plain.totals().tolist()

@@ -69,9 +69,9 @@ def trajectory(steps: int) -> dict[str, Any]:
     }
 
 
-def replay_of(device: str, collect: dict[str, Any] | None = None, **options: Any) -> Replay:
+def replay_of(device: str, gather: dict[str, Any] | None = None, **options: Any) -> Replay:
     section = {"fields": FIELDS, "n_step": {"n": 3, "gamma": 0.9}, "batch_size": 64, "sampler": PRIORITIZED}
-    section |= {"tables": {"main": {"capacity_steps": 100_000}}, "collect": collect or {}, **options}
+    section |= {"tables": {"main": {"capacity_steps": 100_000}}, "transfer": gather or {}, **options}
     replay = Replay(
         config_of(**section), schemas={"main": SCHEMA}, device=device, engine_dtype=torch.bfloat16
     )
@@ -117,7 +117,7 @@ def assert_same(got: Batch, expected: Batch) -> None:
 def page_bytes_of(column: str) -> int:
     """The whole pages that a column lies in; a table begins with a page on every device."""
     with replay_of("cpu") as replay:
-        span = span_of(replay.streams["train"].table.collected(column))
+        span = span_of(replay.streams["train"].table.gather_source(column))
     return (-(-span.end // mmap.PAGESIZE) - span.begin // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -132,7 +132,7 @@ def expected() -> list[Batch]:
 def test_every_way_gives_the_batches_of_the_cpu(expected: list[Batch], way: str, prefetch: int) -> None:
     skip_without(way)
     with replay_of("cuda", {"way": way}, prefetch=prefetch) as replay:
-        told = replay.statistics()["collect"]
+        told = replay.statistics()["transfer"]
         assert told["way"] == way or way == "auto"
         assert told["way"] in told["seconds"]
         for batch in expected:
@@ -146,7 +146,7 @@ def test_what_is_not_registered_is_staged(expected: list[Batch], way: str) -> No
     skip_without(way)
     most = page_bytes_of("observation")
     with replay_of("cuda", {"way": way, "register_bytes": most}) as replay:
-        told = replay.statistics()["collect"]
+        told = replay.statistics()["transfer"]
         assert told["registered_bytes"] == (0 if way == STAGED else most)
         if way != STAGED:
             assert set(told["not_registered"]["main"].values()) == {OVER_BUDGET}
@@ -158,9 +158,9 @@ def test_what_is_not_registered_is_staged(expected: list[Batch], way: str) -> No
 
 def test_nothing_registered_means_staged(expected: list[Batch]) -> None:
     with replay_of("cuda", {"register_bytes": 0}) as replay:
-        assert replay.statistics()["collect"]["way"] == STAGED
+        assert replay.statistics()["transfer"]["way"] == STAGED
         assert_same(replay.sample(), expected[0])
-    with pytest.raises(ConfigError, match=r"gear\.collect\.way must be possible here"):
+    with pytest.raises(ConfigError, match=r"gear\.transfer\.way must be possible here"):
         replay_of("cuda", {"way": DIRECT, "register_bytes": 0})
 
 

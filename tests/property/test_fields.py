@@ -268,7 +268,7 @@ def test_normalised_fields_of_data_sets(backend: str, scene: Scene, in_memory: b
         with DatasetWriter(Path(folder) / "d", scene.schema) as writer:
             for trajectory in scene.trajectories:
                 writer.add({name: as_stored(value) for name, value in trajectory.items()})
-        data = {"path": f"{folder}/d", "load": "memory" if in_memory else "map"}
+        data = {"path": f"{folder}/d", "load": "memory" if in_memory else "mmap"}
         section = {
             k: v
             for k, v in config_of(backend=backend, batch_size=BATCH, **scene.options).items()

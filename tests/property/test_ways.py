@@ -1,4 +1,4 @@
-"""The three ways to a device give the batches of the collector, whatever is collected; here on the CPU."""
+"""The three ways to a device give the batches of the gatherer, whatever is gathered; here on the CPU."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def records_of(table: Table, draw: st.DrawFn) -> torch.Tensor:
 
 def placed(way: str, reached: frozenset[str], options: dict[str, Any]) -> DeviceGatherer:
     table: Table = options["table"]
-    reach = Reach({name: table.collected(name) for name in reached})
+    reach = Reach({name: table.gather_source(name) for name in reached})
     n_step = {"reward", "terminated", "truncated"} <= reached
     carriage = FieldTransfer(HostStream(), table.ops, way, lambda name: name in reached, n_step, 2)
     return DeviceGatherer(carriage, reach, **options)
@@ -126,7 +126,7 @@ def test_every_way_gives_the_batches_of_the_collector(
     if everything and way == DIRECT:
         assert set(other.ways.values()) <= {DIRECT}
     for turn in range(3):
-        here, there = plain.collect(records.roll(turn, 0)), other.collect(records.roll(turn, 0))
+        here, there = plain.gather(records.roll(turn, 0)), other.gather(records.roll(turn, 0))
         for expected, got in zip(here, there, strict=True):
             assert expected.keys() == got.keys()
             for name in expected:
@@ -147,12 +147,12 @@ def test_parts_of_a_batch_from_several_collectors(table: Table, data: st.DataObj
     some[1] = some[1][:0]
     options["num_samples"] = sum(len(records) for records in some)
     reached = data.draw(st.frozensets(st.sampled_from(NAMES)) | st.just(frozenset(NAMES)))
-    plain = Gatherer(**options).collect(torch.cat(some))
-    collectors = [placed(way, reached, options) for _ in some]
-    parts = [(collector, records, None) for collector, records in zip(collectors, some, strict=True)]
-    got = collectors[0].collect_from(parts)
+    plain = Gatherer(**options).gather(torch.cat(some))
+    gatherers = [placed(way, reached, options) for _ in some]
+    parts = [(gatherer, records, None) for gatherer, records in zip(gatherers, some, strict=True)]
+    got = gatherers[0].gather_from(parts)
     for expected, found in zip(plain, got, strict=True):
-        assert all(torch.equal(found[name], expected[name]) for name in expected), collectors[0].ways
+        assert all(torch.equal(found[name], expected[name]) for name in expected), gatherers[0].ways
 
 
 def test_what_cannot_go_a_way_goes_another(table: Table) -> None:

@@ -138,10 +138,10 @@ def divided_windows(draw: st.DrawFn) -> tuple[Window, int]:
     return window, parts
 
 
-def collect(
+def gather(
     ops: Ops, table: Table, column: torch.Tensor, kind: Kind, window: Window, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Collect the rows [first, first + count) of a window: values, mask, and what is counted."""
+    """Gather the rows [first, first + count) of a window: values, mask, and what is counted."""
     resolutions, none = table.resolutions, torch.empty(0)
     scale, n_steps = (none, none), torch.arange(len(resolutions)) % 4 + 1
     if kind.scaled:
@@ -166,9 +166,9 @@ def test_parts_are_the_window(ops: Ops, table: Table, divided: tuple[Window, int
     window, parts = divided
     random = torch.Generator().manual_seed(table.num_rows)
     column = (torch.rand(table.num_rows, kind.elements, generator=random) * 100).to(kind.stored)
-    whole, mask, counts = collect(ops, table, column, kind, window, 0, window.length)
+    whole, mask, counts = gather(ops, table, column, kind, window, 0, window.length)
     part = window.length // parts
-    found = [collect(ops, table, column, kind, window, i * part, part) for i in range(parts)]
+    found = [gather(ops, table, column, kind, window, i * part, part) for i in range(parts)]
     joined, joined_mask = torch.cat([f[0] for f in found], dim=1), torch.cat([f[1] for f in found], dim=1)
     assert torch.equal(joined.view(torch.uint8), whole.view(torch.uint8))
     assert torch.equal(joined_mask, mask)

@@ -128,7 +128,7 @@ def gather(
     order: Tensor | None = None,
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Collect one window of one column for every resolution."""
+    """Gather one window of one column for every resolution."""
     target = dtype or column.dtype
     steps = 1 if length is None else length
     rows_wanted = steps - first if count is None else count
@@ -268,7 +268,7 @@ def unpack_rows(
     *,
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Copy rows out of messages to where batches are collected from; `reference/rows.py` says more."""
+    """Copy rows out of messages to where batches are gathered from; `reference/rows.py` says more."""
     sizes, needed = (torch.zeros_like(heads), torch.zeros(2, dtype=torch.int64))
     given = (messages, which, samples, windows, members, columns, heads, room)
     (ops or load_backend()).unpack_rows_(arrivals, ring, sizes, needed, *given)

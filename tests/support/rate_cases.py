@@ -35,14 +35,14 @@ def sections() -> dict[str, dict[str, Any]]:
     return {
         "times": section_of("uniform", max_times_sampled=3),
         "once": section_of("length", max_times_sampled=1),
-        "seldom": section_of("uniform", max_times_sampled=30, rate=SELDOM),
+        "seldom": section_of("uniform", max_times_sampled=30, rate_limiter=SELDOM),
         "priorities": section_of(prioritized("batch"), max_times_sampled=4),
         "least_of_table": section_of(prioritized("table"), max_times_sampled=4),
         "number_of_items": section_of(prioritized(None), max_times_sampled=4),
         "ahead": {**section_of("uniform", max_times_sampled=3), "prefetch": 1},
         "newest": section_of("lifo", max_times_sampled=2),
-        "queue": section_of("fifo", rate={"queue": 60}),
-        "rate": section_of("uniform", "step", rate=RATE),
+        "queue": section_of("fifo", rate_limiter={"queue": 60}),
+        "rate_limiter": section_of("uniform", "step", rate_limiter=RATE),
     }
 
 

@@ -46,7 +46,7 @@ def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
         return {"data": str(data), "sampler": {"kind": kind, "unit": unit}, "fields": WINDOWS, **options}
 
     mixed = {
-        "tables": {"a": {"data": str(data)}, "b": {"data": {"path": str(other), "load": "map"}}},
+        "tables": {"a": {"data": str(data)}, "b": {"data": {"path": str(other), "load": "mmap"}}},
         "fields": WINDOWS,
     }
     shares = {"kind": "mixture", "shares": {"a": 0.3, "b": 0.7}}
@@ -63,7 +63,7 @@ def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
         },
         "trajectories": case(unit="trajectory", prefetch=2),
         "stratified": case(sampler={"kind": "uniform", "unit": "step", "stratified": True}),
-        "mapped": case(data={"path": str(data), "load": "map", "split": {"eval": 0.3}}),
+        "mapped": case(data={"path": str(data), "load": "mmap", "split": {"eval": 0.3}}),
         "length": case("length", "trajectory"),
         "weighted": case(sampler={"kind": "weighted", "unit": "step", "weight": "task"}),
         "epoch": case("epoch", prefetch=1),

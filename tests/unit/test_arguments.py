@@ -51,7 +51,7 @@ class Scene:
         for number in range(3):
             self.replay.add(trajectory(number, 5))
         self.batch, self.writer = self.replay.sample().clone(), self.replay.writer()
-        self.vector = self.replay.writer(envs=2, autoreset="next_step")
+        self.vector = self.replay.vector_writer(2, autoreset="next_step")
         self.vector.reset(observation=ROWS["observation"], task=[0, 1])
         self.device_config = config_of(batch_size=4, sampler=SAMPLER, tables={"main": ON_DEVICE})
         self.device = DeviceReplay(self.device_config, "cpu", schemas={"main": SCHEMA})
@@ -171,7 +171,7 @@ CALLS: dict[str, Call] = {
     "attach memory": (lambda s, bad: TrajectoryWriter.attach({"shared_memory": bad}, wait_s=0.0), set()),
     "attach to": (lambda s, bad: TrajectoryWriter.attach(table=bad, wait_s=0.0), {"None"}),
     "attach name": (lambda s, bad: TrajectoryWriter.attach(name=bad, wait_s=0.0), {"None"}),
-    "writer.vector": (lambda s, bad: s.writer.vector(bad), set()),
+    "writer.vector": (lambda s, bad: s.writer.vector_writer(bad), set()),
     "vector.reset mask": (lambda s, bad: s.vector.reset(bad, observation=ROWS["observation"]), {"None"}),
     "vector.reset": (lambda s, bad: s.vector.reset(observation=bad), set()),
     "vector.step envs": (lambda s, bad: s.vector.step(envs=bad, **ROWS), {"None"}),

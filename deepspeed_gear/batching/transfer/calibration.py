@@ -17,7 +17,7 @@ ROUNDS = 5
 MOST_SLOWED = 0.05  # of the time of what the device does beside a batch
 MOST_STEPS = 1000  # of a trajectory that is made up
 _MATMUL, _MATMULS = 4096, 32  # what keeps a device busy: 4 TFLOP, some milliseconds
-Collect = Callable[[torch.Tensor], object]
+Gather = Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
     Args:
         table: Where they lie.
         count: How many.
-        num_rows: Rows of its shortest column of steps that is collected.
+        num_rows: Rows of its shortest column of steps that is gathered.
         num_slots: Of its shortest column of one row per trajectory.
     Returns:
         [count, 8], int64; none where there is no room for a step.
@@ -59,18 +59,18 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
     return torch.from_numpy(records)
 
 
-def measure(collect: Collect, records: torch.Tensor, lane: TransferStream) -> TransferTimings:
+def measure(gather: Gather, records: torch.Tensor, lane: TransferStream) -> TransferTimings:
     """Time one way.
 
     Args:
-        collect: Collects a batch on the lane; has done so before.
+        gather: Gathers a batch on the lane; has done so before.
         records: What of.
         lane: The lane.
     """
 
     def seconds() -> float:
         begin = time.perf_counter()
-        collect(records)
+        gather(records)
         lane.record().synchronize()
         return time.perf_counter() - begin
 

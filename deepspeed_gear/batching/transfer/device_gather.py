@@ -1,4 +1,4 @@
-"""Batches on a device: each field collected by kernels, fetched by the copy engine, or staged by the host.
+"""Batches on a device: each field gathered by kernels, fetched by the copy engine, or staged by the host.
 
 A ring entry is one allocation on the device. What is staged lies at its front and has the same layout in
 pinned memory of the host, so one copy takes it over. All work is given to a lane; nobody waits for it but
@@ -99,7 +99,7 @@ def n_step_columns(table: Rows) -> list[str | None]:
 
 
 class DeviceGatherer(Gatherer):
-    """Collects batches of fixed fields and size on a device. One thread collects, another may take batches.
+    """Gathers batches of fixed fields and size on a device. One thread gathers, another may take batches.
 
     Args:
         carriage: How they get there; of all tables of a mixture alike.
@@ -118,7 +118,7 @@ class DeviceGatherer(Gatherer):
         self._out: deque[tuple[_Slot, int]] = deque()
         self._lock = threading.Lock()  # of what the two threads know of the ring entries
         self.made = 0  # index of the latest ring entry
-        with self._lane.running():  # so that zeros are written before what the lane collects
+        with self._lane.running():  # so that zeros are written before what the lane gathers
             self._counters_there = torch.zeros(3, dtype=torch.int64, device=self._lane.device)
             self._counters_seen = self._lane.buffer(24).view(torch.int64)
             super().__init__(**options)
@@ -232,10 +232,10 @@ class DeviceGatherer(Gatherer):
 
     # ---- a batch ---------------------------------------------------------------------------------
 
-    def collect(
+    def gather(
         self, records: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Collect the samples that records describe; as `Gatherer.collect`, on the device.
+        """Gather the samples that records describe; as `Gatherer.gather`, on the device.
 
         Args:
             records: In memory of the host.
@@ -243,9 +243,9 @@ class DeviceGatherer(Gatherer):
         Returns:
             Tensors that are ready behind what the lane was given until now.
         """
-        return self.collect_from([(self, records, goal_step)])
+        return self.gather_from([(self, records, goal_step)])
 
-    def collect_from(
+    def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         self.made = self._turn
@@ -258,18 +258,18 @@ class DeviceGatherer(Gatherer):
             self._reuse(slot)
             if pinned.copied is not None:
                 pinned.copied.synchronize()
-            for (collector, records, goals), first, end in some:
+            for (gatherer, records, goals), first, end in some:
                 host = pinned.buffers if whole else pinned.buffers.part(first, end)
-                assert isinstance(collector, DeviceGatherer)
+                assert isinstance(gatherer, DeviceGatherer)
                 if end > first:
-                    collector.stage(host, records, goals)
+                    gatherer.stage(host, records, goals)
             if slot.front.numel():
                 slot.front.copy_(pinned.flat, non_blocking=True)
                 pinned.copied = self._lane.record()
-            for (collector, records, _), first, end in some:
-                assert isinstance(collector, DeviceGatherer)
+            for (gatherer, records, _), first, end in some:
+                assert isinstance(gatherer, DeviceGatherer)
                 if end > first:
-                    collector.place(buffers if whole else buffers.part(first, end), records)
+                    gatherer.place(buffers if whole else buffers.part(first, end), records)
         return dict(buffers.tensors), dict(buffers.mask)
 
     def _reuse(self, slot: _Slot) -> None:
@@ -299,7 +299,7 @@ class DeviceGatherer(Gatherer):
                     old.free = until_now
 
     def stage(self, host: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None) -> None:
-        """Collect what is staged, in this thread."""
+        """Gather what is staged, in this thread."""
         steps = None
         if self._n_step is not None and self._stages_n_step:
             steps = host.n_step[2]
@@ -310,7 +310,7 @@ class DeviceGatherer(Gatherer):
             self._goals.fill(host.outs, host.masks, self.counters, records, goal_step)
 
     def place(self, buffers: Buffers, records: torch.Tensor) -> None:
-        """Let the device collect the rest; `records` in memory of the host."""
+        """Let the device gather the rest; `records` in memory of the host."""
         if not self.reads_in_place:
             return
         there, order = self._lane.bring([records, self._order(records)])

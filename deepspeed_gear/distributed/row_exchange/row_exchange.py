@@ -90,7 +90,7 @@ class RowExchange:
         sizes, needed = np.zeros(num_nodes, np.int64), np.zeros(2, np.int64)
         self._size_words, self._needed_words = sizes.data, needed.data
         self._sizes, self._needed = torch.from_numpy(sizes), torch.from_numpy(needed)
-        self.takes_own = not table.collects_own_rows
+        self.takes_own = not table.gathers_own_rows
 
     def steps_of(self, records: torch.Tensor) -> torch.Tensor | None:
         """Return the steps of the n-step returns of this node's records, where windows follow them. [n]."""
@@ -137,7 +137,7 @@ class RowExchange:
 
         Args:
             entry: The ring's entry whose arrivals are filled.
-            ring: The entry; gets first row and slot of each incoming sample, as `Table.collected` counts.
+            ring: The entry; gets first row and slot of each incoming sample, as `Table.gathered` counts.
                 [count, 8], int64.
             which: The incoming samples' places in it. [n], int64.
             incoming: Samples that this node needs, by sender: `constants.S_*`. [n, 7], int64.

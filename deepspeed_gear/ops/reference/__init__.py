@@ -1,7 +1,7 @@
 """The meaning of every op, in plain PyTorch: slow, readable, and equal to the native ops to the last bit.
 
 Read it in this order: `select` (draws, permutation, tree, resolutions), `priorities` (masses, weights, the
-least mass, updates; their powers in `power`), `collect` (windows and padding), `convert` (dtypes), `returns`
+least mass, updates; their powers in `power`), `gather` (windows and padding), `convert` (dtypes), `returns`
 (sums of rewards), `rows` (which rows travel, and where to), `draws` (what nodes tell each other), `ring`
 (a table in the memory of one device). Tensors live on the CPU.
 """

@@ -1,4 +1,4 @@
-"""How an element changes its type while it is collected: (x - shift) * gain, one rounding an operation.
+"""How an element changes its type while it is gathered: (x - shift) * gain, one rounding an operation.
 
 A value that is only copied keeps its bits. A NaN that comes out of a conversion is the one quiet NaN of its
 type: processors differ in the payload that they give it.

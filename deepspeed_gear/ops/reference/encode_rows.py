@@ -120,7 +120,7 @@ def unpack_rows_(
     heads: Tensor,
     room: Sequence[int],
 ) -> None:
-    """Copy rows out of the messages that `pack_rows_` has made to where batches are collected from.
+    """Copy rows out of the messages that `pack_rows_` has made to where batches are gathered from.
 
     A block of arrivals spans a sample's steps from the first to the last that any column reads, so that one
     first row serves all columns.

@@ -16,7 +16,7 @@ from deepspeed_gear.ops.reference.convert import convert, narrow
 
 
 class FieldSpec(NamedTuple):
-    """How one field is collected: `GatherField.NUM_WORDS` integers of the op's `spec`."""
+    """How one field is gathered: `GatherField.NUM_WORDS` integers of the op's `spec`."""
 
     source: int
     offset: int
@@ -96,7 +96,7 @@ def gather_(
     threads: int,
     order: Tensor | None = None,
 ) -> None:
-    """Collect all fields of a batch.
+    """Gather all fields of a batch.
 
     Of a record that is no sample (`is_no_sample`) every row is padding; where the edge pads it is
     0, and a position stays one.

@@ -1,4 +1,4 @@
-// Element types and the conversion while collecting: (x - shift) * gain, one rounding an operation,
+// Element types and the conversion while gathering: (x - shift) * gain, one rounding an operation,
 // in a fixed order.
 #pragma once
 #include <cstring>

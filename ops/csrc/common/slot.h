@@ -35,7 +35,7 @@ GEAR_HOST_DEVICE Resolution ResolutionOf(const Slot& slot, int64_t slot_index, i
           number};
 }
 
-// What a draw from a table without masses resolves to: no sample. What is collected of it is all
+// What a draw from a table without masses resolves to: no sample. What is gathered of it is all
 // padding.
 GEAR_HOST_DEVICE Resolution NoSample(int64_t number) { return {-1, -1, 0, 0, 0, 0, 0, number}; }
 

@@ -244,7 +244,7 @@ void PackReports(const Report* reports, int64_t count, int64_t latest, int64_t n
 // generation.
 void UnpackReports(const PackedReport* packed, int64_t count, int64_t latest, Report* reports);
 
-// How one field is collected from one column.
+// How one field is gathered from one column.
 enum Source : int64_t {
   kStepRows = 0,
   kStepRowsPlusOne = 1,
@@ -276,7 +276,7 @@ struct Field {
   bool* mask;      // [count, part.count], or null
 };
 
-// Collects the samples [begin, end) of all fields. Returns the number of real rows.
+// Gathers the samples [begin, end) of all fields. Returns the number of real rows.
 int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolutions,
                const int64_t* n_steps, int64_t begin, int64_t end);
 

@@ -166,7 +166,7 @@ __device__ void PadSample(const Task& task, int64_t sample, Lane lane) {
 }
 
 // Windows of a column: a team of lanes for each. Returns the real rows, in the first lanes.
-__device__ uint64_t Collect(const Batch& batch, const Task& task, int64_t thread, int64_t threads) {
+__device__ uint64_t Gather(const Batch& batch, const Task& task, int64_t thread, int64_t threads) {
   const Field& field = task.field;
   const Lane lane{static_cast<int>(threadIdx.x) & (task.team - 1), task.team};
   const int64_t length = field.part.count;
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 3) GatherKernel(const __grid_constan
   const int64_t thread = int64_t{blockIdx.x - task.first_block} * kThreads + threadIdx.x;
   const int64_t threads = int64_t{task.num_blocks} * kThreads;
   const uint64_t real = SumOfWarp(task.kind == kComputes ? Compute(batch, task, thread, threads)
-                                                         : Collect(batch, task, thread, threads));
+                                                         : Gather(batch, task, thread, threads));
   if (threadIdx.x % kWarp == 0 && real != 0) AtomicAdd(batch.counters, real);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     batch.counters[1] += batch.rows;

@@ -77,7 +77,7 @@ void SuffixSum(const void* reward, int64_t dtype, const int64_t* extents, int64_
 void NStepReturn(const NStep& n_step, int64_t num_rows, const Resolution* resolutions,
                  int64_t count, float* returns, float* discount, int64_t* steps, void* stream);
 
-// Collects all samples of all fields, in launches of up to 16 fields. `held`: rows of each column.
+// Gathers all samples of all fields, in launches of up to 16 fields. `held`: rows of each column.
 // `order`: the samples in the order in which they are taken, or null; each is in it once.
 // `most_blocks`: of a launch; its fields share them by their bytes, with one each at least, and
 // launches are short, for some samples each. 0: as many as there is work for, for all samples at

@@ -57,7 +57,7 @@ def cases(data: Path) -> dict[str, dict[str, Any]]:
             "prefetch": 2,
             "verify_every": 2,
         },
-        "mapped": {"data": {"path": a, "load": "map"}, "fields": WINDOWS, "prefetch": 1},
+        "mapped": {"data": {"path": a, "load": "mmap"}, "fields": WINDOWS, "prefetch": 1},
         "epoch": {"data": a, "fields": WINDOWS, "sampler": {"kind": "epoch", "unit": "trajectory"}},
         "recent": {
             "data": a,

@@ -28,7 +28,7 @@ def tried(replay: Replay) -> list[Any]:
 
 def late(rank: int) -> list[Any]:
     """Nobody adds; then one rank does."""
-    section = section_of("uniform", "step", rate={"min_size": 50, "timeout_s": 0.5})
+    section = section_of("uniform", "step", rate_limiter={"min_size": 50, "timeout_s": 0.5})
     with Replay(section, schemas={"main": SCHEMA}) as replay:
         found = [tried(replay), replay.can_sample()]
         if rank == 3:
@@ -53,7 +53,9 @@ def acting(rank: int, folder: Path) -> dict[str, Any]:
     """Every rank adds as long as nothing can be sampled, also behind a checkpoint."""
     rate = {"min_size": 100, "samples_per_insert": 1.0, "error_buffer": 120.0}
     found: dict[str, Any] = {"batches": 0, "answers": [], "added": 0}
-    with Replay(section_of("uniform", "step", remove="fifo", rate=rate), schemas={"main": SCHEMA}) as replay:
+    with Replay(
+        section_of("uniform", "step", remove="fifo", rate_limiter=rate), schemas={"main": SCHEMA}
+    ) as replay:
         writer = replay.writer()
         while found["batches"] < BATCHES:
             answer = replay.can_sample()

@@ -87,7 +87,7 @@ def write(seed: int) -> None:
     TrajectoryWriter.attach(SECTION, table="any", wait_s=60).close()  # everything is imported now
     print("attached", flush=True)
     while True:
-        gc.collect()  # closed writers are in reference cycles: their maps stay until these are collected
+        gc.collect()  # closed writers are in reference cycles: their maps stay until these are gathered
         with (
             TrajectoryWriter.attach(SECTION, table="oldest", wait_s=60) as first,
             TrajectoryWriter.attach(SECTION, table="any", wait_s=60) as second,

@@ -1,7 +1,8 @@
-"""Actors of `collect`: what they add, how they stop, and what is left when they fail."""
+"""Actors of `start_actors`: what they add, how they stop, and what is left when they fail."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -16,11 +17,11 @@ from torch import nn
 
 from deepspeed_gear import Replay
 from deepspeed_gear.actors.policy_board import PolicyBoard
-from deepspeed_gear.actors.start_actors import collect
+from deepspeed_gear.actors.start_actors import start_actors
 from deepspeed_gear.errors import ConfigError, PeerError
 
 gymnasium = pytest.importorskip("gymnasium", reason="actors act in its environments")
-import collect_policies as policies  # noqa: E402
+import actor_policies as policies  # noqa: E402
 
 COLUMNS = {
     "observation": {"dtype": "float32", "shape": [2], "role": "observation", "rows": "T+1"},
@@ -50,8 +51,8 @@ def _nothing_is_left() -> Any:
 @pytest.mark.parametrize(("mode", "count"), [("next_step", 2), ("same_step", 1), ("disabled", 1)])
 def test_every_autoreset_mode_gives_the_same_trajectories(mode: str, count: int) -> None:
     with Replay(config_of({**COLUMNS, **MORE})) as replay:
-        options = {"env_options": {"mode": mode}, "replay": replay}
-        with collect(policies.counting, policies.slowly, actors=count, envs=2, **options) as actors:
+        env = functools.partial(policies.counting, mode=mode)
+        with start_actors(env, policies.slowly, replay, num_actors=count, num_envs=2) as actors:
             wait_until(lambda: len(episodes_of(replay)) == count, "the first episode of each")
             before = len(replay)
             wait_until(lambda: len(replay) >= before + 40, "collecting")
@@ -84,8 +85,8 @@ def test_actors_follow_the_board() -> None:
     module = nn.Linear(1, 1)
     nn.init.zeros_(module.bias)
     with Replay(config_of()) as replay, PolicyBoard.create(module, prefix()) as board:
-        env = "collect_policies:counting"
-        with collect(env, "collect_policies:by_board", replay=replay, board=board) as actors:
+        env = "actor_policies:counting"
+        with start_actors(env, "actor_policies:by_board", replay=replay, board=board) as actors:
             wait_until(lambda: len(replay) > 5, "collecting")
             nn.init.ones_(module.bias)
             board.publish(module)
@@ -101,7 +102,7 @@ def test_actors_follow_the_board() -> None:
 def test_a_registered_environment_by_config_and_its_seed() -> None:
     config = config_of({**COLUMNS, "observation": {**COLUMNS["observation"], "shape": [4]}})
     with Replay(config) as replay:
-        with collect("CartPole-v1", policies.at_once, envs=3, config=config, seed=5):
+        with start_actors("CartPole-v1", policies.at_once, replay=config, num_envs=3, seed=5):
             wait_until(lambda: len(replay) > 6, "collecting")
         first = {tuple(t["observation"][0].tolist()) for t in replay.read(range(len(replay)))}
     wanted, _ = gymnasium.make_vec("CartPole-v1", num_envs=3).reset(seed=5)
@@ -118,15 +119,15 @@ def test_a_registered_environment_by_config_and_its_seed() -> None:
         ),
         (policies.dying, False, r"actor \d must go on .*\nexit status -9"),
         (
-            "collect_policies:nobody",
+            "actor_policies:nobody",
             False,
-            "policy must name what can be imported, got 'collect_policies:nobody'",
+            "policy must name what can be imported, got 'actor_policies:nobody'",
         ),
     ],
 )
 def test_an_actor_that_dies_is_an_error(policy: Any, checks: bool, text: str) -> None:
     with Replay(config_of()) as replay:
-        actors = collect(policies.counting, policy, actors=2, envs=1, replay=replay)
+        actors = start_actors(policies.counting, policy, num_actors=2, num_envs=1, replay=replay)
         pids, failed = actors.pids, actors._processes[1]
         with pytest.raises(PeerError, match=text), actors:
             wait_until(actors.check if checks else lambda: failed.poll() is not None, "the failure", 120)
@@ -135,9 +136,9 @@ def test_an_actor_that_dies_is_an_error(policy: Any, checks: bool, text: str) ->
 
 def test_an_actor_that_waits_for_learners_stops() -> None:
     """It has come as far ahead as its table's rate admits, and would wait for ten minutes."""
-    config = config_of(rate={"min_size": 5, "samples_per_insert": 1.0, "error_buffer": 60})
+    config = config_of(rate_limiter={"min_size": 5, "samples_per_insert": 1.0, "error_buffer": 60})
     with Replay(config) as replay:
-        with collect(policies.counting, policies.at_once, replay=replay) as actors:
+        with start_actors(policies.counting, policies.at_once, replay=replay) as actors:
             wait_until(lambda: len(replay) >= 60, "collecting")
             time.sleep(1.0)
             assert len(replay) <= 66
@@ -148,13 +149,13 @@ PARENT = """
 import sys, time
 sys.path.insert(0, {tests!r})
 from deepspeed_gear import Replay
-from deepspeed_gear.actors.start_actors import collect
+from deepspeed_gear.actors.start_actors import start_actors
 from test_start_actors import config_of
-import collect_policies
+import actor_policies
 
 replay = Replay(config_of())
-actors = collect(collect_policies.counting, collect_policies.at_once,
-                 actors=2, replay=replay)
+actors = start_actors(actor_policies.counting, actor_policies.at_once,
+                 num_actors=2, replay=replay)
 while len(replay) < 5:
     time.sleep(0.01)
 print(*actors.pids, flush=True)
@@ -177,7 +178,7 @@ def test_actors_end_with_the_process_that_started_them() -> None:
 
 def test_an_actor_that_is_terminated_detaches_and_is_an_error() -> None:
     with Replay(config_of()) as replay:
-        actors = collect(policies.counting, policies.at_once, replay=replay)
+        actors = start_actors(policies.counting, policies.at_once, replay=replay)
         wait_until(lambda: len(replay) >= 1, "collecting")
         os.kill(actors.pids[0], signal.SIGTERM)
         with pytest.raises(PeerError, match=r"actor 0 must go on .*\nSIGTERM has ended it"):
@@ -186,7 +187,7 @@ def test_an_actor_that_is_terminated_detaches_and_is_an_error() -> None:
 
 def test_actors_end_with_the_run() -> None:
     replay = Replay(config_of())
-    actors = collect(policies.counting, policies.at_once, actors=2, replay=replay)
+    actors = start_actors(policies.counting, policies.at_once, num_actors=2, replay=replay)
     wait_until(lambda: len(replay) >= 1, "collecting")
     replay.close()  # the second actor may not have attached yet
     wait_until(lambda: all(process.poll() is not None for process in actors._processes), "their end")
@@ -197,14 +198,12 @@ def test_actors_end_with_the_run() -> None:
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with Replay(config_of(writers=1)) as replay:
         with pytest.raises(ConfigError, match=r"gear.tables.main.writers must admit 2 actors, got 1"):
-            collect("CartPole-v1", policies.at_once, actors=2, replay=replay)
-        with pytest.raises(ConfigError, match="replay and config must be given one of them"):
-            collect("CartPole-v1", policies.at_once)
-        with pytest.raises(ConfigError, match="policy, env and options must be picklable"):
-            collect("CartPole-v1", lambda actor: None, replay=replay)
+            start_actors("CartPole-v1", policies.at_once, num_actors=2, replay=replay)
+        with pytest.raises(ConfigError, match="policy and env must be picklable"):
+            start_actors("CartPole-v1", lambda actor: None, replay=replay)
         monkeypatch.setattr(policies.at_once, "__module__", "__main__")
         with pytest.raises(ConfigError, match=r"policy must be importable by actors.*module:at_once"):
-            collect("CartPole-v1", policies.at_once, replay=replay)
+            start_actors("CartPole-v1", policies.at_once, replay=replay)
         monkeypatch.setitem(sys.modules, "gymnasium", None)
         with pytest.raises(ConfigError, match=r"gymnasium must be installed .*deepspeed_gear\[examples\]"):
-            collect("CartPole-v1", "collect_policies:at_once", replay=replay)
+            start_actors("CartPole-v1", "actor_policies:at_once", replay=replay)

@@ -274,7 +274,7 @@ def test_how_long_a_batch_lives(accumulation: int, prefetch: int) -> None:
 @pytest.mark.parametrize("way", ["auto", "staged", "direct"])
 def test_how_long_a_batch_of_a_split_lives(tmp_path: Path, way: str) -> None:
     data = write_dataset(tmp_path / "data", [5] * 40, {"eval": 0.5})
-    with Replay(config_of(data, batch_size=2, collect={"way": way})) as replay:
+    with Replay(config_of(data, batch_size=2, transfer={"way": way})) as replay:
         first, second, third = (next(it) for it in [replay.iterator("eval")] for _ in range(3))
         assert third["code"].equal(third.clone()["code"])
         assert second["code"].equal(second.clone()["code"])

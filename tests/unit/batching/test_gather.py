@@ -1,4 +1,4 @@
-"""The collector: shared masks, counters, constant statistics, an allocation-free ring."""
+"""The gatherer: shared masks, counters, constant statistics, an allocation-free ring."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_parts_of_windows(make: Any, backend: str, num_parts: int) -> None:
     replay = make(PARTS, lengths=[1, 4, 9], backend=backend, n_step=n_step)
     table, config = replay.tables["main"], NStepConfig(**n_step)
 
-    def collector(fields: list[ResolvedField]) -> Gatherer:
+    def gatherer(fields: list[ResolvedField]) -> Gatherer:
         return Gatherer(fields, table, {}, config, len(records), 1, torch.float32, 1)
 
     starts = [int(first) for first in table.slots[:3, Slot.FIRST_ROW]]
@@ -75,8 +75,8 @@ def test_parts_of_windows(make: Any, backend: str, num_parts: int) -> None:
     records = torch.tensor(
         [[slot, slot, 0, starts[slot], (1, 4, 9)[slot], anchor, 0, 0] for slot, anchor in samples]
     )
-    whole = collector(replay.fields)
-    values, masks = whole.collect(records)
+    whole = gatherer(replay.fields)
+    values, masks = whole.gather(records)
     count = 6 // num_parts
     found = []
     for first in range(0, 6, count):
@@ -84,8 +84,8 @@ def test_parts_of_windows(make: Any, backend: str, num_parts: int) -> None:
             field if field.length is None else replace(field, part_first=first, part_length=count)
             for field in replay.fields
         ]
-        part = collector(cut)
-        found.append((*part.collect(records), part.counters))
+        part = gatherer(cut)
+        found.append((*part.gather(records), part.counters))
         assert found[-1][1]["action"] is found[-1][1]["code"]
         num_real = sum(int(mask.sum()) for mask in found[-1][1].values())
         num_bytes = sum(found[-1][0][name].nbytes for name in PARTS)
@@ -106,8 +106,8 @@ def test_different_parts_share_no_mask(make: Any) -> None:
     action, code, reward = replay.fields
     halves = [replace(code, part_length=2), replace(reward, part_first=2, part_length=2)]
     fields = [action, *halves, replace(action, name="same", part_first=2, part_length=2)]
-    collector = Gatherer(fields, replay.tables["main"], {}, None, 2, 1, torch.float32, 1)
-    mask = collector.ring[0].mask
+    gatherer = Gatherer(fields, replay.tables["main"], {}, None, 2, 1, torch.float32, 1)
+    mask = gatherer.ring[0].mask
     assert [tuple(mask[field.name].shape) for field in fields] == [(2, 4), (2, 2), (2, 2), (2, 2)]
     assert mask["reward"] is mask["same"]
     assert mask["reward"] is not mask["code"]
@@ -116,9 +116,9 @@ def test_different_parts_share_no_mask(make: Any) -> None:
 def test_part_outside_the_window_is_refused(make: Any) -> None:
     replay = make({"code": {"length": 4}})
     fields = [replace(replay.fields[0], part_first=3, part_length=2)]
-    collector = Gatherer(fields, replay.tables["main"], {}, None, 1, 1, torch.float32, 1)
+    gatherer = Gatherer(fields, replay.tables["main"], {}, None, 1, 1, torch.float32, 1)
     with pytest.raises(RuntimeError, match="first and count must be a part of the window"):
-        collector.collect(torch.tensor([[0, 0, 0, 0, 4, 0, 0, 0]]))
+        gatherer.gather(torch.tensor([[0, 0, 0, 0, 4, 0, 0, 0]]))
 
 
 def test_counters_count_rows_and_bytes(make: Any) -> None:

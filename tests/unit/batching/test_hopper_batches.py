@@ -31,4 +31,4 @@ def test_a_table_in_the_memory_of_a_device_gives_them(data: Path, expected: list
 
 @pytest.mark.parametrize("way", ["direct", "copies", "staged"])
 def test_every_way_gives_them(data: Path, expected: list[str], way: str) -> None:
-    assert digests("hopper.json", "cpu", data, BATCHES, collect={"way": way}) == expected
+    assert digests("hopper.json", "cpu", data, BATCHES, transfer={"way": way}) == expected

@@ -52,7 +52,7 @@ def collector_of(replay: Replay, lane: HostStream, way: str = DIRECT) -> DeviceG
     carriage = FieldTransfer(lane, table.ops, way, lambda name: True, True, KEEP)
     options: dict[str, Any] = {"fields": replay.fields, "table": table, "statistics": {}, "n_step": None}
     options |= {"num_samples": 2, "depth": DEPTH, "engine_dtype": torch.float32, "threads": 1}
-    return DeviceGatherer(carriage, Reach({"code": table.collected("code")}), **options)
+    return DeviceGatherer(carriage, Reach({"code": table.gather_source("code")}), **options)
 
 
 def records_of(replay: Replay) -> torch.Tensor:
@@ -63,47 +63,47 @@ def records_of(replay: Replay) -> torch.Tensor:
 def test_an_entry_waits_for_who_used_it(replay: Replay) -> None:
     """Batch j may be used until batch j + KEEP is taken: what its user was given by then is all."""
     lane = Recorded()
-    collector, records = collector_of(replay, lane), records_of(replay)
+    gatherer, records = collector_of(replay, lane), records_of(replay)
     for number in range(4 * DEPTH):
         lane.waits.clear()
-        collector.collect(records)
+        gatherer.gather(records)
         assert lane.waits == ([number - DEPTH + KEEP] if number >= DEPTH else [])
-        collector.hand_over(collector.made)
+        gatherer.hand_over(gatherer.made)
 
 
 def test_prepared_batches_that_are_dropped(replay: Replay) -> None:
     """Their entries wait for nobody; an entry whose batch may still be used waits for all its user's work."""
     lane = Recorded()
-    collector, records = collector_of(replay, lane), records_of(replay)
+    gatherer, records = collector_of(replay, lane), records_of(replay)
     for _ in range(3):  # of which the last two may be used
-        collector.collect(records)
-        collector.hand_over(collector.made)
+        gatherer.gather(records)
+        gatherer.hand_over(gatherer.made)
     for _ in range(2):
-        collector.collect(records)
+        gatherer.gather(records)
     assert lane.waits == []
     for _ in range(3):  # they take the entries of the first three
-        collector.collect(records)
+        gatherer.gather(records)
     assert lane.waits == [2, "user", "user"]
     lane.waits.clear()
-    collector.hand_over(collector.made)  # what was known of the old batches frees no new one
+    gatherer.hand_over(gatherer.made)  # what was known of the old batches frees no new one
     for _ in range(DEPTH):
-        collector.collect(records)
+        gatherer.gather(records)
     assert lane.waits == ["user"]
 
 
 def test_an_entry_that_is_used_again_is_not_freed_for_its_older_batch(replay: Replay) -> None:
     lane = Recorded()
-    collector, records = collector_of(replay, lane), records_of(replay)
+    gatherer, records = collector_of(replay, lane), records_of(replay)
     for _ in range(3):
-        collector.collect(records)
-        collector.hand_over(collector.made)
+        gatherer.gather(records)
+        gatherer.hand_over(gatherer.made)
     for _ in range(DEPTH - 1):  # dropped, but for the last, which has the entry of the second
-        collector.collect(records)
-    assert collector.made == 1
-    collector.hand_over(1)
+        gatherer.gather(records)
+    assert gatherer.made == 1
+    gatherer.hand_over(1)
     lane.waits.clear()
     for _ in range(DEPTH):
-        collector.collect(records)
+        gatherer.gather(records)
     assert lane.waits == ["user", "user"]  # for the third, and for the one handed over again
 
 
@@ -112,7 +112,7 @@ def test_a_ring_is_deep_enough(monkeypatch: pytest.MonkeyPatch, options: dict[st
     """No batch waits for more of its user's work than it must."""
     lane = Recorded()
     monkeypatch.setattr(device_transfer, "lane_of", lambda device: lane)
-    section = config_of(fields={"code": {}}, batch_size=6, collect={"way": DIRECT}, **options)
+    section = config_of(fields={"code": {}}, batch_size=6, transfer={"way": DIRECT}, **options)
     with Replay(section, schemas={"main": SCHEMA}) as replay:
         replay.add(trajectory(3, 9))
         for _ in range(30):
@@ -123,12 +123,12 @@ def test_a_ring_is_deep_enough(monkeypatch: pytest.MonkeyPatch, options: dict[st
 
 def test_another_stream_is_waited_for_as_a_whole(replay: Replay) -> None:
     lane = Recorded()
-    collector, records = collector_of(replay, lane), records_of(replay)
+    gatherer, records = collector_of(replay, lane), records_of(replay)
     for number in range(DEPTH):
         lane.user = "first" if number == 0 else "second"
-        collector.collect(records)
-        collector.hand_over(collector.made)
-    collector.collect(records)
+        gatherer.gather(records)
+        gatherer.hand_over(gatherer.made)
+    gatherer.gather(records)
     assert lane.waits == ["first"]
 
 
@@ -144,10 +144,10 @@ class Late(HostStream):
 
 def test_pinned_memory_is_written_again_when_its_copy_is_done(replay: Replay) -> None:
     lane = Late()
-    collector, records = collector_of(replay, lane, STAGED), records_of(replay)
+    gatherer, records = collector_of(replay, lane, STAGED), records_of(replay)
     for _ in range(PINNED):
-        collector.collect(records)
-    thread = threading.Thread(target=collector.collect, args=(records,), daemon=True)
+        gatherer.gather(records)
+    thread = threading.Thread(target=gatherer.gather, args=(records,), daemon=True)
     thread.start()
     thread.join(0.1)
     assert thread.is_alive()

@@ -24,7 +24,7 @@ from deepspeed_gear.cli.doctor_probe import examine
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.cli.ssh_hosts import read_hostfile
 from deepspeed_gear.errors import ConfigError, PeerError
-from deepspeed_gear.store.cuda_registration import note_collect, why_impossible
+from deepspeed_gear.store.cuda_registration import note_transfer, why_impossible
 
 GOOD: dict[str, Any] = {
     "boot_id": "boot",
@@ -138,20 +138,20 @@ def test_data_sets_are_compared() -> None:
 def test_what_cuda_can_register_is_told() -> None:
     shown = doctor_report.registration_lines(machines(2, not_registered="torch sees no CUDA device"))
     assert shown == [
-        "registration: node0: all of 32 GiB may be registered, up to gear.collect.register_bytes; the "
-        'limit of locked memory is 8 MiB; mapped files (data.load "map") are staged',
+        "registration: node0: all of 32 GiB may be registered, up to gear.transfer.register_bytes; the "
+        'limit of locked memory is 8 MiB; mapped files (data.load "mmap") are staged',
         "registration: node1: none can be registered, batches are staged: torch sees no CUDA device",
     ]
 
 
 def test_what_running_processes_have_registered_is_told(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "set", lengths_of(5))
-    section = config_of(data, fields={"code": {}}, batch_size=4, collect={"way": "staged"})
+    section = config_of(data, fields={"code": {}}, batch_size=4, transfer={"way": "staged"})
 
     def hold() -> None:
         with Replay(section) as replay:
-            note_collect(
-                replay.tables["main"], 1 << 20, "direct; reward: gear.collect.register_bytes is used up"
+            note_transfer(
+                replay.tables["main"], 1 << 20, "direct; reward: gear.transfer.register_bytes is used up"
             )
             (tmp_path / "ready").touch()
             wait_until(lambda: (tmp_path / "end").exists(), "the end")
@@ -160,17 +160,15 @@ def test_what_running_processes_have_registered_is_told(tmp_path: Path) -> None:
     try:
         wait_until(lambda: (tmp_path / "ready").exists(), "a store")
         facts = examine()
-        (found,) = [known for known in facts["collecting"] if known["process"] == child]
+        (found,) = [known for known in facts["gathering"] if known["process"] == child]
         assert facts["stale_locks"] == []
     finally:
         (tmp_path / "end").touch()
         assert exit_status(child) == 0
     assert found["registered_bytes"] == 1 << 20
-    (shown,) = doctor_report.registration_lines({"node0": {**GOOD, "collecting": [found]}})[1:]
-    assert shown.startswith(
-        f"registration: node0: process {child} collects from table main by the way direct"
-    )
-    assert shown.endswith(" registered; not more: reward: gear.collect.register_bytes is used up")
+    (shown,) = doctor_report.registration_lines({"node0": {**GOOD, "gathering": [found]}})[1:]
+    assert shown.startswith(f"registration: node0: process {child} gathers from table main by the way direct")
+    assert shown.endswith(" registered; not more: reward: gear.transfer.register_bytes is used up")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

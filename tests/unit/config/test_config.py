@@ -94,7 +94,7 @@ def test_values_are_as_given() -> None:
     assert type(config.fields["action"].pad) is int
     assert config.fields["action"].dtype == "float32"
     assert config.data is not None
-    assert (config.data.path, config.data.load) == ("data/hopper", "map")
+    assert (config.data.path, config.data.load) == ("data/hopper", "mmap")
     online = parse(ONLINE)
     assert online.sampler.anchors == EveryConfig(every=4)
     assert online.sampler.where["return"].min == 1000

@@ -256,7 +256,7 @@ def test_a_replay_finds_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write(tmp_path / "data")
     monkeypatch.setattr(mapped_files, "CHECK_EVERY_S", 0.0)
     section = {"batch_size": 4, "backend": backend, "shared_memory": {"prefix": prefix()}}
-    data = {"path": str(tmp_path / "data"), "load": "map"}
+    data = {"path": str(tmp_path / "data"), "load": "mmap"}
     with (
         Replay({**section, "data": data}) as replay,
         Replay({**section, "data": {**data, "load": "memory"}}) as copied,

@@ -131,7 +131,7 @@ def test_allow_nan_takes_them_bit_for_bit(backend: str) -> None:
         for dtype, bits in patterns.items():
             assert stored[dtype].tobytes() == bits.tobytes()
             assert np.isnan(as_numbers(stored[dtype], schema[dtype])[1])
-        vector = replay.writer(envs=1, autoreset="disabled")
+        vector = replay.vector_writer(1, autoreset="disabled")
         with pytest.raises(DataError, match="float16 must hold values that float16 can hold, got 70000"):
             replay.add({**{dtype: [1.0] for dtype in FLOATING}, "float16": [70000.0]})
         vector.reset()
@@ -197,7 +197,7 @@ def test_a_refused_step_changes_nothing_and_can_be_taken_again(
     stored = []
     for spoils in (False, True):
         with replay_of(STEPS, backend, table={"max_length": LONGEST, "capacity_steps": 400}) as replay:
-            vector = replay.writer(envs=2, autoreset=mode)
+            vector = replay.vector_writer(2, autoreset=mode)
             start = {"observation": np.zeros((2, 2), np.float32), "goal": np.ones(2, np.float32)}
 
             def refuse(
@@ -237,7 +237,7 @@ def test_a_refused_step_changes_nothing_and_can_be_taken_again(
 
 def test_a_trajectory_can_be_dropped_after_a_refusal() -> None:
     with replay_of(STEPS) as replay:
-        vector = replay.writer(envs=2, autoreset="same_step")
+        vector = replay.vector_writer(2, autoreset="same_step")
         start = {"observation": np.zeros((2, 2), np.float32), "goal": np.ones(2, np.float32)}
         vector.reset(**start)
         vector.step(**step_of(1))

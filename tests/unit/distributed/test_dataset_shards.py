@@ -117,7 +117,7 @@ def data(tmp_path: Path) -> Path:
     return write_dataset(tmp_path / "whole", LENGTHS)
 
 
-@pytest.mark.parametrize("load", ["map", "memory"])
+@pytest.mark.parametrize("load", ["mmap", "memory"])
 def test_a_shard_has_the_sizes_of_its_trajectories(data: Path, tmp_path: Path, load: str) -> None:
     config = parse(config_of(data, data={"path": str(data), "load": load}))
     whole = Dataset.open(data)

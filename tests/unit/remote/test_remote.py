@@ -155,7 +155,7 @@ def test_writers_side_by_side_and_step_by_step() -> None:
                 opened.append(**row)
             opened.append(observation=trajectory(0, 3)["observation"][3])
         assert opened.trajectory_id == 0
-        envs = two.vector(2, "next_step")
+        envs = two.vector_writer(2, "next_step")
         envs.reset(observation=np.zeros((2, 3), np.float32), weight=np.ones(2))
         for step in range(4):
             rows = {"half": np.zeros((2, 2), np.uint16), "number": np.full(2, step), "checksum": np.zeros(2)}
@@ -175,7 +175,7 @@ sys.modules["deepspeed"] = None  # as if it was not installed
 import numpy as np
 from deepspeed_gear import RemoteWriter
 with RemoteWriter.connect(sys.argv[1], token=sys.argv[2]) as writer:
-    envs = writer.vector(2, "next_step")
+    envs = writer.vector_writer(2, "next_step")
     now = dict(observation=np.zeros((2, 3), np.float32), weight=np.ones(2))
     envs.reset(**now)
     for step in range(3):
@@ -260,7 +260,7 @@ def test_a_full_table_is_an_error_of_the_writer() -> None:
 @pytest.mark.parametrize("most_waiting", [32, 0])
 def test_a_rate_holds_back_until_somebody_samples(most_waiting: int) -> None:
     rate = {"min_size": 2, "samples_per_insert": 1.0, "error_buffer": 2.0}
-    with served(section(rate=rate)) as (replay, gateway):
+    with served(section(rate_limiter=rate)) as (replay, gateway):
         gateway.sessions._waiting = threading.Semaphore(most_waiting)
         one = gateway_messages.trajectory_bytes(
             {name: np.asarray(rows) for name, rows in trajectory(0).items()}
@@ -452,7 +452,7 @@ def test_tokens_are_read_from_private_files(tmp_path: Path) -> None:
 
 def test_the_end_of_a_gateway_is_told() -> None:
     rate = {"min_size": 4, "samples_per_insert": 1.0, "error_buffer": 2.0}
-    with served(section(rate=rate)) as (_, gateway):
+    with served(section(rate_limiter=rate)) as (_, gateway):
         writer = connect(gateway.url)
         for number in range(20):
             writer.add(trajectory(number))

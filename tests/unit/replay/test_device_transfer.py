@@ -77,7 +77,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
 
 
 def online(way: str, **options: Any) -> Replay:
-    section = config_of(**{"fields": FIELDS, "batch_size": 8, "collect": {"way": way}, **options})
+    section = config_of(**{"fields": FIELDS, "batch_size": 8, "transfer": {"way": way}, **options})
     replay = Replay(section, schemas=dict.fromkeys(section["tables"], SCHEMA))
     for number, steps in enumerate([1, 4, 9, 20]):
         for table in replay.tables:
@@ -103,7 +103,7 @@ def assert_same(got: Batch, expected: Batch) -> None:
 
 def batches(make: Callable[[str], Replay], way: str, count: int = 9) -> list[Batch]:
     with make(way) as replay:
-        assert ("collect" in replay.statistics()) == (way != "auto")
+        assert ("transfer" in replay.statistics()) == (way != "auto")
         return [replay.sample().clone() for _ in range(count)]
 
 
@@ -138,7 +138,7 @@ def test_every_way_gives_the_same_batches(way: str, options: dict[str, Any]) -> 
 def test_goals_of_hindsight(way: str) -> None:
     def make(chosen: str) -> Replay:
         fields = {"goal": {"column": "desired", "hindsight": "achieved"}, "action": WINDOW}
-        section = config_of(fields=fields, batch_size=16, hindsight={}, collect={"way": chosen})
+        section = config_of(fields=fields, batch_size=16, hindsight={}, transfer={"way": chosen})
         replay = Replay(section, schemas={"main": GOALS})
         for number in range(4):
             rows = torch.arange(9.0)[:, None] + torch.tensor([0.0, 100.0 * number, 1000.0])
@@ -155,7 +155,7 @@ def test_passes_over_a_data_set(way: str, tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "data", [5, 9, 1, 7, 30, 2, 8], split={"eval": 0.4})
     fields, found = {"action": WINDOW, "reward": {}}, {}
     for chosen in (way, "auto"):
-        section = config_of(path, fields=fields, batch_size=4, sampler=STEPS, collect={"way": chosen})
+        section = config_of(path, fields=fields, batch_size=4, sampler=STEPS, transfer={"way": chosen})
         with Replay(section) as replay:
             mixed = [next(iter(replay)).clone()]
             mixed += [batch.clone() for batch in replay.iterator("eval")]
@@ -196,7 +196,7 @@ def test_batches_that_the_user_may_hold_are_not_touched(way: str, prefetch: int)
 
 def test_what_is_measured_is_told() -> None:
     with online("copies", n_step={"n": 1, "gamma": 1.0}) as replay:
-        told = replay.statistics()["collect"]
+        told = replay.statistics()["transfer"]
         assert told["way"] == "copies"
         assert set(told["seconds"]) == {"copies"}
         assert 0 < told["seconds"]["copies"]["idle_s"] < 10
@@ -208,11 +208,11 @@ def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.Monk
     monkeypatch.setattr("deepspeed_gear.replay.batch_assembler.is_wanted", lambda config, device: True)
     large = {**FIELDS, "return_to_go": {"length": 5000}}  # 20 kB, for the copy engine
     for calibrate, fields in ((False, FIELDS), (True, large), (True, FIELDS)):
-        options = {"collect": {"calibrate": calibrate}, "n_step": {"n": 1, "gamma": 1.0}, "fields": fields}
+        options = {"transfer": {"calibrate": calibrate}, "n_step": {"n": 1, "gamma": 1.0}, "fields": fields}
         with online("auto", **options) as replay:
-            told = replay.statistics()["collect"]
+            told = replay.statistics()["transfer"]
             replay.sample()
-            assert replay.tables["main"].views["collect"][0].tobytes().startswith(told["way"].encode())
+            assert replay.tables["main"].views["transfer"][0].tobytes().startswith(told["way"].encode())
         if not calibrate:
             assert told["way"] == "direct"
             assert told["seconds"] == told["measured"] == {}
@@ -235,7 +235,7 @@ def test_one_field_of_a_column_is_enough_for_the_copy_engine() -> None:
 def test_a_way_that_is_impossible_is_refused_by_name() -> None:
     """Nothing of this batch suits the copy engine."""
     with pytest.raises(
-        ConfigError, match=r"gear\.collect\.way must be possible here, got 'copies'; no field"
+        ConfigError, match=r"gear\.transfer\.way must be possible here, got 'copies'; no field"
     ):
         online("copies", fields={"task": {}})
 
@@ -243,21 +243,21 @@ def test_a_way_that_is_impossible_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"way": "fast"}, r"gear\.collect\.way"),
-        ({"register_bytes": -1}, r"gear\.collect\.register_bytes"),
-        ({"register_bytes": "all"}, r"gear\.collect\.register_bytes"),
-        ({"calibrate": 1}, r"gear\.collect\.calibrate"),
-        ({"speed": 1}, r"gear\.collect"),
+        ({"way": "fast"}, r"gear\.transfer\.way"),
+        ({"register_bytes": -1}, r"gear\.transfer\.register_bytes"),
+        ({"register_bytes": "all"}, r"gear\.transfer\.register_bytes"),
+        ({"calibrate": 1}, r"gear\.transfer\.calibrate"),
+        ({"speed": 1}, r"gear\.transfer"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        parse(config_of(collect=options))
+        parse(config_of(transfer=options))
 
 
 def test_the_way_is_the_node_s_own_business() -> None:
     """It changes no batch: a checkpoint fits, and ranks may differ."""
-    one, other = (parse({**config_of(), "collect": {"way": way}}) for way in ("direct", "auto"))
+    one, other = (parse({**config_of(), "transfer": {"way": way}}) for way in ("direct", "auto"))
     assert one.digest == other.digest
     assert one.resume_digest == other.resume_digest
 

@@ -38,7 +38,7 @@ def read_all() -> None:
     replay = replay_of()
     table = replay.tables["main"]
     codes = table.tensor("code")
-    views = [codes, table.columns["observation"], table.slots, table.collected("action"), codes[3:5]]
+    views = [codes, table.columns["observation"], table.slots, table.gather_source("action"), codes[3:5]]
     before = [np.asarray(view).copy() for view in views]
     replay.close()
     assert shared_files(prefix()) == []

@@ -15,8 +15,9 @@ from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.sampling.joint_rate_limiting import JointSelectionLimiter
 from deepspeed_gear.store.pins import SelectionPins
+from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control
-from deepspeed_gear.store.retention import RateLimiter, Retention
+from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.stream_records import Head, Position
 from deepspeed_gear.store.table_spec import Shard
 from deepspeed_gear.writer.inserter import Inserter
@@ -78,7 +79,7 @@ def fill(scene: StoreScene, num_steps: int = 1) -> int:
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_queue_of_all_nodes(count: int, make: Make) -> None:
     """So many wait at most, whoever adds them."""
-    scenes = make(count, rate=RateLimiter.queue("trajectory", 10))
+    scenes = make(count, rate_limiter=RateLimiter.queue("trajectory", 10))
     assert sum(fill(scene) for scene in scenes) == 10
     assert sum(fill(scene) for scene in scenes) == 0
     assert [meet(scenes) for _ in range(3)] == [True, True, False]
@@ -90,7 +91,7 @@ def test_a_queue_of_all_nodes(count: int, make: Make) -> None:
 
 
 def test_one_node_gets_all_if_only_one_adds(make: Make) -> None:
-    scenes = make(3, rate=RateLimiter.queue("trajectory", 9))
+    scenes = make(3, rate_limiter=RateLimiter.queue("trajectory", 9))
     assert fill(scenes[1]) == 3
     found = 3
     while not meet(scenes):
@@ -106,7 +107,7 @@ def test_one_node_gets_all_if_only_one_adds(make: Make) -> None:
 
 def test_a_trajectory_longer_than_a_part_gets_through_in_its_turn(make: Make) -> None:
     """Together there is room for one of 12 steps, which no third is."""
-    scenes = make(3, rate=RateLimiter("step", 1, 1.0, -100.0, 14.0))
+    scenes = make(3, rate_limiter=RateLimiter("step", 1, 1.0, -100.0, 14.0))
     assert [fill(scene, 12) for scene in scenes] == [0, 0, 0]
     assert all(scene.table.control[Control.WANTED] == 12 for scene in scenes)
     added = []
@@ -120,7 +121,7 @@ def test_a_trajectory_longer_than_a_part_gets_through_in_its_turn(make: Make) ->
 
 
 def test_what_is_being_written_counts(make: Make) -> None:
-    scenes = make(2, rate=RateLimiter.queue("trajectory", 4))
+    scenes = make(2, rate_limiter=RateLimiter.queue("trajectory", 4))
     slot = scenes[0].table.reserve(3)
     added = 0
     for _ in range(3):
@@ -133,7 +134,7 @@ def test_what_is_being_written_counts(make: Make) -> None:
 
 
 def test_what_the_dead_have_reserved_holds_nobody_back(make: Make) -> None:
-    scenes = make(2, rate=RateLimiter.queue("trajectory", 4))
+    scenes = make(2, rate_limiter=RateLimiter.queue("trajectory", 4))
     table = scenes[0].table
     slot = table.reserve(3)
     table.slots[slot, Slot.OWNER] = 3  # a process that is not attached

@@ -80,7 +80,7 @@ def test_one_draw_is_like_many() -> None:
 
 
 def test_a_queue_gives_each_once_in_order() -> None:
-    with replay(2, "fifo", rate={"queue": 6}) as found:
+    with replay(2, "fifo", rate_limiter={"queue": 6}) as found:
         for number in range(6):
             found.add(trajectory(number))
         with pytest.raises(NotReadyError, match="sample, or raise"):  # this process samples: it must not wait
@@ -101,7 +101,7 @@ def test_a_queue_gives_each_once_in_order() -> None:
 def test_the_rate_is_kept_on_both_sides() -> None:
     """One item, two samples, give or take 6, from 4 items on."""
     rate = {"min_size": 4, "samples_per_insert": 2.0, "error_buffer": 6.0}
-    with replay(2, rate=rate) as found:
+    with replay(2, rate_limiter=rate) as found:
         for number in range(3):
             found.add(trajectory(number))
             assert not found.can_sample()
@@ -130,10 +130,10 @@ def test_the_longest_gets_through_with_the_least_buffer() -> None:
         "batch_size": 2,
     }
     rate = {"min_size": 10, "samples_per_insert": 1.0}
-    section["tables"]["main"]["rate"] = {**rate, "error_buffer": 18.9}
+    section["tables"]["main"]["rate_limiter"] = {**rate, "error_buffer": 18.9}
     with pytest.raises(ConfigError, match="must be at least 19"):
         Replay(section, schemas={"main": SCHEMA})
-    section["tables"]["main"]["rate"] = {**rate, "error_buffer": 19.0}
+    section["tables"]["main"]["rate_limiter"] = {**rate, "error_buffer": 19.0}
     with Replay(section, schemas={"main": SCHEMA}) as found:
         found.add(trajectory(0, 9))
         found.add(trajectory(1, 20))
@@ -141,7 +141,7 @@ def test_the_longest_gets_through_with_the_least_buffer() -> None:
 
 
 def test_fewer_than_the_least_block_again() -> None:
-    with replay(rate={"min_size": 3}) as found:
+    with replay(rate_limiter={"min_size": 3}) as found:
         ids = [found.add(trajectory(number)) for number in range(3)]
         found.sample()
         found.remove(ids[:1])
@@ -151,7 +151,7 @@ def test_fewer_than_the_least_block_again() -> None:
 
 
 def test_who_waits_goes_on_when_items_come() -> None:
-    with replay(rate={"min_size": 2, "timeout_s": 10.0}) as found:
+    with replay(rate_limiter={"min_size": 2, "timeout_s": 10.0}) as found:
         found.add(trajectory(0))
         adder = threading.Timer(1.0, lambda: found.add(trajectory(1)))
         adder.start()
@@ -161,7 +161,7 @@ def test_who_waits_goes_on_when_items_come() -> None:
 
 
 def test_a_wait_ends_with_an_error() -> None:
-    with replay(rate={"min_size": 2, "timeout_s": 0.2}) as found:
+    with replay(rate_limiter={"min_size": 2, "timeout_s": 0.2}) as found:
         found.add(trajectory(0))
         with pytest.raises(NotReadyError, match=r"must be filled within 0\.2"):
             found.sample()
@@ -216,10 +216,10 @@ def test_an_empty_table_waits_for_a_writer_that_lives(backend: str, prefetch: in
         assert numbers(found.sample()) == [7] * 4
 
 
-@pytest.mark.parametrize("rate", [None, {"min_size": 10, "timeout_s": 0.2}])
+@pytest.mark.parametrize("rate_limiter", [None, {"min_size": 10, "timeout_s": 0.2}])
 def test_a_late_column_that_lacks_is_named(rate: dict[str, Any] | None) -> None:
     section, _ = writing("cpu", 0, fields={"which": {}, "late": {}})
-    section["tables"]["main"] |= {} if rate is None else {"rate": rate}
+    section["tables"]["main"] |= {} if rate is None else {"rate_limiter": rate}
     with Replay(section) as found:
         ids = [found.add({"which": np.full(3, 7)}) for _ in range(10)]
         text = r"10 trajectories, 30 steps held; 10 trajectories \(30 steps\) without the late column late"
@@ -255,7 +255,7 @@ def test_each_reason_is_counted() -> None:
 
 
 def test_what_a_queue_gave_can_be_read() -> None:
-    with replay(2, "fifo", rate={"queue": 6}, capacity_trajectories=7) as found:
+    with replay(2, "fifo", rate_limiter={"queue": 6}, capacity_trajectories=7) as found:
         for number in range(6):
             found.add(trajectory(number))
         batch = found.sample()
@@ -268,10 +268,10 @@ def test_what_a_queue_gave_can_be_read() -> None:
             found.read(batch.trajectory_id)
 
 
-@pytest.mark.parametrize("kind", ["rate", "times"])
+@pytest.mark.parametrize("kind", ["rate_limiter", "times"])
 def test_a_restart_keeps_the_counters(kind: str, tmp_path: Any) -> None:
     rate = {"min_size": 2, "samples_per_insert": 2.0, "error_buffer": 3.0}
-    options: dict[str, Any] = {"rate": rate} if kind == "rate" else {"max_times_sampled": 2}
+    options: dict[str, Any] = {"rate_limiter": rate} if kind == "rate_limiter" else {"max_times_sampled": 2}
 
     def rest(found: Replay) -> list[int]:
         drawn = []
@@ -286,7 +286,7 @@ def test_a_restart_keeps_the_counters(kind: str, tmp_path: Any) -> None:
         first.sample()
         state = first.save(tmp_path / "saved")
         wanted = rest(first)
-    assert len(wanted) == {"rate": 3, "times": 4}[kind]
+    assert len(wanted) == {"rate_limiter": 3, "times": 4}[kind]
     with replay(**options) as second:
         second.load(tmp_path / "saved", state)
         assert rest(second) == wanted
@@ -295,13 +295,21 @@ def test_a_restart_keeps_the_counters(kind: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("sampler", "table", "text"),
     [
-        ("uniform", {"rate": {"queue": 4}}, 'needs sampler.kind = "fifo"'),
-        ("fifo", {"rate": {"queue": 1}}, "must be at least a global batch"),
-        ("fifo", {"rate": {"queue": 9, "min_size": 3}}, "rate.min_size must not be given together with"),
-        ("uniform", {"rate": {"error_buffer": 3.0}}, "must not be given without"),
-        ("uniform", {"rate": {"samples_per_insert": 0.0}}, "samples_per_insert must be a finite number > 0"),
-        ("uniform", {"rate": {"samples_per_insert": 4.0, "error_buffer": 2.9}}, "must be at least 3"),
-        ("uniform", {"rate": {"min_size": 41}}, "must be at most what the table holds"),
+        ("uniform", {"rate_limiter": {"queue": 4}}, 'needs sampler.kind = "fifo"'),
+        ("fifo", {"rate_limiter": {"queue": 1}}, "must be at least a global batch"),
+        (
+            "fifo",
+            {"rate_limiter": {"queue": 9, "min_size": 3}},
+            "rate_limiter.min_size must not be given together with",
+        ),
+        ("uniform", {"rate_limiter": {"error_buffer": 3.0}}, "must not be given without"),
+        (
+            "uniform",
+            {"rate_limiter": {"samples_per_insert": 0.0}},
+            "samples_per_insert must be a finite number > 0",
+        ),
+        ("uniform", {"rate_limiter": {"samples_per_insert": 4.0, "error_buffer": 2.9}}, "must be at least 3"),
+        ("uniform", {"rate_limiter": {"min_size": 41}}, "must be at most what the table holds"),
         ("uniform", {"remove": "keep_best"}, 'must be given with remove = "keep_best"'),
         ("uniform", {"keep_best": "which"}, 'must be given with remove = "keep_best"'),
         ("uniform", {"remove": "lowest_priority"}, "without priorities"),

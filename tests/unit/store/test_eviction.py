@@ -17,8 +17,9 @@ from deepspeed_gear.errors import NotReadyError, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.store.pins import SelectionPins
+from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, SlotRetention
-from deepspeed_gear.store.retention import RateLimiter, Retention
+from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.writer.inserter import Inserter
 
 Make = Callable[..., StoreScene]
@@ -266,17 +267,21 @@ def test_an_epoch_keeps_what_it_walks_through(make: Make) -> None:
 
 
 def test_who_samples_does_not_wait_for_itself(make: Make) -> None:
-    scene = make("fifo", rate=RateLimiter.queue("trajectory", 2))
+    scene = make("fifo", rate_limiter=RateLimiter.queue("trajectory", 2))
     by = inserter(scene, 60.0, samples=True)
     for _ in range(2):
         add(scene, 2, by)
-    with pytest.raises(NotReadyError, match="must be sampled from first, as its rate says"):
+    with pytest.raises(NotReadyError, match="must be sampled from first, as its rate limiter says"):
         add(scene, 2, by)
 
 
 def test_writers_wait_as_the_rate_says(make: Make) -> None:
     scene = make(
-        "fifo", [stream_spec(batch=2)], num_slots=9, num_rows=60, rate=RateLimiter.queue("trajectory", 2)
+        "fifo",
+        [stream_spec(batch=2)],
+        num_slots=9,
+        num_rows=60,
+        rate_limiter=RateLimiter.queue("trajectory", 2),
     )
     by = inserter(scene)
     for _ in range(2):

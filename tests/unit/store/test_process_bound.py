@@ -34,7 +34,7 @@ def bound_objects(replay: Replay) -> list[Any]:
     )
     board = PolicyBoard.create(torch.nn.Linear(2, 2), prefix())
     writer = replay.writer()
-    return [replay, on_device, board, writer, writer.vector(2, "next_step"), writer.trajectory(task=0)]
+    return [replay, on_device, board, writer, writer.vector_writer(2, "next_step"), writer.trajectory(task=0)]
 
 
 @pytest.mark.parametrize("action", [pickle.dumps, copy.copy, copy.deepcopy])
@@ -96,7 +96,7 @@ def test_workers_of_a_data_loader_are_refused(replay: Replay, context: str) -> N
 
 
 def test_nothing_is_written_after_the_end(replay: Replay) -> None:
-    writer, vector = replay.writer(), replay.writer(envs=1, autoreset="next_step")
+    writer, vector = replay.writer(), replay.vector_writer(1, autoreset="next_step")
     vector.reset(observation=[[0.0] * 3], task=[0])
     replay.close()
     step = {"action": [[0.0] * 2], "reward": [0.0], "code": [0], "terminated": [True], "truncated": [False]}

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import EvictionCode
-from deepspeed_gear.store.retention import RateLimiter, Retention
+from deepspeed_gear.store.retention import Retention
 
 
 def test_the_bounds_themselves_are_admitted() -> None:
@@ -91,4 +92,4 @@ def test_codes_of_what_goes() -> None:
 def test_rates_as_words(unit: str) -> None:
     rate = RateLimiter(unit, 3, 0.5, -1.0, 7.0)  # type: ignore[arg-type]
     assert Retention().rate_words == ()
-    assert Retention(rate=rate).rate_words == (unit == "step", 3, 0.5, 7.0)
+    assert Retention(rate_limiter=rate).rate_words == (unit == "step", 3, 0.5, 7.0)

@@ -96,16 +96,16 @@ def test_without_a_shard_nothing_changes(dataset: Dataset, in_memory: bool) -> N
     assert {region.name for region in one.regions()} == {
         "control",
         "peers",
-        "collect",
+        "transfer",
         "slots",
         RETURN_TO_GO,
         *(f"column/{name}" for name in SCHEMA.names if in_memory),
     }
     with table_of(one) as shard, table_of(whole_spec(dataset, in_memory)) as whole:
         assert np.array_equal(shard.slots, whole.slots)
-        assert whole.collects_own_rows
+        assert whole.gathers_own_rows
         for name in NAMES:
-            np.testing.assert_array_equal(whole.collected(name).numpy(), whole.held(name))
+            np.testing.assert_array_equal(whole.gather_source(name).numpy(), whole.held(name))
             assert len(whole.arrivals(name)) == 0
 
 
@@ -124,7 +124,7 @@ def test_arrivals_are_collected_at_the_first_arrival(dataset: Dataset, in_memory
     with table_of(spec_of(dataset, 2, 4, in_memory, (5, 3))) as table:
         row, slot = table.first_arrival
         assert (row, slot) == ((table.spec.num_rows, 2) if in_memory else (0, 0))
-        assert table.collects_own_rows == in_memory
+        assert table.gathers_own_rows == in_memory
         for name in NAMES:
             own, before = table.held(name), table.held(name).copy()
             arrivals, at = table.arrivals(name), slot if name == "task" else row
@@ -132,10 +132,10 @@ def test_arrivals_are_collected_at_the_first_arrival(dataset: Dataset, in_memory
             assert arrivals.dtype == own.dtype
             assert arrivals.shape[1:] == own.shape[1:]
             arrivals[...] = 1
-            collected = table.collected(name)
-            assert len(collected) == at + len(arrivals)
-            assert (collected[at:] == 1).all()
-            np.testing.assert_array_equal(collected[:at].numpy(), own[:at])
+            gathered = table.gather_source(name)
+            assert len(gathered) == at + len(arrivals)
+            assert (gathered[at:] == 1).all()
+            np.testing.assert_array_equal(gathered[:at].numpy(), own[:at])
             np.testing.assert_array_equal(own, before)
 
 
@@ -156,10 +156,10 @@ def test_the_derived_column_and_a_column_of_its_name_are_two(tmp_path: Path) -> 
         with table_of(spec_of(dataset, 0, 1, in_memory, (2, 1))) as table:
             assert table.held(RETURN_TO_GO).tolist() == [3, 2, 1]
             table.arrivals("return_to_go")[...] = 0x4000
-            found = table.collected("return_to_go")
+            found = table.gather_source("return_to_go")
             assert found.dtype == torch.bfloat16
             assert found.tolist() == ([3, 3, 3, 2, 2] if in_memory else [2, 2])
-            assert table.collected(RETURN_TO_GO).tolist() == ([3, 2, 1, 0, 0] if in_memory else [0, 0])
+            assert table.gather_source(RETURN_TO_GO).tolist() == ([3, 2, 1, 0, 0] if in_memory else [0, 0])
 
 
 def test_a_table_without_returns_has_no_derived_column(dataset: Dataset) -> None:
@@ -232,6 +232,6 @@ def test_arrivals_are_shared_between_processes(dataset: Dataset) -> None:
         other = Table.attach(spec, name, table_layout(spec, [], {}), "0" * 32, 1, load_backend("cpu"), 10.0)
         table.memory.unlink()
         table.arrivals("code")[:] = [1, 2, 3, 4]
-        assert other.collected("code").tolist() == [1, 2, 3, 4]
+        assert other.gather_source("code").tolist() == [1, 2, 3, 4]
         other.close()
     assert shared_files(prefix()) == []

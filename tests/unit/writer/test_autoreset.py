@@ -106,12 +106,12 @@ def test_the_mode_is_read_or_must_be_given() -> None:
     with replay_of() as replay:
         writer = replay.writer()
         for mode, envs in vectors.items():
-            found = writer.vector(envs)
+            found = writer.vector_writer(envs)
             assert (found.num_envs, found.autoreset) == (2, mode.name.lower())
-            assert writer.vector(4, mode).autoreset == mode.name.lower()  # type: ignore[arg-type]
-        assert writer.vector(make()).autoreset == "disabled"
-        assert writer.vector(Autoreset(make())).autoreset == "next_step"
-        assert writer.vector(TimeLimit(Autoreset(make()), 9)).autoreset == "next_step"
+            assert writer.vector_writer(4, mode).autoreset == mode.name.lower()  # type: ignore[arg-type]
+        assert writer.vector_writer(make()).autoreset == "disabled"
+        assert writer.vector_writer(Autoreset(make())).autoreset == "next_step"
+        assert writer.vector_writer(TimeLimit(Autoreset(make()), 9)).autoreset == "next_step"
         for wrong in (replay.writer, writer.vector, writer.simulators):
             text = 'autoreset must be given with a number .*"next_step": .*"same_step": .*"disabled": '
             with pytest.raises(DataError, match=text):
@@ -119,17 +119,17 @@ def test_the_mode_is_read_or_must_be_given() -> None:
         with pytest.raises(
             DataError, match="autoreset must be one of next_step, same_step, disabled, got 'ne"
         ):
-            writer.vector(8, "next")  # type: ignore[arg-type]
+            writer.vector_writer(8, "next")  # type: ignore[arg-type]
         with pytest.raises(DataError, match='must be "same_step", as the environment has it, got'):
-            writer.vector(vectors[AutoresetMode.SAME_STEP], "next_step")
+            writer.vector_writer(vectors[AutoresetMode.SAME_STEP], "next_step")
         silent = SyncVectorEnv([make])
         silent.metadata = {}
         with pytest.raises(DataError, match="autoreset must be in the environment's metadata, or given"):
-            writer.vector(silent)
-        assert writer.vector(silent, "next_step").autoreset == "next_step"
+            writer.vector_writer(silent)
+        assert writer.vector_writer(silent, "next_step").autoreset == "next_step"
         for number in (0, -1, True, 1.5, None, "8"):
             with pytest.raises(ConfigError, match="the environments must be an integer of at least 1"):
-                writer.vector(number, "disabled")
+                writer.vector_writer(number, "disabled")
 
 
 def rows(*values: float) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def rows(*values: float) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled"])
 def test_a_step_before_the_first_reset_is_refused(mode: Any) -> None:
     with replay_of() as replay:
-        vector = replay.writer(envs=2, autoreset=mode)
+        vector = replay.vector_writer(2, autoreset=mode)
         with pytest.raises(DataError, match=r"step must come after reset, got 'environments \[0, 1\]'"):
             vector.step(**rows(1, 1))
         vector.reset(np.array([True, False]), observation=np.zeros((2, 4), np.float32))

@@ -198,7 +198,7 @@ def test_versions_are_known_when_changes_are_not(how: str) -> None:
 def test_a_new_version_waits_for_open_trajectories() -> None:
     version = {"column": "version", "max_lag": 1, "on_stale": "wait"}
     with replay(("which",), version=version) as found:
-        vector = found.writer(envs=2, autoreset="next_step")
+        vector = found.vector_writer(2, autoreset="next_step")
         states = {"observation": np.zeros((2, 2), np.float32)}
 
         def step(version: int, *ended: bool) -> None:

@@ -178,7 +178,7 @@ def vector_step(t: int, num_envs: int, ends: list[int], **more: Any) -> dict[str
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 def test_many_environments(autoreset: Any) -> None:
     with replay(capacity_steps=60) as found:
-        vector = found.writer(envs=3, autoreset=autoreset)
+        vector = found.vector_writer(3, autoreset=autoreset)
         start = np.repeat(np.arange(3) * 100.0, 2).reshape(3, 2).astype(np.float32)
         vector.reset(observation=start, task=np.arange(3))
         for t in range(4):
@@ -199,7 +199,7 @@ def test_many_environments(autoreset: Any) -> None:
 
 def test_an_environment_that_goes_on_too_long_is_cut() -> None:
     with replay(capacity_steps=60) as found:
-        vector = found.writer(envs=1, autoreset="next_step")
+        vector = found.vector_writer(1, autoreset="next_step")
         vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
         for t in range(LONGEST + 3):
             vector.step(**vector_step(t, 1, []), publish=True)
@@ -232,7 +232,7 @@ def test_open_ones_do_not_go_to_make_room() -> None:
 
 def test_too_many_open_ones_find_no_room() -> None:
     with replay(capacity_steps=2 * LONGEST) as found:
-        vector = found.writer(envs=3, autoreset="next_step")
+        vector = found.vector_writer(3, autoreset="next_step")
         vector.reset(observation=np.zeros((3, 2), np.float32), task=np.zeros(3, np.int64))
         with pytest.raises(StoreFullError, match="must have 9 free rows in a run"):
             vector.step(**vector_step(0, 3, []), publish=True)
@@ -261,7 +261,7 @@ def test_what_follows_a_removed_part_is_another_trajectory(how: str) -> None:
 
 def test_a_rate_counts_published_steps() -> None:
     rate = {"samples_per_insert": 32, "min_size": 2, "error_buffer": 224}  # up to 9 steps without a sample
-    with replay(rate=rate) as found:
+    with replay(rate_limiter=rate) as found:
         table = found.tables["main"]
         found.add(whole(1, 2))
         with found.writer().trajectory(task=0) as opened:
@@ -278,12 +278,12 @@ def test_a_rate_counts_published_steps() -> None:
 def test_many_that_publish_at_once_pass_the_smallest_buffer() -> None:
     """Each waits for its own steps only, so nobody waits for what the others bring."""
     rate = {"samples_per_insert": 4, "min_size": 8, "error_buffer": 48}
-    with replay(rate=rate, capacity_steps=1000, capacity_trajectories=100, writers=1) as found:
+    with replay(rate_limiter=rate, capacity_steps=1000, capacity_trajectories=100, writers=1) as found:
         name = found.tables["main"].memory.path.name
 
         def write() -> None:
             with TrajectoryWriter.attach(name=name) as writer:
-                vector = writer.vector(32, "next_step")
+                vector = writer.vector_writer(32, "next_step")
                 vector.reset(observation=np.zeros((32, 2), np.float32), task=np.zeros(32, np.int64))
                 for t in range(4):
                     vector.step(**vector_step(t, 32, []), publish=True)
@@ -300,7 +300,7 @@ def test_many_that_publish_at_once_pass_the_smallest_buffer() -> None:
 def test_who_is_dropped_without_being_closed_keeps_no_room() -> None:
     with replay() as found:
         for _ in range(5):
-            vector = found.writer(envs=2, autoreset="next_step")
+            vector = found.vector_writer(2, autoreset="next_step")
             vector.reset(observation=np.zeros((2, 2), np.float32), task=np.zeros(2, np.int64))
             vector.step(**vector_step(0, 2, []), publish=True)
         with vector:
@@ -310,7 +310,7 @@ def test_who_is_dropped_without_being_closed_keeps_no_room() -> None:
 
 def test_a_reset_that_is_refused_changes_nothing() -> None:
     with replay() as found:
-        vector = found.writer(envs=1, autoreset="next_step")
+        vector = found.vector_writer(1, autoreset="next_step")
         vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
         for t in range(2):
             vector.step(**vector_step(t, 1, []), publish=True)
@@ -361,7 +361,7 @@ def test_without_a_longest_trajectory() -> None:
 def test_where_returns_to_go_are_kept() -> None:
     schema = Schema([*SCHEMA, Column("reward", "float32", (), "reward")])
     with replay(schema=schema, fields={"return_to_go": {}}) as found:
-        vector = found.writer(envs=1, autoreset="next_step")
+        vector = found.vector_writer(1, autoreset="next_step")
         vector.reset(observation=np.zeros((1, 2), np.float32), task=np.zeros(1, np.int64))
         with pytest.raises(DataError, match="must not keep returns-to-go"):
             vector.step(**vector_step(0, 1, [], reward=np.zeros(1, np.float32)), publish=True)

@@ -15,7 +15,7 @@ from gear_support import SCHEMA, SHM, prefix, shared_files, trajectory, wait_unt
 from process_support import in_child, kill, reapers
 
 from deepspeed_gear import Replay, TrajectoryWriter
-from deepspeed_gear.actors.start_actors import collect
+from deepspeed_gear.actors.start_actors import start_actors
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
 from deepspeed_gear.store.live_stores import living_stores
@@ -88,15 +88,14 @@ def _inspected(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return list(json.loads(capsys.readouterr().out)["stores"])
 
 
-def test_actors_of_collect_add_to_their_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_actors_add_to_their_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium", reason="actors act in its environments")
     config = section()
     with Replay(config) as one, Replay(config) as two:
-        env, policy = "collect_policies:counting", "collect_policies:at_once"
-        with collect(env, policy, replay=two), collect(env, policy, config=config, run=two.run):
-            wait_until(lambda: len(two) > 20, "collecting")
-        with pytest.raises(ConfigError, match="run must be given with config only"):
-            collect(env, policy, replay=two, run=one.run)
+        env, policy = "actor_policies:counting", "actor_policies:at_once"
+        monkeypatch.setenv("GEAR_RUN", two.run)
+        with start_actors(env, policy, two), start_actors(env, policy, config):
+            wait_until(lambda: len(two) > 20, "items")
         assert len(one) == 0
 
 
@@ -106,7 +105,7 @@ def test_actors_of_collect_add_to_their_own_run(monkeypatch: pytest.MonkeyPatch)
         ({"seed": 7}, "gear.seed: 7 here, 0 there"),
         ({"capacity_steps": 6000}, "gear.tables.main.capacity_steps: 6000 here, 5000 there"),
         ({"remove": "uniform"}, 'gear.tables.main.remove: "uniform" here, "fifo" there'),
-        ({"rate": {"min_size": 4}}, r"gear.tables.main.rate: \{.*\} here, null there"),
+        ({"rate_limiter": {"min_size": 4}}, r"gear.tables.main.rate_limiter: \{.*\} here, null there"),
         ({"more": {"dtype": "int8"}}, r"gear.tables.main.schema.columns.more: \{.*\} here, absent there"),
         ({"reward": {"dtype": "float64"}}, 'columns.reward.dtype: "float64" here, "float32" there'),
     ],
@@ -138,7 +137,7 @@ def test_options_that_a_writer_does_not_need_may_differ() -> None:
     table = {"capacity_steps": 5000, "writers": 3}
     theirs = {"tables": {"main": table}, "batch_size": 4, "shared_memory": {"prefix": prefix()}}
     mine = copy.deepcopy(theirs)
-    mine["tables"]["main"] |= {"remove": "none", "max_age": 0, "rate": None}
+    mine["tables"]["main"] |= {"remove": "none", "max_age": 0, "rate_limiter": None}
     mine |= {"batch_size": 9, "threads": 2, "fields": {"reward": {}}, "timeout_s": 5.0}
     with Replay(theirs, schemas={"main": SCHEMA}) as replay:
         for config in (mine, {"gear": mine, "train_batch_size": 1}):
@@ -152,7 +151,7 @@ def test_an_actor_waits_for_its_own_run() -> None:
     """It comes first, beside a living run of another config."""
     rate = {"min_size": 4, "samples_per_insert": 2, "error_buffer": 400}
     own, other = section(), section(seed=1)
-    own["tables"]["main"]["rate"] = rate
+    own["tables"]["main"]["rate_limiter"] = rate
     found: list[Any] = []
     actor = threading.Thread(target=lambda: found.append(_run_of(own)))
     with Replay(other) as stranger:
@@ -243,7 +242,7 @@ def test_names_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         Replay(section(shared_memory={"run": "two"}))
     with Replay(section()) as replay, TrajectoryWriter.attach(section(), run=replay.run) as writer:
         assert replay.tables["main"].run.name == "one"
-        monkeypatch.setenv("GEAR_RUN", replay.run)  # as in actors of `collect`
+        monkeypatch.setenv("GEAR_RUN", replay.run)  # as in actors of `start_actors`
         TrajectoryWriter.attach(section(shared_memory={"run": "one"}), wait_s=0.0).close()
         with pytest.raises(StoreError, match="its run is not two"):
             TrajectoryWriter.attach(section(shared_memory={"run": "two"}), wait_s=0.0)

@@ -1,4 +1,4 @@
-"""Policies and environments of the actors in test_collect.py; actors import this module."""
+"""Policies and environments of the actors in test_start_actors.py; actors import this module."""
 
 from __future__ import annotations
 
