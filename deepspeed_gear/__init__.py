@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from deepspeed_gear.actors.policy_board import PolicyBoard
     from deepspeed_gear.actors.start_actors import start_actors
     from deepspeed_gear.batching.batch import Batch
-    from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+    from deepspeed_gear.data.dataset import Dataset
+    from deepspeed_gear.data.dataset_writer import DatasetWriter
     from deepspeed_gear.engine.attach import attach, disable, enable, initialize
     from deepspeed_gear.errors import (
         BuildError,
@@ -44,7 +45,7 @@ _HOMES = {
     "ConfigError": "errors",
     "DataError": "errors",
     "Dataset": "data.dataset",
-    "DatasetWriter": "data.dataset",
+    "DatasetWriter": "data.dataset_writer",
     "DeviceReplay": "replay",
     "FieldError": "errors",
     "GearError": "errors",

@@ -10,15 +10,16 @@ from pydantic import ValidationError
 from deepspeed_gear.config.config_digest import difference
 from deepspeed_gear.config.cross_checks import batch_sizes, refuse_batch_sizes
 from deepspeed_gear.config.error_messages import translate
-from deepspeed_gear.config.field_checks import ResolvedField, check_against
-from deepspeed_gear.config.model import (
+from deepspeed_gear.config.field_checks import check_against
+from deepspeed_gear.config.model import GearConfig
+from deepspeed_gear.config.options import (
     FieldConfig,
-    GearConfig,
     HindsightConfig,
     NStepConfig,
     PipelineConfig,
     SharedMemoryConfig,
 )
+from deepspeed_gear.config.resolved_field import ResolvedField
 from deepspeed_gear.config.sampler_options import (
     CustomSampler,
     DrawingOptions,

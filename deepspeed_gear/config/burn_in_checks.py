@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from deepspeed_gear.config.cross_checks import dotted
+from deepspeed_gear.config.options import FieldConfig, GearOptions
+from deepspeed_gear.config.resolved_field import ResolvedField
 from deepspeed_gear.errors import ConfigError
-
-if TYPE_CHECKING:
-    from deepspeed_gear.config.field_checks import ResolvedField
-    from deepspeed_gear.config.model import FieldConfig, GearConfig
 
 
 def first_step(fields: Sequence[FieldConfig] | Sequence[ResolvedField]) -> int:
@@ -18,7 +15,7 @@ def first_step(fields: Sequence[FieldConfig] | Sequence[ResolvedField]) -> int:
     return min(int(field.offset) for field in fields if field.length is not None)
 
 
-def check_burn_in(config: GearConfig) -> None:
+def check_burn_in(config: GearOptions) -> None:
     """Refuse a burn-in that leaves nothing to learn from.
 
     Raises:

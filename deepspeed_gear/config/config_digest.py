@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from deepspeed_gear.config.model import GearConfig
+from deepspeed_gear.config.options import GearOptions
 
 # What a node may choose for itself: it changes speed and place, not one batch.
 _OF_THE_NODE = ("backend", "data", "threads", "transfer", "timeout_s", "metrics")
@@ -27,7 +26,7 @@ _OF_THE_RUN = (
 _ROOM = ("capacity_steps", "capacity_trajectories", "max_length")
 
 
-def shared_options(config: GearConfig) -> dict[str, Any]:
+def shared_options(config: GearOptions) -> dict[str, Any]:
     """Return the options that all ranks must agree on.
 
     Where the data lie and how they are loaded is left out: each node may have its own copy, and the data
@@ -46,7 +45,7 @@ def shared_options(config: GearConfig) -> dict[str, Any]:
     return section
 
 
-def batch_options(config: GearConfig) -> dict[str, Any]:
+def batch_options(config: GearOptions) -> dict[str, Any]:
     """Return the options that decide the samples of global batches of a given size."""
     section = {name: value for name, value in shared_options(config).items() if name not in _OF_THE_RUN}
     for table in section["tables"].values():
@@ -71,7 +70,7 @@ def _leaves(options: Any, name: str) -> dict[str, Any]:
     return found
 
 
-def difference(a: GearConfig, b: GearConfig) -> list[str]:
+def difference(a: GearOptions, b: GearOptions) -> list[str]:
     """Name the shared options in which two configs differ, with both values.
 
     Args:

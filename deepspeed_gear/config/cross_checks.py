@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
-from deepspeed_gear.config.rate_limits import check_life
-from deepspeed_gear.config.sampler_options import MixtureSampler
+from deepspeed_gear.config.options import FieldConfig, GearOptions
+from deepspeed_gear.config.retention_checks import check_retention
+from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, WhereConfig
+from deepspeed_gear.config.table_options import DataConfig, TableConfig
 from deepspeed_gear.errors import ConfigError
-
-if TYPE_CHECKING:
-    from deepspeed_gear.config.model import FieldConfig, GearConfig
-    from deepspeed_gear.config.sampler_options import ItemSampler, WhereConfig
-    from deepspeed_gear.config.table_options import DataConfig, TableConfig
 
 BATCH_NAMES = (
     "mask",
@@ -44,7 +40,7 @@ def dotted(*parts: object) -> str:
     return name
 
 
-def check_options(config: GearConfig) -> None:
+def check_options(config: GearOptions) -> None:
     """Refuse options that contradict one another.
 
     Raises:
@@ -54,7 +50,7 @@ def check_options(config: GearConfig) -> None:
     _check_sampler(config)
     for name, table in config.tables.items():
         if table.data is None:
-            check_life(config, table, dotted("gear", "tables", name), name)
+            check_retention(config, table, dotted("gear", "tables", name), name)
     for name, field in config.fields.items():
         check_field_name(name, n_step=config.n_step is not None)
         _check_field(name, field, config)
@@ -69,7 +65,7 @@ def check_options(config: GearConfig) -> None:
     _check_batch(config)
 
 
-def _check_tables(config: GearConfig) -> None:
+def _check_tables(config: GearOptions) -> None:
     if config.data is not None and config.tables:
         raise ConfigError(
             "gear.data",
@@ -147,7 +143,7 @@ def _check_split(data: DataConfig, at: str) -> None:
         )
 
 
-def _check_sampler(config: GearConfig) -> None:
+def _check_sampler(config: GearOptions) -> None:
     tables = config.resolved_tables
     known = ", ".join(tables)
     if isinstance(config.sampler, MixtureSampler):
@@ -179,7 +175,7 @@ def _check_mixture(sampler: MixtureSampler, known: str, tables: Collection[str])
         )
 
 
-def _check_item_sampler(sampler: ItemSampler, config: GearConfig, at: str) -> None:
+def _check_item_sampler(sampler: ItemSampler, config: GearOptions, at: str) -> None:
     sampler.check(at)
     if sampler.anchors == "fits" and all(f.length is None and f.offset == 0 for f in config.fields.values()):
         raise ConfigError(
@@ -226,7 +222,7 @@ def check_nesting(names: list[str]) -> None:
             )
 
 
-def _check_field(name: str, field: FieldConfig, config: GearConfig) -> None:
+def _check_field(name: str, field: FieldConfig, config: GearOptions) -> None:
     at = dotted("gear", "fields", name)
     if field.column is not None and field.derived is not None:
         raise ConfigError(
@@ -261,7 +257,7 @@ def _check_field(name: str, field: FieldConfig, config: GearConfig) -> None:
         )
 
 
-def _check_batch(config: GearConfig) -> None:
+def _check_batch(config: GearOptions) -> None:
     gas = config.gradient_accumulation_steps
     micro = config.micro_batch_size or 1
     if config.batch_size is not None and config.batch_size % (micro * gas):
@@ -273,7 +269,7 @@ def _check_batch(config: GearConfig) -> None:
         )
 
 
-def batch_sizes(config: GearConfig, replicas: int) -> tuple[int, int]:
+def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
     """Return the micro batch and the global batch of a replay without an engine, in samples.
 
     Args:
@@ -301,7 +297,7 @@ def batch_sizes(config: GearConfig, replicas: int) -> tuple[int, int]:
     return micro, config.batch_size
 
 
-def refuse_batch_sizes(config: GearConfig) -> None:
+def refuse_batch_sizes(config: GearOptions) -> None:
     """Refuse the batch options where an engine decides.
 
     Raises:

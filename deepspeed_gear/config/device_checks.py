@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepspeed_gear.config.options import GearOptions
+from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.errors import ConfigError
-
-if TYPE_CHECKING:
-    from deepspeed_gear.config.model import GearConfig
-    from deepspeed_gear.config.table_options import TableConfig
 
 KINDS = ("uniform", "length", "prioritized")
 _ON_HOST = 'give the table "placement": "host"'
 
 
-def check_device(config: GearConfig) -> None:
+def check_device(config: GearOptions) -> None:
     """Refuse options that need the host where a table lies on devices.
 
     Raises:
@@ -55,7 +53,7 @@ def _check_table(table: TableConfig, at: str) -> None:
             raise ConfigError(f"{at}.{option}", "must not be given for a table on devices", wrong, _ON_HOST)
 
 
-def _check_selection(config: GearConfig) -> None:
+def _check_selection(config: GearOptions) -> None:
     sampler = config.item_sampler
     if not sampler.on_device:
         rule = f"must be one of {', '.join(KINDS)} for a table on devices"

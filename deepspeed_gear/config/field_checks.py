@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from deepspeed_gear.config import hindsight_checks
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_field_name, check_nesting, dotted
 from deepspeed_gear.config.dtypes import check_dtype, check_pad
-from deepspeed_gear.config.model import FieldConfig, GearConfig
+from deepspeed_gear.config.options import FieldConfig, GearOptions
+from deepspeed_gear.config.resolved_field import ResolvedField
 from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import Column, Schema
@@ -30,57 +30,8 @@ SAMPLE_NAMES = (  # of any batch
 MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
 
 
-@dataclass(frozen=True)
-class ResolvedField:
-    """A field with everything defaulted.
-
-    Args:
-        name: Its name in the batch.
-        column: The stored column, or None for a derived field.
-        derived: "return_to_go", "timestep", "position" or None.
-        offset: First step relative to the anchor, or "n_step".
-        length: Steps of the window; None for no time axis.
-        align: "in_place", "left" or "right".
-        pad_kind: "zero", "edge" or "value".
-        pad_value: The padding where `pad_kind` is "value", else 0.
-        normalize: "mean_std", "min_max" or None.
-        scale: Factor applied after normalisation.
-        dtype: Name of the dtype in the batch, or "engine".
-        part_first: First step of the window that is gathered. No option: set where ranks share a window.
-        part_length: Steps that are gathered; None for the whole window.
-        mask_only: Only the mask is wanted: nothing of the column is read. No option: set for pipeline stages.
-        hindsight: The column that a relabelled sample takes the row of a drawn step from, or None.
-    """
-
-    name: str
-    column: Column | None
-    derived: str | None = None
-    offset: int | Literal["n_step"] = 0
-    length: int | None = None
-    align: str = "in_place"
-    pad_kind: str = "zero"
-    pad_value: int | float = 0
-    normalize: str | None = None
-    scale: float = 1.0
-    dtype: str = "float32"
-    part_first: int = 0
-    part_length: int | None = None
-    mask_only: bool = False
-    hindsight: Column | None = None
-
-    @property
-    def collected_length(self) -> int | None:
-        """Steps of the window that are gathered; None for no time axis."""
-        return self.length if self.part_length is None else self.part_length
-
-    @property
-    def is_converted(self) -> bool:
-        """Whether values change on the way, other than by dtype."""
-        return self.normalize is not None or self.scale != 1.0
-
-
 def check_against(
-    config: GearConfig,
+    config: GearOptions,
     schemas: Mapping[str, Schema],
     statistics_available: Collection[str] | bool | None = None,
 ) -> list[ResolvedField]:
@@ -113,7 +64,7 @@ def check_against(
     return found[0]
 
 
-def _check_pipeline(config: GearConfig, fields: list[str]) -> None:
+def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
     """Refuse names that no batch has."""
     if config.pipeline is None:
         return
@@ -146,7 +97,7 @@ def _check_same(first: str, fields: list[ResolvedField], other: str, others: lis
 
 
 def _check_table(
-    config: GearConfig, schema: Schema, statistics_available: Collection[str] | bool
+    config: GearOptions, schema: Schema, statistics_available: Collection[str] | bool
 ) -> list[ResolvedField]:
     """Check a config against one table; return the fields of its samples."""
     sampler = config.item_sampler
@@ -203,7 +154,7 @@ def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
             )
 
 
-def _check_n_step(config: GearConfig, schema: Schema) -> None:
+def _check_n_step(config: GearOptions, schema: Schema) -> None:
     if config.n_step is None:
         return
     for role in ("reward", "terminated"):

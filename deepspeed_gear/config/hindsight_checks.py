@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from deepspeed_gear.config.cross_checks import dotted
+from deepspeed_gear.config.options import FieldConfig, GearOptions
+from deepspeed_gear.config.resolved_field import ResolvedField
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import Column, Schema
-
-if TYPE_CHECKING:
-    from deepspeed_gear.config.field_checks import ResolvedField
-    from deepspeed_gear.config.model import FieldConfig, GearConfig
 
 EXAMPLE = '"goal": {"column": "desired_goal", "hindsight": "achieved_goal"}'
 
 
-def check_hindsight(config: GearConfig) -> None:
+def check_hindsight(config: GearOptions) -> None:
     """Refuse options that contradict hindsight relabelling.
 
     Raises:
@@ -70,7 +67,7 @@ def column_of(at: str, field: FieldConfig, column: Column | None, schema: Schema
     return achieved
 
 
-def check_fields(config: GearConfig, fields: Sequence[ResolvedField]) -> None:
+def check_fields(config: GearOptions, fields: Sequence[ResolvedField]) -> None:
     """Refuse fields that do not agree under hindsight relabelling.
 
     Raises:

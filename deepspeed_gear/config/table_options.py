@@ -4,26 +4,86 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Lt, MinLen
+from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
-from deepspeed_gear.config.rate_limits import RateLimiterConfig, RemoveKind, VersionConfig, Writers
 from deepspeed_gear.config.types import (
     Count,
     Flag,
+    Float,
     Fraction,
     GearModel,
     Int,
     Name,
+    Positive,
     Steps,
     StoredDtype,
     Text,
+    Timeout,
     Words,
     as_data,
     refuse,
 )
 from deepspeed_gear.errors import SchemaError
 from deepspeed_gear.schema import Column, Schema
+
+Writers = Annotated[Int, Ge(0), Le(1024)]
+RemoveKind = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
+
+
+class RateLimiterConfig(GearModel):
+    """How far who adds and who samples may be ahead of each other: whoever is too far ahead waits.
+
+    Items are what the sampler's `unit` says. With I items ever added and S samples ever drawn,
+    I * samples_per_insert - S stays within `error_buffer` of what it is at `min_size` items. The items of all
+    nodes count.
+
+    Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
+    """
+
+    min_size: Count = Field(
+        default=1,
+        description="Nothing is sampled while fewer items are held; so many may be added at any time.",
+    )
+    samples_per_insert: Positive | None = Field(
+        default=None, description="Samples drawn for each item added. null: as many as come."
+    )
+    error_buffer: Annotated[Float, Ge(0)] | None = Field(
+        default=None,
+        description=(
+            "How far the samples may be ahead or behind. At least half of a global batch and of what the "
+            "longest trajectory adds, and what this adds without one item. null: `min_size` times "
+            "`samples_per_insert`, or that if it is more."
+        ),
+    )
+    queue: Count | None = Field(
+        default=None,
+        description=(
+            "Each trajectory is drawn once, in the order in which they came, and so many may wait. With the "
+            'sampler "fifo"; without the other options of the rate limiter.'
+        ),
+    )
+    timeout_s: Timeout = Field(
+        default=600.0,
+        description="Seconds after which a wait of who samples or adds is an error; at most 7 days.",
+    )
+
+
+class VersionConfig(GearModel):
+    """How far the policy that made a trajectory may be behind the learner's (`Replay.set_policy_version`).
+
+    A trajectory is as old as the oldest policy in it.
+    """
+
+    column: Name = Field(description="The integer column that holds the policy's version of each step.")
+    max_lag: Annotated[Int, Ge(0)] = Field(description="Versions that it may be behind.")
+    on_stale: Literal["drop", "wait"] = Field(
+        default="drop",
+        description=(
+            'What happens to those that fall behind. "drop": they go, and are counted by length. "wait": a '
+            "new version waits until no actor's open trajectory would; what is complete goes as ever."
+        ),
+    )
 
 
 class DataConfig(GearModel):

@@ -25,13 +25,10 @@ from deepspeed_gear.data.dataset_files import (
     read_npy_header,
 )
 from deepspeed_gear.data.dataset_part import DatasetPart
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, statistics_of
-from deepspeed_gear.data.dataset_writer import DatasetWriter
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics, compute_statistics
 from deepspeed_gear.data.mapped_files import MappedFiles
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column, Schema
-
-__all__ = ["ColumnStatistics", "Dataset", "DatasetWriter", "statistics_of"]
 
 _REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
 
@@ -129,6 +126,25 @@ class Dataset:
         if not consistent:
             rule = f"must cover the {self.num_rows} rows without gaps or empty trajectories"
             raise DataError(str(self.path / EXTENTS_FILE), rule, None, _REMAKE)
+
+    def statistics_for(self, split: Mapping[str, float]) -> dict[str, ColumnStatistics]:
+        """Compute the statistics over the training part of another split than the data set's own.
+
+        Args:
+            split: Share of each held-out part by name, as in `gear.data.split`.
+        Raises:
+            DataError: No trajectory is left for training, or this is a part: its statistics are those of the
+                whole, which is not there.
+        Cost: one pass over the data.
+        """
+        if self.part is not None:
+            remedy = (
+                f"use the split {self.split} that it was ingested with, or ingest with the other one and run"
+                " gear split again"
+            )
+            rule = "must be a whole data set to compute the statistics of another split"
+            raise DataError(str(self.path), rule, str(self.part), remedy)
+        return compute_statistics(self.schema, self.columns, self.first_rows, self.lengths, split)
 
     def _read_statistics(self) -> dict[str, ColumnStatistics]:
         path = self.path / STATS_FILE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column, Schema
-
-if TYPE_CHECKING:
-    from deepspeed_gear.data.dataset import Dataset
 
 QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
 MAX_SAMPLE_ROWS = 1 << 22
@@ -306,24 +303,3 @@ def compute_statistics(
     """Compute the statistics of all columns over the training split. Cost: one pass over the data."""
     rows = KeptRows(first_rows, lengths, training_trajectories(len(lengths), split), schema.has_final_row)
     return {column.name: column_statistics(columns[column.name], column, rows) for column in schema}
-
-
-def statistics_of(dataset: Dataset, split: Mapping[str, float]) -> dict[str, ColumnStatistics]:
-    """Compute a data set's statistics over the training part of another split.
-
-    Args:
-        dataset: The data; its own split is not looked at.
-        split: Share of each held-out part by name, as in `gear.data.split`.
-    Raises:
-        DataError: No trajectory is left for training, or the data set is a part: its statistics are those of
-            the whole, which is not there.
-    Cost: one pass over the data.
-    """
-    if dataset.part is not None:
-        remedy = (
-            f"use the split {dataset.split} that it was ingested with, or ingest with the other one and run"
-            " gear split again"
-        )
-        rule = "must be a whole data set to compute the statistics of another split"
-        raise DataError(str(dataset.path), rule, str(dataset.part), remedy)
-    return compute_statistics(dataset.schema, dataset.columns, dataset.first_rows, dataset.lengths, split)

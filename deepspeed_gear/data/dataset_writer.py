@@ -10,12 +10,13 @@ from array import array as packed
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import (
     EXTENTS_FILE,
     FORMAT,
@@ -31,9 +32,6 @@ from deepspeed_gear.data.dataset_statistics import check_split, compute_statisti
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Schema
-
-if TYPE_CHECKING:
-    from deepspeed_gear.data.dataset import Dataset
 
 _LOCK_FILE = ".gear-partial"
 _REPLACED = ".replaced"
@@ -135,8 +133,6 @@ class DatasetWriter:
             DataError: There are no trajectories, or none is left for training; nothing stays behind.
         Cost: one pass over the columns for the statistics.
         """
-        from deepspeed_gear.data.dataset import Dataset
-
         if self._closed:
             raise DataError(str(self.dest), "must be closed once only")
         try:

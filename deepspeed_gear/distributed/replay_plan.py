@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import GearConfig, ResolvedField, refuse_batch_sizes
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, statistics_of
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.read_needs import ReadNeeds, needs_of
@@ -80,7 +80,7 @@ class ReplayPlan:
         if dataset is None or not any(field.normalize for field in fields):
             return {}
         split = next(split for table, split in self.splits.items() if table in self.datasets)
-        return dataset.statistics if dict(dataset.split) == split else statistics_of(dataset, split)
+        return dataset.statistics if dict(dataset.split) == split else dataset.statistics_for(split)
 
 
 def make_plan(

@@ -165,25 +165,6 @@ class Topology:
             exchange.rank, places, tuple(nodes.index(node) for node, _, _ in answers), tuple(hosts.values())
         )
 
-    @classmethod
-    def from_engine(cls, engine: object) -> Topology:
-        """Find out where all ranks of an engine sit. Collective.
-
-        Args:
-            engine: From `deepspeed.initialize`.
-        Raises:
-            ConfigError: As `discover`, or it is of a kind that is not supported.
-        """
-        from deepspeed_gear.distributed import deepspeed_compat  # DeepSpeed is not needed without an engine
-
-        exchange = ControlPlane()
-        try:
-            return cls.discover(
-                exchange, exchange.agree("the engine", lambda: deepspeed_compat.place_of(engine))
-            )
-        finally:
-            exchange.close()
-
 
 def check_grid(places: tuple[RankCoordinates, ...]) -> None:
     """Check that each place of one grid is taken by exactly one rank.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_gear.config import GearConfig, TableConfig
-from deepspeed_gear.config.rate_limits import RateLimiterConfig, VersionConfig
+from deepspeed_gear.config.table_options import RateLimiterConfig, VersionConfig
 from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import ControlPlane

@@ -8,17 +8,15 @@ before its writer knows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator
+from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.slot_sets import is_among
-
-if TYPE_CHECKING:
-    from deepspeed_gear.store.table import Table
 
 
 class OpenHandle(NamedTuple):
@@ -33,15 +31,27 @@ class OpenSlots:
     """The slots of a store that some writer has not done with. Every method wants the store's lock.
 
     Args:
-        table: The store, with a capacity.
+        slots: The slot table.
+        control: The store's control words.
         extents: Its lists.
+        memory: Where the store lies.
+        terminated, truncated: The columns of these roles, by row; None: the table has none.
+        final_rows: Rows of a trajectory beyond its steps: 1 where a column has T+1.
     """
 
-    def __init__(self, table: Table, extents: RowAllocator) -> None:
-        self._table, self._extents, self._slots = table, extents, table.slots
+    def __init__(
+        self,
+        slots: np.ndarray,
+        control: np.ndarray,
+        extents: RowAllocator,
+        memory: SharedMemory,
+        terminated: np.ndarray | None,
+        truncated: np.ndarray | None,
+        final_rows: int,
+    ) -> None:
+        self._slots, self._control, self._extents, self._memory = slots, control, extents, memory
         self._open: np.ndarray = extents.life[:, SlotRetention.OPEN]
-        ends = [table.spec.schema.role(role) for role in ("terminated", "truncated")]
-        self._terminated, self._truncated = (None if c is None else table.columns[c.name] for c in ends)
+        self._terminated, self._truncated, self._final_rows = terminated, truncated, final_rows
 
     # ---- growing ---------------------------------------------------------------------------------
 
@@ -52,14 +62,12 @@ class OpenSlots:
 
     def handle_of(self, slot: int) -> OpenHandle:
         """Return what names that which this process has reserved for as long as it is its own."""
-        return OpenHandle(
-            slot, int(self._slots[slot, Slot.GENERATION]), int(self._table.control[Control.LOADS])
-        )
+        return OpenHandle(slot, int(self._slots[slot, Slot.GENERATION]), int(self._control[Control.LOADS]))
 
     def is_own(self, handle: OpenHandle) -> bool:
         """Return whether a slot is still this process's to end, whatever became of its trajectory."""
         record = self._slots[handle.slot]
-        is_same = handle == self.handle_of(handle.slot) and record[Slot.OWNER] == self._table.memory.peer
+        is_same = handle == self.handle_of(handle.slot) and record[Slot.OWNER] == self._memory.peer
         return bool(is_same and (self._open[handle.slot] or record[Slot.STATE] == SlotState.RESERVED))
 
     def stands(self, handle: OpenHandle) -> bool:
@@ -84,7 +92,7 @@ class OpenSlots:
         last = int(self._slots[slot, Slot.FIRST_ROW] + self._slots[slot, Slot.NUM_STEPS]) - 1
         if truncated and self._truncated is not None and self._slots[slot, Slot.STATE] == SlotState.COMMITTED:
             self._truncated[last] |= self._terminated is None or not self._terminated[last]
-        self._extents.end_growth(slot, self._table.rows_for(int(self._slots[slot, Slot.NUM_STEPS])))
+        self._extents.end_growth(slot, int(self._slots[slot, Slot.NUM_STEPS]) + self._final_rows)
 
     # ---- whoever has died ------------------------------------------------------------------------
 
@@ -109,7 +117,7 @@ class OpenSlots:
     def _abandoned(self, which: np.ndarray) -> np.ndarray:
         found = np.nonzero(which)[0]
         owners = self._slots[found, Slot.OWNER]
-        dead = [owner for owner in set(owners.tolist()) if not self._table.memory.is_alive(owner)]
+        dead = [owner for owner in set(owners.tolist()) if not self._memory.is_alive(owner)]
         return np.asarray(found[is_among(owners, dead)])
 
     # ---- repair ----------------------------------------------------------------------------------
@@ -119,4 +127,4 @@ class OpenSlots:
         slots = self._slots
         slots[self._abandoned(slots[:, Slot.STATE] == SlotState.RESERVED), Slot.STATE] = SlotState.FREE
         ended = (slots[:, Slot.STATE] == SlotState.COMMITTED) & (self._open == 0)
-        slots[ended, Slot.NUM_ROWS] = slots[ended, Slot.NUM_STEPS] + self._table.rows_for(0)
+        slots[ended, Slot.NUM_ROWS] = slots[ended, Slot.NUM_STEPS] + self._final_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deepspeed_gear.config import GearConfig, TableConfig
-from deepspeed_gear.config.rate_limits import RateLimiterConfig
+from deepspeed_gear.config.table_options import RateLimiterConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.retention import UNLIMITED, Retention

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.column_arrays import ColumnArrays, as_tensor
-from deepspeed_gear.store.dataset_loading import derive_returns, fill
+from deepspeed_gear.store.column_arrays import ColumnArrays, as_tensor, part_of
 from deepspeed_gear.store.futex import FutexEvents
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_handle import open_store
@@ -60,7 +60,11 @@ class Table:
         self.handle: Any = None  # of the native store
         self.extents = self._open_extents() if spec.dataset is None else None
         if self.extents is not None:
-            self.unfinished = OpenSlots(itself, self.extents)
+            ends = [spec.schema.role(role) for role in ("terminated", "truncated")]
+            terminated, truncated = (None if column is None else self.columns[column.name] for column in ends)
+            self.unfinished = OpenSlots(
+                self.slots, self.control, self.extents, memory, terminated, truncated, self.rows_for(0)
+            )
         # Rung by the next change of a slot if a sampler listens.
         self.bells = FutexEvents(
             self.control[Control.EVENT : Control.EVENT + 1].view(np.uint32).reshape(1, 2), ops.native
@@ -98,7 +102,7 @@ class Table:
             if table.extents is not None:
                 table.extents.rebuild()
             if spec.dataset is not None:
-                fill(table, spec.dataset)
+                table._fill(spec.dataset)
             write_header(memory.buffer, layout, run)
             table.claim_peer(0)
             return table
@@ -294,7 +298,35 @@ class Table:
         first, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
         for column in self.spec.schema:
             self._rows_of(column, slot, first, steps)[...] = arrays[column.name]
-        derive_returns(self, np.array([[first, steps]], np.int64))
+        self._derive_returns(np.array([[first, steps]], np.int64))
+
+    def _fill(self, dataset: Dataset) -> None:
+        """Fill the slots from this table's part of a data set and, in memory, the columns, in one pass.
+
+        Raises:
+            DataError: A file has changed since the data set was opened.
+        """
+        spec, slots, held = self.spec, self.slots, self.spec.held
+        first_rows, lengths = dataset.first_rows[held] - dataset.row_of(held.start), dataset.lengths[held]
+        slots[:, Slot.GENERATION] = 1
+        slots[:, Slot.ID] = np.arange(held.start, held.stop) + dataset.first_id
+        slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_STEPS] = first_rows, lengths
+        slots[:, Slot.NUM_ROWS] = lengths + int(dataset.schema.has_final_row)
+        if spec.in_memory:
+            for column in dataset.schema:
+                np.copyto(self.columns[column.name], part_of(spec, column))
+            dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
+        slots[:, Slot.STATE] = SlotState.COMMITTED
+        self.control[Control.NEXT_ID] = dataset.num_trajectories_of_whole
+        self.count()
+        self._derive_returns(np.stack([first_rows, lengths], axis=1))
+
+    def _derive_returns(self, extents: np.ndarray) -> None:
+        """Compute returns-to-go of extents. [n, 2]: first row, steps. Cost: one pass over their rewards."""
+        reward = self.spec.schema.role("reward")
+        if self.spec.return_to_go and reward is not None:
+            returns = torch.from_numpy(self.held(RETURN_TO_GO))
+            self.ops.suffix_sum_(returns, self.tensor(reward.name), torch.from_numpy(extents))
 
     def commit(self, slot: int, born: int = 0) -> int:
         """Publish a reserved slot and return the new trajectory's id. Wants the lock.
@@ -338,7 +370,7 @@ class Table:
         if self.extents is not None:
             self.extents.rebuild()
         used = self.slots[self.slots[:, Slot.STATE] != SlotState.FREE]
-        derive_returns(self, np.ascontiguousarray(used[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]]))
+        self._derive_returns(np.ascontiguousarray(used[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]]))
 
     def _run_recoveries(self) -> None:
         self.control[Control.RECOVERIES] += 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.data import dataset_statistics
-from deepspeed_gear.data.dataset import Dataset, DatasetWriter, statistics_of
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import (
     QUANTILES,
     KeptRows,
@@ -18,6 +18,7 @@ from deepspeed_gear.data.dataset_statistics import (
     column_statistics,
     sample_positions,
 )
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.schema import DTYPES, Column, Schema
 
@@ -155,13 +156,13 @@ def test_statistics_of_a_split_leave_its_trajectories_out(tmp_path: Path) -> Non
     dataset = Dataset.open(tmp_path / "set")
     train = np.flatnonzero(split_of(np.arange(100), split) == 0)
     assert 30 < len(train) < 70
-    other = statistics_of(dataset, {})
+    other = dataset.statistics_for({})
     for name, found in dataset.statistics.items():
         wanted = np.concatenate([np.atleast_1d(dataset.trajectory(int(i))[name]) for i in train])
         assert found.count == len(wanted)
         np.testing.assert_allclose(found.mean, wanted.mean(0, dtype=np.float64), rtol=1e-12)
         np.testing.assert_allclose(other[name].count, dataset.columns[name].shape[0] - 100 * (name == "y"))
-    same = statistics_of(dataset, split)
+    same = dataset.statistics_for(split)
     assert {n: s.to_json() for n, s in same.items()} == {
         n: s.to_json() for n, s in dataset.statistics.items()
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.dataset_files import read_json
+from deepspeed_gear.data.ingest.minari_episodes import EpisodeStore, Key, decode_jpeg
+from deepspeed_gear.data.ingest.minari_tables import TableStore
 from deepspeed_gear.data.ingest.reader import (
     Episode,
     EpisodeSelection,
@@ -27,8 +28,6 @@ from deepspeed_gear.data.ingest.reader import (
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
-Key = tuple[str, ...]
-
 _MAIN_FILE = "main_data.hdf5"
 _METADATA_FILE = "metadata.json"
 _TABLE_FORMS = ("arrow", "parquet")
@@ -42,36 +41,6 @@ _GROUPS = {
 }
 _DESCRIBED = ("dataset_id", "minari_version", "algorithm_name", "author", "code_permalink", "description")
 _JPEG = b"\xff\xd8\xff"
-
-
-class EpisodeStore(ABC):
-    """Where Minari's episodes lie: one class per form.
-
-    Attributes:
-        numbers: The episodes, in numerical order.
-    """
-
-    numbers: list[int]
-
-    @abstractmethod
-    def where(self, number: int, *key: str) -> str:
-        """Return how an error names a part of an episode."""
-
-    @abstractmethod
-    def facts(self, number: int) -> dict[str, Any]:
-        """Return what is known about an episode: id, seed, total_steps."""
-
-    @abstractmethod
-    def keys(self, number: int) -> list[Key]:
-        """Return the paths of all arrays of an episode."""
-
-    @abstractmethod
-    def load(self, number: int, key: Key) -> NDArray[Any]:
-        """Read an array: T + 1 rows for observations, T or T + 1 for infos, T for the rest."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the files; safe to call twice."""
 
 
 class Hdf5Store(EpisodeStore):
@@ -110,24 +79,6 @@ class Hdf5Store(EpisodeStore):
 
     def close(self) -> None:
         self._file.close()
-
-
-def decode_jpeg(where: str, frames: list[bytes]) -> NDArray[np.uint8]:
-    """Decode Minari's image observations. Returns [N, height, width(, channels)], uint8.
-
-    Raises:
-        DataError: Pillow is missing, or a frame is not an image of the size of the first.
-    """
-    try:
-        import io
-
-        from PIL import Image
-    except ImportError:
-        raise DataError(where, "must be decoded from JPEG", None, "pip install pillow") from None
-    try:
-        return np.stack([np.asarray(Image.open(io.BytesIO(frame)), dtype=np.uint8) for frame in frames])
-    except (OSError, ValueError) as error:
-        raise DataError(where, "must hold images of one size", str(error)) from error
 
 
 class MinariReader(Reader):
@@ -325,8 +276,6 @@ def _open_store(path: Path, folder: Path, metadata: dict[str, Any]) -> EpisodeSt
     form = metadata.get("data_format", "hdf5")
     makers: dict[str, Callable[[], EpisodeStore]] = {"hdf5": lambda: Hdf5Store(folder / _MAIN_FILE)}
     if form in _TABLE_FORMS:
-        from deepspeed_gear.data.ingest.minari_tables import TableStore
-
         makers[form] = lambda: TableStore(folder, form, metadata)
     if form not in makers:
         rule = f"must be one of hdf5, {', '.join(_TABLE_FORMS)}"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.dataset_files import read_json
-from deepspeed_gear.data.ingest.minari import EpisodeStore, Key, decode_jpeg
+from deepspeed_gear.data.ingest.minari_episodes import EpisodeStore, Key, decode_jpeg
 from deepspeed_gear.errors import DataError
 
 _METADATA_FILE = "metadata.json"

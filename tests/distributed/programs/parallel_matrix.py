@@ -24,7 +24,6 @@ from torch import nn
 
 import deepspeed_gear
 from deepspeed_gear import Batch
-from deepspeed_gear.distributed.topology import Topology
 
 WINDOW, SIZE = 4, 3
 SAVED = 10  # the step behind which a checkpoint is written
@@ -248,7 +247,6 @@ def train_cases(wanted: dict[str, Any], mode: str, replicas: int, out: Path) -> 
             if number == SAVED:
                 engine.save_checkpoint(f"{out}/{name}")
         replay = engine.gear
-        assert Topology.from_engine(engine) == replay.topology
         place, known = replay.topology.place, replay.statistics()
         check_resume(engine, f"{out}/{name}", rows)
         found_here = {

@@ -20,7 +20,8 @@ from process_support import free_port
 from deepspeed_gear.cli import init
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.config import check_against, parse
-from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 

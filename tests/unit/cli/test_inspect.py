@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from deepspeed_gear.cli import inspect
-from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column, Schema
 

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import npy_header
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import DTYPES, Column, Schema
 

@@ -19,8 +19,9 @@ from gear_support import prefix
 
 from deepspeed_gear import Replay
 from deepspeed_gear.data import mapped_files
-from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import FileRecord, fingerprint_of, npy_header, probe_digest
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.schema import Column, Schema

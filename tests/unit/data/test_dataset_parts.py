@@ -14,7 +14,7 @@ from gear_support import SCHEMA, write_dataset
 
 from deepspeed_gear.cli import inspect, split
 from deepspeed_gear.data import dataset_part_writer
-from deepspeed_gear.data.dataset import Dataset, statistics_of
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_part import DatasetPart
 from deepspeed_gear.data.dataset_part_writer import write_parts
 from deepspeed_gear.errors import ConfigError, DataError
@@ -72,7 +72,7 @@ def test_a_part_knows_its_place(whole: Dataset, tmp_path: Path) -> None:
 
 def test_equal_bytes_at_another_place_are_another_part(tmp_path: Path) -> None:
     """Two trajectories of one step with the same values: only the place tells the parts apart."""
-    from deepspeed_gear.data.dataset import DatasetWriter
+    from deepspeed_gear.data.dataset_writer import DatasetWriter
 
     with DatasetWriter(tmp_path / "set", SCHEMA) as writer:
         for _ in range(2):
@@ -123,7 +123,7 @@ def test_a_part_is_not_split(whole: Dataset, tmp_path: Path) -> None:
 def test_statistics_of_another_split_need_the_whole(whole: Dataset, tmp_path: Path) -> None:
     part = write_parts(whole, tmp_path / "out", BOUNDS)[1]
     with pytest.raises(DataError, match="must be a whole data set to compute the statistics"):
-        statistics_of(part, {"eval": 0.2})
+        part.statistics_for({"eval": 0.2})
 
 
 def test_what_is_there_is_replaced_only_when_asked(whole: Dataset, tmp_path: Path) -> None:

@@ -217,9 +217,9 @@ def test_an_empty_table_waits_for_a_writer_that_lives(backend: str, prefetch: in
 
 
 @pytest.mark.parametrize("rate_limiter", [None, {"min_size": 10, "timeout_s": 0.2}])
-def test_a_late_column_that_lacks_is_named(rate: dict[str, Any] | None) -> None:
+def test_a_late_column_that_lacks_is_named(rate_limiter: dict[str, Any] | None) -> None:
     section, _ = writing("cpu", 0, fields={"which": {}, "late": {}})
-    section["tables"]["main"] |= {} if rate is None else {"rate_limiter": rate}
+    section["tables"]["main"] |= {} if rate_limiter is None else {"rate_limiter": rate_limiter}
     with Replay(section) as found:
         ids = [found.add({"which": np.full(3, 7)}) for _ in range(10)]
         text = r"10 trajectories, 30 steps held; 10 trajectories \(30 steps\) without the late column late"

@@ -13,7 +13,8 @@ import pytest
 import torch
 from gear_support import SCHEMA, prefix, shared_files, trajectory, write_dataset
 
-from deepspeed_gear.data.dataset import Dataset, DatasetWriter
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column, Schema

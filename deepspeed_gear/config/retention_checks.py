@@ -1,79 +1,13 @@
-"""Options of tables that are written while they are read: who goes, who waits."""
+"""What options of tables that are written while they are read must hold together."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from annotated_types import Ge, Le
-from pydantic import Field
-
-from deepspeed_gear.config.types import Count, Float, GearModel, Int, Name, Positive, Timeout
+from deepspeed_gear.config.options import GearOptions
+from deepspeed_gear.config.table_options import RateLimiterConfig, TableConfig
 from deepspeed_gear.errors import ConfigError
 
-if TYPE_CHECKING:
-    from deepspeed_gear.config.model import GearConfig
-    from deepspeed_gear.config.table_options import TableConfig
 
-Writers = Annotated[Int, Ge(0), Le(1024)]
-RemoveKind = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
-
-
-class RateLimiterConfig(GearModel):
-    """How far who adds and who samples may be ahead of each other: whoever is too far ahead waits.
-
-    Items are what the sampler's `unit` says. With I items ever added and S samples ever drawn,
-    I * samples_per_insert - S stays within `error_buffer` of what it is at `min_size` items. The items of all
-    nodes count.
-
-    Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
-    """
-
-    min_size: Count = Field(
-        default=1,
-        description="Nothing is sampled while fewer items are held; so many may be added at any time.",
-    )
-    samples_per_insert: Positive | None = Field(
-        default=None, description="Samples drawn for each item added. null: as many as come."
-    )
-    error_buffer: Annotated[Float, Ge(0)] | None = Field(
-        default=None,
-        description=(
-            "How far the samples may be ahead or behind. At least half of a global batch and of what the "
-            "longest trajectory adds, and what this adds without one item. null: `min_size` times "
-            "`samples_per_insert`, or that if it is more."
-        ),
-    )
-    queue: Count | None = Field(
-        default=None,
-        description=(
-            "Each trajectory is drawn once, in the order in which they came, and so many may wait. With the "
-            'sampler "fifo"; without the other options of the rate limiter.'
-        ),
-    )
-    timeout_s: Timeout = Field(
-        default=600.0,
-        description="Seconds after which a wait of who samples or adds is an error; at most 7 days.",
-    )
-
-
-class VersionConfig(GearModel):
-    """How far the policy that made a trajectory may be behind the learner's (`Replay.set_version`).
-
-    A trajectory is as old as the oldest policy in it.
-    """
-
-    column: Name = Field(description="The integer column that holds the policy's version of each step.")
-    max_lag: Annotated[Int, Ge(0)] = Field(description="Versions that it may be behind.")
-    on_stale: Literal["drop", "wait"] = Field(
-        default="drop",
-        description=(
-            'What happens to those that fall behind. "drop": they go, and are counted by length. "wait": a '
-            "new version waits until no actor's open trajectory would; what is complete goes as ever."
-        ),
-    )
-
-
-def check_life(config: GearConfig, table: TableConfig, at: str, name: str) -> None:
+def check_retention(config: GearOptions, table: TableConfig, at: str, name: str) -> None:
     """Refuse options of a table with a capacity that contradict one another.
 
     Raises:
@@ -97,7 +31,7 @@ def check_life(config: GearConfig, table: TableConfig, at: str, name: str) -> No
 
 
 def _check_rate(
-    config: GearConfig, table: TableConfig, rate: RateLimiterConfig, at: str, sampled: bool
+    config: GearOptions, table: TableConfig, rate: RateLimiterConfig, at: str, sampled: bool
 ) -> None:
     if not sampled:
         raise ConfigError(f"{at}.rate_limiter", "must not be given for a table that is not sampled", None)

@@ -1,0 +1,295 @@
+"""The options of the `gear` section. Their descriptions are the source of docs/reference/config.md."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, Lt, MinLen
+from pydantic import BeforeValidator, Field, field_serializer, field_validator
+
+from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
+from deepspeed_gear.config.table_options import DataConfig, TableConfig
+from deepspeed_gear.config.transfer import TransferConfig
+from deepspeed_gear.config.types import (
+    Count,
+    DtypeName,
+    Flag,
+    Float,
+    Gamma,
+    GearModel,
+    Int,
+    Name,
+    Offset,
+    Pad,
+    Steps,
+    Text,
+    Timeout,
+    Words,
+    as_data,
+    refuse,
+)
+
+
+class FieldConfig(GearModel):
+    """One entry of a batch: a column seen through a window that stands at the sample's anchor."""
+
+    column: Name | None = Field(
+        default=None, description="The stored column. null: the one of the field's name."
+    )
+    derived: Literal["return_to_go", "timestep", "position"] | None = Field(
+        default=None,
+        description=(
+            "A quantity computed while gathering instead of a stored column: the sum of the rewards to "
+            "come, the number of each step in its trajectory, or its place in the window (0 to length - 1, "
+            "also where that is padded). A field of this name whose table has no such column is derived by "
+            "itself."
+        ),
+    )
+    offset: Offset = Field(
+        default=0,
+        description=(
+            'First step of the window, relative to the anchor; "n_step" is the step that an n-step '
+            "return bootstraps from: `n_step.n` later, or fewer where the trajectory ends before."
+        ),
+    )
+    length: Steps | None = Field(
+        default=None, description="Steps of the window. null: one step without a time axis."
+    )
+    align: Literal["in_place", "left", "right"] = Field(
+        default="in_place",
+        description=(
+            "Where the real steps of a window stand that leaves the trajectory: at their own places, or"
+            " pushed to the left or right end."
+        ),
+    )
+    pad: Pad = Field(
+        default="zero",
+        description=(
+            'What fills the rest: "zero", "edge" (the nearest real step) or a number, in units of the output.'
+        ),
+    )
+    normalize: Literal["mean_std", "min_max"] | None = Field(
+        default=None,
+        description=(
+            'With the statistics of the training split: "mean_std" to mean 0 and deviation 1, "min_max"'
+            " to [-1, 1]."
+        ),
+    )
+    scale: Float = Field(default=1.0, description="Factor applied after normalisation.")
+    hindsight: Name | None = Field(
+        default=None,
+        description=(
+            "Makes the field a goal: in samples that `gear.hindsight` relabels it holds the drawn row of "
+            "this column, converted alike. Of the same dtype and shape; no `length`."
+        ),
+    )
+    dtype: DtypeName | None = Field(
+        default=None,
+        alias="as",
+        description=(
+            'Type in the batch; "engine" is the type the engine computes in. null: the column\'s own, or'
+            " float32 where a column of integers is normalised or scaled."
+        ),
+    )
+
+    @field_serializer("dtype")
+    def serialize_torch_dtype(self, dtype: str | None) -> str | None:
+        # Overrides DeepSpeed's serializer of the same name, which would write null as "None".
+        return dtype
+
+
+class NStepConfig(GearModel):
+    """N-step returns: adds `return_n`, `discount` and `steps_n` to the batch."""
+
+    n: Steps = Field(description="Rewards summed; fewer where the trajectory ends before.")
+    gamma: Gamma = Field(description="Discount per step.")
+
+
+class HindsightConfig(GearModel):
+    """Hindsight relabelling: samples whose goal is one that their own trajectory has achieved.
+
+    Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
+    """
+
+    strategy: Literal["future", "final", "episode"] = Field(
+        default="future",
+        description=(
+            'Which row of the achieved goals a relabelled sample takes: "future", one behind the anchor\'s, '
+            'each with the same probability (a sample without one keeps its goal); "final", the last one; '
+            '"episode", any one.'
+        ),
+    )
+    fraction: Gamma = Field(
+        default=0.8, description="Probability that a sample is relabelled, drawn for each by its number."
+    )
+    reward: Annotated[Text, Words('"module:function"')] | None = Field(
+        default=None,
+        description=(
+            '"module:function", importable on every rank: called with each batch, it returns what the '
+            "field of the reward column then holds."
+        ),
+    )
+
+
+class PipelineConfig(GearModel):
+    """What the ends of a pipeline read.
+
+    A name is that of a field, of what `n_step` adds, `mask.<field>`, `learns.<field>` (see `burn_in`), or one
+    of `is_weight`, `trajectory_id`, `anchor`, `sample_number`, `sample_index`, `probability`, `epoch`,
+    `valid`, `relabelled` and `goal_step`.
+    """
+
+    inputs: Annotated[list[Text], MinLen(1)] = Field(
+        description="What the first stage's layers get: one tensor, or a tuple of them in this order."
+    )
+    labels: Annotated[list[Text], MinLen(1)] = Field(
+        description="What the loss function gets on the last stage, likewise."
+    )
+
+
+class SharedMemoryConfig(GearModel):
+    """The memory that all processes of a node share."""
+
+    prefix: Annotated[Name, Words("a name of at most 32 letters, digits, '_' and '-'")] = Field(
+        default="gear", description="First part of the names in /dev/shm."
+    )
+    huge_pages: Flag = Field(default=True, description="Ask for huge pages where the system grants them.")
+    run: Annotated[Name, Words("a name of at most 64 letters, digits, '_' and '-'")] | None = Field(
+        default=None,
+        description=(
+            "Name of the run, by which actors find it where several runs of one config share a node. null: "
+            "the environment's GEAR_RUN on rank 0, else none; the run's id is a name as well."
+        ),
+    )
+
+    @field_validator("run")
+    @classmethod
+    def _run_name(cls, run: str | None) -> str | None:
+        if run is not None and (len(run) > 64 or "." in run or not run.isascii()):
+            raise refuse("must be a name of at most 64 letters, digits, '_' and '-'")
+        return run
+
+    @field_validator("prefix")
+    @classmethod
+    def _short(cls, prefix: str) -> str:
+        if len(prefix) > 32 or "." in prefix or not prefix.isascii():
+            raise refuse("must be a name of at most 32 letters, digits, '_' and '-'")
+        return prefix
+
+
+class GearOptions(GearModel):
+    """The options of the section, each checked by itself."""
+
+    seed: Annotated[Int, Ge(0), Lt(2**63)] = Field(
+        default=0,
+        description="Decides every random choice; equal seeds give equal batches on any number of ranks.",
+    )
+    backend: Literal["auto", "reference", "cpu", "cuda"] = Field(
+        default="auto",
+        description=(
+            'Which implementation of the ops runs: PyTorch ("reference"), C++ ("cpu") or CUDA; "auto" '
+            "takes the fastest one that fits. All give the same batches."
+        ),
+    )
+    data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = Field(
+        default=None, description='The data set to train on: short for `tables: {"main": {"data": ...}}`.'
+    )
+    tables: dict[Name, TableConfig] = Field(default={}, description="The tables by name.")
+    sampler: SamplerConfig = Field(default=UniformSampler(), description="How samples are selected.")
+    fields: dict[Name, FieldConfig] = Field(
+        default={},
+        description="What a batch holds, by name. Empty: every column of the table, at the anchor.",
+    )
+    n_step: NStepConfig | None = Field(default=None, description="N-step returns.")
+    hindsight: HindsightConfig | None = Field(
+        default=None, description="Goals that were achieved instead of those that were pursued."
+    )
+    burn_in: Annotated[Int, Ge(0), Lt(2**31)] = Field(
+        default=0,
+        description=(
+            "Steps that only warm up a recurrent state: the first ones, from the earliest window's first "
+            "step on. `batch.learns(field)` is the mask of the others; [B, T] priorities are reduced over "
+            "these."
+        ),
+    )
+    prefetch: Annotated[Int, Ge(0), Le(64)] = Field(
+        default=0, description="Global batches that are prepared ahead by a background thread."
+    )
+    exchange: Literal["host", "device"] = Field(
+        default="host",
+        description=(
+            'How rows travel between nodes: "host", over gloo, from memory to memory; "device", over the '
+            "transport of the ranks' devices, which is NCCL between GPUs. All else goes over gloo."
+        ),
+    )
+    batch_size: Count | None = Field(
+        default=None, description="Samples of a global batch, all ranks together. Only without an engine."
+    )
+    micro_batch_size: Count | None = Field(
+        default=None,
+        description=(
+            "Samples of one `sample()` of one rank. Only without an engine. null: `batch_size` divided "
+            "by ranks and accumulation steps."
+        ),
+    )
+    gradient_accumulation_steps: Count = Field(
+        default=1, description="Micro batches of a global batch on each rank. Only without an engine."
+    )
+    pipeline: PipelineConfig | None = Field(
+        default=None, description="What the first and the last stage of a pipeline read."
+    )
+    count_draws: Flag = Field(
+        default=False,
+        description=(
+            "Count how often each item was drawn, for `statistics()` and `gear inspect`: 4 bytes an item and "
+            "a few microseconds a global batch."
+        ),
+    )
+    verify_every: Annotated[Int, Ge(0)] = Field(
+        default=0,
+        description=(
+            "Compare ids and anchors inside each replica every so many global batches, and write a digest "
+            "of the global batch to the log. 0: never."
+        ),
+    )
+    shared_memory: SharedMemoryConfig = Field(
+        default=SharedMemoryConfig(), description="Shared memory of a node."
+    )
+    transfer: TransferConfig = Field(
+        default=TransferConfig(), description="How batches get from shared memory to a GPU."
+    )
+    timeout_s: Timeout = Field(
+        default=60.0, description="Seconds after which a wait for another rank is an error; at most 7 days."
+    )
+    threads: Annotated[Int, Ge(1), Le(1024)] = Field(
+        default=1, description="Threads that copy one batch. Ranks on busy cores are fastest with one."
+    )
+    metrics: Flag = Field(default=True, description="Report times, bytes and padding to DeepSpeed's monitor.")
+
+    @cached_property
+    def resolved_tables(self) -> dict[str, TableConfig]:
+        """All tables by name; the short form `data` is the table "main"."""
+        return {"main": TableConfig(data=self.data)} if self.data is not None else dict(self.tables)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether batches come from a table in the memory of the ranks' own devices."""
+        return self.resolved_tables[self.sampled_tables[0]].placement == "device"
+
+    @property
+    def item_sampler(self) -> ItemSampler:
+        """How the samples of one table are selected."""
+        return self.sampler.of if isinstance(self.sampler, MixtureSampler) else self.sampler
+
+    @property
+    def sampled_tables(self) -> tuple[str, ...]:
+        """Names of the tables that batches come from."""
+        if isinstance(self.sampler, MixtureSampler):
+            return tuple(self.sampler.shares)
+        return (self.sampler.table or next(iter(self.resolved_tables)),)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the section with all defaults filled in; `parse` reads it back to an equal config."""
+        dumped: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
+        return dumped

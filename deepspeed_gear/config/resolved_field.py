@@ -1,0 +1,57 @@
+"""A field of a batch with everything defaulted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from deepspeed_gear.schema import Column
+
+
+@dataclass(frozen=True)
+class ResolvedField:
+    """A field with everything defaulted.
+
+    Args:
+        name: Its name in the batch.
+        column: The stored column, or None for a derived field.
+        derived: "return_to_go", "timestep", "position" or None.
+        offset: First step relative to the anchor, or "n_step".
+        length: Steps of the window; None for no time axis.
+        align: "in_place", "left" or "right".
+        pad_kind: "zero", "edge" or "value".
+        pad_value: The padding where `pad_kind` is "value", else 0.
+        normalize: "mean_std", "min_max" or None.
+        scale: Factor applied after normalisation.
+        dtype: Name of the dtype in the batch, or "engine".
+        part_first: First step of the window that is gathered. No option: set where ranks share a window.
+        part_length: Steps that are gathered; None for the whole window.
+        mask_only: Only the mask is wanted: nothing of the column is read. No option: set for pipeline stages.
+        hindsight: The column that a relabelled sample takes the row of a drawn step from, or None.
+    """
+
+    name: str
+    column: Column | None
+    derived: str | None = None
+    offset: int | Literal["n_step"] = 0
+    length: int | None = None
+    align: str = "in_place"
+    pad_kind: str = "zero"
+    pad_value: int | float = 0
+    normalize: str | None = None
+    scale: float = 1.0
+    dtype: str = "float32"
+    part_first: int = 0
+    part_length: int | None = None
+    mask_only: bool = False
+    hindsight: Column | None = None
+
+    @property
+    def collected_length(self) -> int | None:
+        """Steps of the window that are gathered; None for no time axis."""
+        return self.length if self.part_length is None else self.part_length
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether values change on the way, other than by dtype."""
+        return self.normalize is not None or self.scale != 1.0
