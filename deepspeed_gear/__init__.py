@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         StoreFullError,
     )
     from deepspeed_gear.remote.remote_writer import RemoteWriter
+    from deepspeed_gear.remote.sender import SendOptions
     from deepspeed_gear.replay import DeviceReplay, Replay
     from deepspeed_gear.schema import Column, Schema
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
@@ -58,6 +59,7 @@ _HOMES = {
     "RemoteWriter": "remote.remote_writer",
     "Replay": "replay",
     "Schema": "schema",
+    "SendOptions": "remote.sender",
     "SchemaError": "errors",
     "ShapeError": "errors",
     "StaleBatchError": "errors",
@@ -94,6 +96,7 @@ __all__ = [
     "Replay",
     "Schema",
     "SchemaError",
+    "SendOptions",
     "ShapeError",
     "StaleBatchError",
     "StoreError",

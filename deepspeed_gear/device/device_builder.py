@@ -11,7 +11,7 @@ from deepspeed_gear.config import GearConfig, PrioritizedSampler
 from deepspeed_gear.config.schedules import end_of
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.device.device_row_exchange import ArrivalBuffers
-from deepspeed_gear.device.ring_table import RingTable
+from deepspeed_gear.device.ring_table import DatasetItems, RingTable, RingTableSpec
 from deepspeed_gear.distributed import config_resolution
 from deepspeed_gear.distributed.replay_plan import ReplayPlan
 from deepspeed_gear.distributed.row_exchange.exchange_plan import row_needs
@@ -120,8 +120,11 @@ def table_of(
             slots = max(slots, -(-steps // options.max_length))
         final = int(schema.has_final_row)
         rows = steps + slots * final + options.max_length + final  # what a turn of the ring may leave out
-        more = (by_row, priorities is not None, has_minima, needs_returns, ops, device, arrivals)
-        return RingTable(schema, rows, slots, options.max_length, *more)
+        sizes = rows, slots, options.max_length
+        ring = RingTableSpec(
+            schema, *sizes, by_row, priorities is not None, has_minima, needs_returns, arrivals
+        )
+        return RingTable(ring, ops, device)
     if len(dataset) != dataset.num_trajectories_of_whole:
         raise ConfigError(f"gear.tables.{name}.data", "must be whole on every node for a table on devices")
     masses = masses_of(plan, spec)
@@ -134,5 +137,7 @@ def table_of(
     initial = None if priorities is None else (priorities.initial or 1.0)
     alpha = 0 if priorities is None else int(priorities.alpha(0) * ONE_Q62)
     most_bits = MOST_MASS_BITS if priorities is None else priorities.most_bits
-    more_of = (has_minima, needs_returns, ops, device, alpha, most_bits)
-    return RingTable.of_dataset(dataset, masses, admitted, initial, *more_of)
+    sizes = dataset.num_rows, len(dataset), int(dataset.lengths.max())
+    ring = RingTableSpec(dataset.schema, *sizes, by_row, priorities is not None, has_minima, needs_returns)
+    items = DatasetItems(masses, admitted, initial, alpha, most_bits)
+    return RingTable.of_dataset(dataset, ring, items, ops, device)

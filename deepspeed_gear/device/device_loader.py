@@ -26,7 +26,6 @@ class DeviceLoader:
         gatherer: Of this rank.
         burn_in: Which steps only warm up.
         info: Sizes of batches.
-        data_rank: This rank's replica.
         owner: Of the batches.
     """
 
@@ -39,15 +38,14 @@ class DeviceLoader:
         gatherer: Gatherer,
         burn_in: BurnIn | None,
         info: BatchInfo,
-        data_rank: int,
         owner: object,
     ) -> None:
         self.reports, self._selection, self._draws = reports, selection, draws
         self._cut = draws if isinstance(draws, JointSelection) else None
         self._gatherer, self._burn_in, self._owner, self._info = gatherer, burn_in, owner, info
-        own, self._data_rank = sharing.has_own_batches, data_rank
+        own, self._data_rank = sharing.has_own_batches, sharing.data_rank
         self._num_parts = info.accumulation if own else info.num_micro
-        self._first_part, self._part_step = (0, 1) if own else (data_rank, info.data_world)
+        self._first_part, self._part_step = (0, 1) if own else (sharing.data_rank, info.data_world)
         self._all = self._records(info.micro * self._num_parts)
         self._all_weights = self._weights(info.micro * self._num_parts)
         self._later = [gatherer.buffers(info.micro) for _ in range(info.accumulation - 1)]

@@ -27,11 +27,13 @@ class TableSharing:
         is_spread: Each replica holds a part of the table, and all draw from all of it.
         is_joint: What one replica reports counts on others too.
         has_own_batches: A rank resolves only samples of its own replica.
+        data_rank: This rank's replica.
     """
 
     is_spread: bool
     is_joint: bool
     has_own_batches: bool
+    data_rank: int
 
     @classmethod
     def of(cls, plan: ReplayPlan, name: str) -> TableSharing:
@@ -41,7 +43,7 @@ class TableSharing:
         is_spread = is_together and options.data is None
         has_priorities = config.item_sampler.has_priorities
         is_joint = is_spread or (is_together and has_priorities)
-        return cls(is_spread, is_joint, is_spread or options.scope == "shard")
+        return cls(is_spread, is_joint, is_spread or options.scope == "shard", plan.topology.data_rank)
 
 
 class Draws(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from deepspeed_gear.device.ring_table import RingTable
+from deepspeed_gear.device.ring_table import NewItems, RingTable
 from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, MOST_MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
@@ -43,12 +43,12 @@ class RingSelection:
             self._alpha, normalize = int(priorities.alpha(0) * ONE_Q62), _NORMALIZE[priorities.normalize]
             if priorities.initial is not None:
                 self._initial = int(np.float32(priorities.initial).view(np.int32))
+        self._new_items = NewItems(self._rule, self._unit, self._alpha, self._initial, self.most_bits)
         self._draw = [spec.seed, spec.key, stride, offset, int(spec.is_stratified), normalize]
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
         """Add trajectories that `RingTable.check` has seen."""
-        rest = (self._rule, self._unit, self._alpha, self._initial, self.most_bits)
-        self.table.add_(columns, lengths, count, steps, *rest)
+        self.table.add_(columns, lengths, count, steps, self._new_items)
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
         """Draw the next global batch.

@@ -7,6 +7,7 @@ lies in tensors of fixed addresses, so that adding, drawing and updates can be c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,8 +28,9 @@ _ONE = 0x3F800000  # bits of 1.0
 _PRIORITY_COUNTS = slice(RingState.COUNTS, RingState.COUNTS + 5)
 
 
-class RingTable:
-    """Trajectories in the memory of one device. Not thread-safe; every call runs on the current stream.
+@dataclass(frozen=True)
+class RingTableSpec:
+    """Sizes of a RingTable, and what it keeps of each item.
 
     Args:
         schema: Columns.
@@ -39,28 +41,73 @@ class RingTable:
         has_priorities: Whether items have priorities.
         has_minima: Whether the least mass of the table is kept.
         return_to_go: Whether the derived column is kept.
+        arrivals: Rows and slots after its own, for what other devices send.
+    """
+
+    schema: Schema
+    num_rows: int
+    num_slots: int
+    most_steps: int
+    items_are_rows: bool
+    has_priorities: bool
+    has_minima: bool
+    return_to_go: bool
+    arrivals: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class DatasetItems:
+    """The items of a data set on a device, and their masses.
+
+    Args:
+        masses: Of its trajectories. [n], int64.
+        admitted: Which rows are anchors, where items are rows. [rows], bool; None: items are slots.
+        initial: Priority of the items; None: they have none.
+        alpha: Exponent of the priorities, Q62.
+        most_bits: log2 of the largest mass.
+    """
+
+    masses: np.ndarray
+    admitted: np.ndarray | None
+    initial: float | None
+    alpha: int = 0
+    most_bits: int = MOST_MASS_BITS
+
+
+@dataclass(frozen=True)
+class NewItems:
+    """How the items of trajectories that are added get their masses.
+
+    Args:
+        anchors: Which steps are anchors, as `AnchorRule.as_list`.
+        unit: What a mass is of (MassUnit).
+        alpha: Exponent of the priorities, Q62.
+        initial: Bits of the first priority, float32; or HIGHEST_SO_FAR.
+        most_bits: log2 of the largest mass.
+    """
+
+    anchors: list[int]
+    unit: int
+    alpha: int
+    initial: int
+    most_bits: int
+
+
+class RingTable:
+    """Trajectories in the memory of one device. Not thread-safe; every call runs on the current stream.
+
+    Args:
+        spec: Its sizes.
         ops: Of the device.
         device: Where it lies.
-        arrivals: Rows and slots behind its own, for what other devices send.
     Cost: `num_bytes`; beside the columns 72 bytes a slot, 8.3 an item for the sums and 0.3 for the minima,
         4 for a priority, 4 a row where items are rows.
     """
 
-    def __init__(
-        self,
-        schema: Schema,
-        num_rows: int,
-        num_slots: int,
-        most_steps: int,
-        items_are_rows: bool,
-        has_priorities: bool,
-        has_minima: bool,
-        return_to_go: bool,
-        ops: Ops,
-        device: torch.device,
-        arrivals: tuple[int, int] = (0, 0),
-    ) -> None:
-        self.schema, self.ops, self.device = schema, ops, device
+    def __init__(self, spec: RingTableSpec, ops: Ops, device: torch.device) -> None:
+        self.schema, self.ops, self.device = spec.schema, ops, device
+        schema, num_rows, num_slots, most_steps = spec.schema, spec.num_rows, spec.num_slots, spec.most_steps
+        items_are_rows, arrivals, return_to_go = spec.items_are_rows, spec.arrivals, spec.return_to_go
         self.num_rows, self.num_slots, self.most_steps = num_rows, num_slots, most_steps
         self.items_are_rows = items_are_rows
         self.shape = [num_rows, num_slots, int(schema.has_final_row), most_steps]
@@ -72,15 +119,15 @@ class RingTable:
         own = {column.name: num_slots if column.rows == "1" else num_rows for column in schema}
         own[RETURN_TO_GO] = num_rows if return_to_go else 0
         #: What batches are gathered from: a table's own rows, and behind them the arrivals.
-        self._collected = {
+        self._gathered = {
             column.name: zeros(
                 own[column.name] + arrivals[column.rows == "1"], *column.shape, dtype=DTYPES[column.dtype]
             )
             for column in schema
         }
         behind = arrivals[0] if return_to_go else 0
-        self._collected[RETURN_TO_GO] = zeros(own[RETURN_TO_GO] + behind, dtype=torch.float32)
-        held = self._collected if arrivals == (0, 0) else {n: r[: own[n]] for n, r in self._collected.items()}
+        self._gathered[RETURN_TO_GO] = zeros(own[RETURN_TO_GO] + behind, dtype=torch.float32)
+        held = self._gathered if arrivals == (0, 0) else {n: r[: own[n]] for n, r in self._gathered.items()}
         self.columns = {column.name: held[column.name] for column in schema}
         self.returns_to_go = held[RETURN_TO_GO]
         reward = schema.role("reward")
@@ -88,8 +135,8 @@ class RingTable:
         self.state = zeros(RingState.NUM_WORDS)
         self.slots, self.begins = zeros(num_slots, Slot.NUM_WORDS), zeros(num_slots)
         self.sums = zeros(tree_size(self.num_items))
-        self.minima = zeros(minima_size(self.num_items) if has_minima else 0)
-        self.priorities = zeros(self.num_items if has_priorities else 0, dtype=torch.float32)
+        self.minima = zeros(minima_size(self.num_items) if spec.has_minima else 0)
+        self.priorities = zeros(self.num_items if spec.has_priorities else 0, dtype=torch.float32)
         self.row_slots = zeros(num_rows if items_are_rows else 0, dtype=torch.int32)
         self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = _ONE
         self._sources = [_SOURCES[column.rows] for column in schema]
@@ -114,12 +161,12 @@ class RingTable:
     @property
     def num_bytes(self) -> int:
         """Memory of the table on its device."""
-        arriving = (self.arrivals(name) for name in self._collected)
+        arriving = (self.arrivals(name) for name in self._gathered)
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.content.values(), *arriving))
 
     def gather_source(self, name: str) -> Tensor:
         """Return what batches are gathered from: own rows, and behind them the arrivals. [rows, *shape]."""
-        return self._collected[name]
+        return self._gathered[name]
 
     def held(self, name: str) -> Tensor:
         """Return the own rows of a column, or of RETURN_TO_GO. [rows or slots, *shape]."""
@@ -127,37 +174,22 @@ class RingTable:
 
     def arrivals(self, name: str) -> Tensor:
         """Return the rows for what other devices send, which lie behind the own ones. [rows, *shape]."""
-        return self._collected[name][len(self.held(name)) :]
+        return self._gathered[name][len(self.held(name)) :]
 
     # ---- content ---------------------------------------------------------------------------------
 
     @classmethod
     def of_dataset(
-        cls,
-        dataset: Dataset,
-        masses: np.ndarray,
-        admitted: np.ndarray | None,
-        initial: float | None,
-        has_minima: bool,
-        return_to_go: bool,
-        ops: Ops,
-        device: torch.device,
-        alpha: int = 0,
-        most_bits: int = MOST_MASS_BITS,
+        cls, dataset: Dataset, spec: RingTableSpec, items: DatasetItems, ops: Ops, device: torch.device
     ) -> RingTable:
         """Copy a data set to a device.
 
         Args:
             dataset: All of it, or this node's part.
-            masses: Of its trajectories. [n], int64.
-            admitted: Which rows are anchors, where items are rows. [rows], bool; None: items are slots.
-            initial: Priority of its items; None: they have none.
-            has_minima: As in the constructor.
-            return_to_go: Likewise.
-            ops: Likewise.
+            spec: As in the constructor.
+            items: Their masses.
+            ops: As in the constructor.
             device: Likewise.
-            alpha: Exponent of the priorities, Q62.
-            most_bits: log2 of the largest mass.
         Raises:
             DataError: A file has changed since the data set was opened.
         """
@@ -165,9 +197,7 @@ class RingTable:
             dataset.files.guard(ops.native)
         schema, lengths = dataset.schema, dataset.lengths
         final = int(schema.has_final_row)
-        num_rows, count, known = dataset.num_rows, len(lengths), initial is not None
-        more = (has_minima, return_to_go, ops, device)
-        table = cls(schema, num_rows, count, int(lengths.max()), admitted is not None, known, *more)
+        count, table = len(lengths), cls(spec, ops, device)
         records = np.zeros((count, Slot.NUM_WORDS), np.int64)
         records[:, Slot.STATE], records[:, Slot.ID] = SlotState.COMMITTED, np.arange(count) + dataset.first_id
         records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS] = dataset.first_rows, lengths
@@ -176,36 +206,30 @@ class RingTable:
         for column in schema:
             table.columns[column.name].copy_(as_tensor(dataset.columns[column.name], column.dtype))
         dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
-        if return_to_go:
+        if spec.return_to_go:
             reward = schema.role("reward")
             assert reward is not None
             extents = table.slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].contiguous()
             ops.suffix_sum_(table.returns_to_go, table.columns[reward.name], extents)
-        table._weigh(masses, admitted, initial, alpha, most_bits)
-        table.state[RingState.NEXT], table.state[RingState.HEAD] = count, num_rows
+        table._weigh(items)
+        table.state[RingState.NEXT], table.state[RingState.HEAD] = count, spec.num_rows
         table.state[RingState.STEPS] = int(lengths.sum())
         return table
 
-    def _weigh(
-        self,
-        masses: np.ndarray,
-        admitted: np.ndarray | None,
-        initial: float | None,
-        alpha: int,
-        most_bits: int,
-    ) -> None:
+    def _weigh(self, items: DatasetItems) -> None:
         """Set the masses of a data set's items."""
-        leaves = self.sums[: self.num_items]
-        if initial is None:
+        leaves, masses = self.sums[: self.num_items], items.masses
+        if items.initial is None:
             leaves.copy_(torch.from_numpy(masses))
         else:
             has_mass = masses > 0
-            if admitted is not None:
+            if items.admitted is not None:
                 owners = np.repeat(np.arange(self.num_slots), self.slots[:, Slot.NUM_ROWS].cpu().numpy())
                 self.row_slots.copy_(torch.from_numpy(owners.astype(np.int32)))
-                has_mass = admitted & has_mass[owners]
-            self.priorities.copy_(torch.from_numpy(np.where(has_mass, np.float32(initial), np.float32(0))))
-            self.ops.mass_(leaves, self.priorities, alpha, most_bits)
+                has_mass = items.admitted & has_mass[owners]
+            initial = np.where(has_mass, np.float32(items.initial), np.float32(0))
+            self.priorities.copy_(torch.from_numpy(initial))
+            self.ops.mass_(leaves, self.priorities, items.alpha, items.most_bits)
         self.ops.tree_build_(self.sums, self.num_items)
         if len(self.minima):
             self.ops.minima_build_(self.minima, self.sums, self.num_items)
@@ -281,11 +305,7 @@ class RingTable:
         lengths: Tensor | None,
         count: int,
         steps: int,
-        rule: list[int],
-        unit: int,
-        alpha: int,
-        initial: int,
-        most_bits: int,
+        items: NewItems,
     ) -> None:
         """Add trajectories that `check` has seen. Mutates fixed tensors only."""
         # Made anew: a tensor that a trace or a capture leaves behind is of no use outside of it.
@@ -302,12 +322,12 @@ class RingTable:
             self.row_slots,
             placed,
             lengths,
-            rule,
+            items.anchors,
             self.shape,
-            unit,
-            alpha,
-            initial,
-            most_bits,
+            items.unit,
+            items.alpha,
+            items.initial,
+            items.most_bits,
         )
         values = [columns[column.name].contiguous() for column in self.schema]
         self.ops.scatter_(list(self.columns.values()), values, placed, self._sources)

@@ -22,7 +22,6 @@ from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.sampling.batch_info import BatchInfo
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.retention_options import life_of
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 
@@ -106,47 +105,6 @@ def schemas_of(
     if unknown:
         raise ConfigError("schemas", "must be of tables in the config", unknown[0])
     return schemas
-
-
-def table_spec(
-    name: str,
-    table: TableConfig,
-    schema: Schema,
-    dataset: Dataset | None,
-    return_to_go: bool,
-    num_peers: int,
-    shard: Shard | None = None,
-    arrivals: tuple[int, int] = (0, 0),
-    life: Retention | None = None,
-) -> TableSpec:
-    """Return the sizes of this node's store of a table.
-
-    Args:
-        name: Of the table.
-        table: Its options.
-        schema: Of its trajectories.
-        dataset: Its contents, the whole or this node's part; None for a table with a capacity.
-        return_to_go: Whether the derived column is kept.
-        num_peers: Processes of the node that attach.
-        shard: What the store holds; None for everything.
-        arrivals: Rows and slots for trajectories of other nodes.
-        life: Of its trajectories; None: they stay.
-    Raises:
-        DataError: The shard is not in what the node has of the data set.
-        ConfigError: The longest trajectory does not fit into one shard.
-    """
-    more = (shard, *arrivals)
-    if dataset is not None:
-        assert table.data is not None
-        in_memory = table.data.load == "memory"
-        slots, rows = _held_of(name, dataset, shard)
-        return TableSpec(name, schema, slots, rows, dataset, in_memory, return_to_go, num_peers, *more)
-    steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
-    rows = steps + (slots if schema.has_final_row else 0)
-    life, longest = life or Retention(), table.max_length
-    spare = spare_rows_for(life, rows, None if longest is None else longest + int(schema.has_final_row))
-    also = table.writers, life, spare
-    return TableSpec(name, schema, slots, rows + spare, None, True, return_to_go, num_peers, *more, *also)
 
 
 def _held_of(name: str, dataset: Dataset, shard: Shard | None) -> tuple[int, int]:
@@ -236,28 +194,23 @@ def table_specs(
     needed = any(field.derived == "return_to_go" for field in fields)
     returns = set(config.sampled_tables) if needed else set()
 
-    def life(name: str, table: TableConfig) -> Retention | None:
+    def spec(name: str, table: TableConfig) -> TableSpec:
+        schema, shard = schemas[name], (shards or {}).get(name)
+        room = (shard, *(arrivals or {}).get(name, (0, 0)))
         if name in datasets:
-            return None
-        shard = (shards or {}).get(name)
-        count = 1 if shard is None else shard.count
-        capacity = capacity_of(name, table, schemas[name], count)
-        return life_of(config, name, capacity, (batches or {}).get(name, 0))
+            assert table.data is not None
+            held, in_memory = datasets[name], table.data.load == "memory"
+            slots, rows = _held_of(name, held, shard)
+            return TableSpec(name, schema, slots, rows, held, in_memory, name in returns, num_peers, *room)
+        steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
+        rows, longest = steps + (slots if schema.has_final_row else 0), table.max_length
+        retention = life_of(config, name, (steps, slots), (batches or {}).get(name, 0))
+        most_rows = None if longest is None else longest + int(schema.has_final_row)
+        spare = spare_rows_for(retention, rows, most_rows)
+        more = (*room, table.writers, retention, spare)
+        return TableSpec(name, schema, slots, rows + spare, None, True, name in returns, num_peers, *more)
 
-    return [
-        table_spec(
-            name,
-            table,
-            schemas[name],
-            datasets.get(name),
-            name in returns,
-            num_peers,
-            (shards or {}).get(name),
-            (arrivals or {}).get(name, (0, 0)),
-            life(name, table),
-        )
-        for name, table in config.resolved_tables.items()
-    ]
+    return [spec(name, table) for name, table in config.resolved_tables.items()]
 
 
 def fields_of(

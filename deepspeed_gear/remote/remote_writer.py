@@ -19,7 +19,7 @@ from deepspeed_gear.errors import ConfigError, DataError, GearError, StoreError
 from deepspeed_gear.remote.connection import Connection, ConnectionLost, raise_error
 from deepspeed_gear.remote.gateway_messages import MOST_MAX_MESSAGE_BYTES, VERSION, trajectory_bytes
 from deepspeed_gear.remote.send_queue import SendQueue
-from deepspeed_gear.remote.sender import BatchSizes, RetryPolicy, Sender, end_session
+from deepspeed_gear.remote.sender import RetryPolicy, Sender, SendOptions, end_session
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.timeouts import check_timeout
@@ -28,7 +28,6 @@ from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 LOG = logging.getLogger("deepspeed_gear")
-_MIB = 1 << 20
 
 
 class RemoteWriter(ProcessBound):
@@ -44,14 +43,14 @@ class RemoteWriter(ProcessBound):
     """
 
     def __init__(
-        self, line: Connection, hello: Mapping[str, Any], client: str, sizes: BatchSizes, buffer: int
+        self, line: Connection, hello: Mapping[str, Any], client: str, sending: SendOptions, timeout_s: float
     ) -> None:
         self.table, self.max_length = str(hello["table"]), hello["max_length"]
         self.schema = Schema.from_json(hello["schema"])
         self._max_bytes = int(hello["max_message_bytes"])
-        self._outbox, self._open, self._num_raised = SendQueue(buffer, sizes.timeout_s), True, 0
+        self._outbox, self._open, self._num_raised = SendQueue(sending.buffer_bytes, timeout_s), True, 0
         who = {"gateway": str(hello["gateway"]), "client": client}
-        self._sender = Sender(line, self.schema, who, self._outbox, sizes)
+        self._sender = Sender(line, self.schema, who, self._outbox, sending, timeout_s)
         self._finalizer = weakref.finalize(self, self._sender.stop)
         self.num_added = self.num_steps_added = 0
 
@@ -65,9 +64,7 @@ class RemoteWriter(ProcessBound):
         ca: str | Path | None = None,
         timeout_s: float = 60.0,
         insecure: bool = False,
-        buffer_bytes: int = 64 * _MIB,
-        batch_bytes: int = 2 * _MIB,
-        linger_s: float = 0.05,
+        sending: SendOptions | None = None,
     ) -> RemoteWriter:
         """Connect to a gateway that runs, or will run.
 
@@ -78,9 +75,7 @@ class RemoteWriter(ProcessBound):
             ca: File with the certificates that sign the gateway's; None: those of the machine.
             timeout_s: Longest without an answer, and longest wait while the gateway holds back.
             insecure: Admits other addresses than loopback without TLS: the token travels in the clear.
-            buffer_bytes: Of trajectories that are not acknowledged; `add` waits when it is full.
-            batch_bytes: Trajectories are sent when there are so many bytes of them,
-            linger_s: or when the first has waited so long.
+            sending: How large batches are, and how long they wait; None: the defaults.
         Raises:
             ConfigError: An argument is wrong, or the gateway takes no batches of this size.
             StoreError: The token is wrong.
@@ -88,7 +83,10 @@ class RemoteWriter(ProcessBound):
             LostNodeError: Nothing answers.
         """
         check_timeout("timeout_s", timeout_s)
-        check_timeout("linger_s", linger_s)
+        arguments.one_of("sending", sending, (SendOptions, type(None)), "SendOptions")
+        sending = SendOptions() if sending is None else sending
+        check_timeout("linger_s", sending.linger_s)
+        batch_bytes = sending.batch_bytes
         arguments.one_of("url", url, str, "a string")
         arguments.one_of("token", token, (str, Path), "a string, or the Path of a file")
         arguments.one_of("ca", ca, (str, Path, type(None)), "a path")
@@ -102,7 +100,7 @@ class RemoteWriter(ProcessBound):
             line.hang_up()
             rule = f"must be at most {hello['max_message_bytes']}, the gateway's --max-message"
             raise ConfigError("batch_bytes", rule, batch_bytes, "lower it, or raise --max-message")
-        return cls(line, hello, client, BatchSizes(batch_bytes, linger_s, timeout_s), buffer_bytes)
+        return cls(line, hello, client, sending, timeout_s)
 
     @property
     def waited_s(self) -> float:

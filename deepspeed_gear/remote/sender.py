@@ -22,18 +22,18 @@ _STOP_S = 2.0  # longest that the end of a process waits for a call
 
 
 @dataclass(frozen=True)
-class BatchSizes:
+class SendOptions:
     """How trajectories are sent.
 
     Args:
         batch_bytes: A batch is sent when it has so many.
         linger_s: Or when its first trajectory has waited so long.
-        timeout_s: Longest without any answer.
+        buffer_bytes: Of trajectories that are not acknowledged; `add` waits when it is full.
     """
 
-    batch_bytes: int
-    linger_s: float
-    timeout_s: float
+    batch_bytes: int = 2 << 20
+    linger_s: float = 0.05
+    buffer_bytes: int = 64 << 20
 
 
 class RetryPolicy:
@@ -87,14 +87,22 @@ class Sender:
         schema: Of the table.
         who: What every call says: gateway and client.
         outbox: What to send.
-        sizes: How.
+        options: How.
+        timeout_s: Longest without any answer, in seconds.
     """
 
     def __init__(
-        self, line: Connection, schema: Schema, who: Mapping[str, str], outbox: SendQueue, sizes: BatchSizes
+        self,
+        line: Connection,
+        schema: Schema,
+        who: Mapping[str, str],
+        outbox: SendQueue,
+        options: SendOptions,
+        timeout_s: float,
     ) -> None:
-        self._line, self._schema, self._who, self._outbox, self._sizes = line, schema, who, outbox, sizes
-        self._patience = RetryPolicy(f"gateway {line.url}", sizes.timeout_s)
+        self._line, self._schema, self._who, self._outbox = line, schema, who, outbox
+        self._options, self._timeout_s = options, timeout_s
+        self._patience = RetryPolicy(f"gateway {line.url}", timeout_s)
         self._asks = False  # what has arrived is not known, or is not dealt with yet
         self._upto = -1
         self.refused: list[tuple[int, GearError]] = []
@@ -115,7 +123,7 @@ class Sender:
         try:
             while True:
                 items = self._outbox.batch(
-                    self._sizes.batch_bytes, self._sizes.linger_s, gateway_messages.IDLE_S
+                    self._options.batch_bytes, self._options.linger_s, gateway_messages.IDLE_S
                 )
                 if items is None:
                     break
@@ -137,9 +145,9 @@ class Sender:
         header = {**self._who, "known": self._upto}
         try:
             if self._asks:
-                answer = self._line.call("ask", header, self._sizes.timeout_s)
+                answer = self._line.call("ask", header, self._timeout_s)
             else:
-                answer = self._line.call("put", header, self._sizes.timeout_s, self._schema, items)
+                answer = self._line.call("put", header, self._timeout_s, self._schema, items)
         except ConnectionLost as lost:
             self._asks = True
             self.num_lost += 1
@@ -157,7 +165,7 @@ class Sender:
             GearError: The gateway ends, or is another.
         """
         try:
-            self._take(self._line.call("ask", {**self._who, "known": self._upto}, self._sizes.timeout_s))
+            self._take(self._line.call("ask", {**self._who, "known": self._upto}, self._timeout_s))
         except ConnectionLost:
             LOG.debug("an idle remote writer got no answer")  # nothing is under way: the next batch finds out
 

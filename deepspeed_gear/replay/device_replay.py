@@ -93,9 +93,16 @@ class DeviceReplay(ProcessBound):
         except BaseException:
             plan.exchange.close()
             raise
-        how = self._selection, draws, reports, self._sharing
-        more = self._gatherer, self._burn_in, plan.info, plan.topology.data_rank
-        self._feed = DeviceLoader(*how, *more, self)
+        self._loader = DeviceLoader(
+            self._selection,
+            draws,
+            reports,
+            self._sharing,
+            gatherer=self._gatherer,
+            burn_in=self._burn_in,
+            info=plan.info,
+            owner=self,
+        )
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
         self._closed, self._clamp_warning = False, self._new_clamp_warning()
         #: As `Replay.transform`; `sample` calls it, `sample_` does not.
@@ -136,7 +143,7 @@ class DeviceReplay(ProcessBound):
 
     def new_batch(self) -> DeviceBatch:
         """Return tensors that `sample_` can fill; they belong to the caller."""
-        return self._feed.new_batch()
+        return self._loader.new_batch()
 
     def sample_(self, out: DeviceBatch) -> None:
         """Fill a batch with this rank's next micro batch. Waits for nothing; can be captured.
@@ -155,12 +162,12 @@ class DeviceReplay(ProcessBound):
         self._check_filled()
         if not isinstance(out, DeviceBatch):
             raise DataError("out", "must be from new_batch", type(out).__name__)
-        self._feed.fill_(out)
+        self._loader.fill_(out)
 
     def sample(self) -> Batch:
         """Return this rank's next micro batch; its tensors are used again max(2, accumulation) calls on."""
         self._check_filled()
-        batch = self._feed.next()
+        batch = self._loader.next()
         if self.transform is None:
             return batch
         selection = self._selection
@@ -288,7 +295,7 @@ class DeviceReplay(ProcessBound):
         if batch.owner is not self:
             rule = "must be of this replay's training stream"
             raise DataError("batch", rule, None, "nothing was changed")
-        self._feed.reports.take(batch, reported(batch, priorities, mask, sampler))
+        self._loader.reports.take(batch, reported(batch, priorities, mask, sampler))
 
     update_priorities = update_priorities_
 
@@ -392,7 +399,7 @@ class DeviceReplay(ProcessBound):
 
     def _go_on(self) -> None:
         self._is_filled = self._has_data or self.num_trajectories > 0
-        self._feed.begin_anew()
+        self._loader.begin_anew()
         self._clamp_warning = self._new_clamp_warning()  # what was loaded was reported before
 
     def _new_clamp_warning(self) -> ClampWarning | None:
@@ -409,13 +416,13 @@ class DeviceReplay(ProcessBound):
             self._plan.exchange.agree("the state", self._check_between)
         else:
             self._check_between()
-        self._feed.reports.apply()
+        self._loader.reports.apply()
 
     def _check_between(self) -> None:
         self._check_open()
-        if self._feed.next_micro != 0:
+        if self._loader.next_micro != 0:
             rule = "must be taken between two global batches"
-            at = f"micro batch {self._feed.next_micro} of {self.batch_info.accumulation}"
+            at = f"micro batch {self._loader.next_micro} of {self.batch_info.accumulation}"
             raise StoreError("the state", rule, at, "use the other micro batches first")
 
     def clear(self) -> None:
@@ -428,7 +435,7 @@ class DeviceReplay(ProcessBound):
         if self._sharing.is_joint:
             self._check_between()  # what waits are reports for others too
         else:
-            self._feed.begin_anew()
+            self._loader.begin_anew()
         self.table.clear()
         self._is_filled = False
 

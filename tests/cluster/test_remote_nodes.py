@@ -33,9 +33,9 @@ ACTS = """
 import sys, time
 from pathlib import Path
 from remote_support import trajectory
-from deepspeed_gear import RemoteWriter
+from deepspeed_gear import RemoteWriter, SendOptions
 token, chain = map(Path, sys.argv[1:])
-options = {"batch_bytes": 1 << 16, "timeout_s": 40.0}
+options = {"sending": SendOptions(batch_bytes=1 << 16), "timeout_s": 40.0}
 with RemoteWriter.connect("grpc+tls://10.77.0.1:4711", token=token, ca=chain, **options) as writer:
     for number in range(400):
         writer.add(trajectory(number))

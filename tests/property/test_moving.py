@@ -87,7 +87,12 @@ def check_priorities(scene: StoreScene, known: dict[tuple[int, int], float]) -> 
 @given(data=st.data())
 def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.DataObject) -> None:
     backend = data.draw(st.sampled_from(["cpu", "cpu", "reference"]))
-    scene, key = scene_of(backend, removal), 0
+    with scene_of(backend, removal) as scene:
+        add_and_take(scene, data)
+
+
+def add_and_take(scene: StoreScene, data: st.DataObject) -> None:
+    key = 0
     by, known = Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)), {}
     late: np.ndarray | None = None  # of a cut that is not consumed yet
     for steps in data.draw(st.lists(st.integers(1, LONGEST), min_size=20, max_size=40)):
@@ -106,7 +111,6 @@ def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.D
             check_priorities(scene, known)
             known.update(set_priorities(scene, late))
         check_whole(scene.table, scene.streams)
-    scene.close()
 
 
 @pytest.mark.parametrize("removal", RULES[:3])

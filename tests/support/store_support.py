@@ -94,6 +94,12 @@ class StoreScene:
         self.count += 1
         return table_edits.add(self.table, self.streams, trajectory(self.count - 1, num_steps), None)
 
+    def __enter__(self) -> StoreScene:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Remove the store."""
         (SHM / self.name).unlink(missing_ok=True)
@@ -207,7 +213,7 @@ def check_priorities_whole(masses: Any) -> None:
     import torch
 
     from deepspeed_gear.ops import reference
-    from deepspeed_gear.ops.records import UpdateCount
+    from deepspeed_gear.ops.records import Slot, SlotState, UpdateCount
     from deepspeed_gear.sampling.sum_tree import TreeChanges
 
     leaves = torch.empty(masses.num_items, dtype=torch.int64)
@@ -224,7 +230,9 @@ def check_priorities_whole(masses: Any) -> None:
         assert minima.equal(masses._minima), "a node is not the least of its children"
     assert masses.counts[UpdateCount.DRAWABLE] == np.count_nonzero(masses.leaves)
     admitted = np.zeros(masses.num_items, bool)
-    slots = np.nonzero(masses.applied)[0]
+    # The rows of a slot that is free already may be another trajectory's.
+    there = masses.table.slots[:, Slot.STATE] != SlotState.FREE
+    slots = np.nonzero((masses.applied != 0) & there)[0]
     items, drawable = masses._items_of(slots, masses.applied[slots])
     admitted[items] = drawable
     assert not masses.values[~admitted].any(), "an item that is gone has a priority"

@@ -133,7 +133,7 @@ CALLS: dict[str, Call] = {
     "remove": (lambda s, bad: s.replay.remove(bad), {*ARRAYS, *NUMBERS} - {"None"}),
     "clear": (lambda s, bad: s.replay.clear(bad), {"None"}),
     "writer envs": (lambda s, bad: s.replay.writer(bad), {"None"}),
-    "writer autoreset": (lambda s, bad: s.replay.writer(2, autoreset=bad), set()),
+    "vector_writer autoreset": (lambda s, bad: s.replay.vector_writer(2, autoreset=bad), set()),
     "inference_loader": (lambda s, bad: InferenceLoader(s.replay, bad), set()),
     "loader timeout": (
         lambda s, bad: InferenceLoader(s.replay, 2, bad),

@@ -151,7 +151,7 @@ WRONG: list[tuple[Any, str]] = [
     (
         _with("sampler", "kind", "prioritised"),
         'gear.sampler.kind must be "uniform", "length", "weighted", "custom", "prioritized", "top_k", '
-        '"epoch", "fifo", "lifo", "recent" or "mixture", got \'prioritised\'',
+        '"epoch", "fifo", "lifo", "recent", "module:Class" or "mixture", got \'prioritised\'',
     ),
     (
         _with("sampler", "alpha", 0.6),

@@ -32,7 +32,7 @@ from remote_support import (
     write_token,
 )
 
-from deepspeed_gear import Column, RemoteWriter, Replay, Schema, TrajectoryWriter
+from deepspeed_gear import Column, RemoteWriter, Replay, Schema, SendOptions, TrajectoryWriter
 from deepspeed_gear.cli import main
 from deepspeed_gear.errors import (
     ConfigError,
@@ -82,7 +82,7 @@ def test_every_trajectory_arrives_once_through_a_connection_that_is_cut(seed: in
         proxy = Proxy(gateway.port, random_cuts(seed, 5, 2_500_000))
         try:
             url = f"grpc://127.0.0.1:{proxy.port}"
-            with connect(url, batch_bytes=32 << 10, buffer_bytes=256 << 10) as writer:
+            with connect(url, sending=SendOptions(batch_bytes=32 << 10, buffer_bytes=256 << 10)) as writer:
                 assert [writer.add(trajectory(number)) for number in range(400)] == list(range(400))
                 writer.flush()
                 assert len(writer.unacknowledged) == 0
@@ -265,7 +265,8 @@ def test_a_rate_holds_back_until_somebody_samples(most_waiting: int) -> None:
         one = gateway_messages.trajectory_bytes(
             {name: np.asarray(rows) for name, rows in trajectory(0).items()}
         )
-        writer = connect(gateway.url, buffer_bytes=4 * one, timeout_s=2.0, linger_s=0.0)
+        sending = SendOptions(buffer_bytes=4 * one, linger_s=0.0)
+        writer = connect(gateway.url, timeout_s=2.0, sending=sending)
         with pytest.raises(NotReadyError, match="must take trajectories within 2 s"):
             add_many(writer, 40)
         taken = writer.num_added
@@ -321,8 +322,8 @@ def _peak_bytes(pid: int) -> int:
 def test_what_exceeds_the_gateways_limit_is_not_sent() -> None:
     with served(section(capacity_steps=200_000), max_message_bytes=1 << 20) as (replay, gateway):
         with pytest.raises(ConfigError, match=r"batch_bytes must be at most 1048576, .*got 1048577"):
-            connect(gateway.url, batch_bytes=(1 << 20) + 1)
-        with connect(gateway.url, batch_bytes=1 << 20) as writer:
+            connect(gateway.url, sending=SendOptions(batch_bytes=(1 << 20) + 1))
+        with connect(gateway.url, sending=SendOptions(batch_bytes=1 << 20)) as writer:
             writer.add(trajectory(0))
             with pytest.raises(DataError, match=r"trajectory must have at most 1048576 bytes.*--max-message"):
                 writer.add(trajectory(9, 50_000))
@@ -537,9 +538,10 @@ class _gateway:
 WRITES = """
 import sys
 from pathlib import Path
-from deepspeed_gear import RemoteWriter
+from deepspeed_gear import RemoteWriter, SendOptions
 from remote_support import trajectory
-writer = RemoteWriter.connect(sys.argv[1], token=Path(sys.argv[2]), batch_bytes=1 << 16)
+sending = SendOptions(batch_bytes=1 << 16)
+writer = RemoteWriter.connect(sys.argv[1], token=Path(sys.argv[2]), sending=sending)
 for number in range(int(sys.argv[3])):
     writer.add(trajectory(number))
     if number == 100:

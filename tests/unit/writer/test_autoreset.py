@@ -112,7 +112,7 @@ def test_the_mode_is_read_or_must_be_given() -> None:
         assert writer.vector_writer(make()).autoreset == "disabled"
         assert writer.vector_writer(Autoreset(make())).autoreset == "next_step"
         assert writer.vector_writer(TimeLimit(Autoreset(make()), 9)).autoreset == "next_step"
-        for wrong in (replay.writer, writer.vector, writer.simulators):
+        for wrong in (replay.vector_writer, writer.vector_writer):
             text = 'autoreset must be given with a number .*"next_step": .*"same_step": .*"disabled": '
             with pytest.raises(DataError, match=text):
                 wrong(8)  # type: ignore[operator]
