@@ -72,7 +72,6 @@ _HOMES = {
     "enable": "engine",
     "initialize": "engine",
     "start_actors": "actors.start_actors",
-    "transfer": "actors.start_actors",
 }
 __all__ = [
     "Batch",
@@ -108,7 +107,6 @@ __all__ = [
     "enable",
     "initialize",
     "start_actors",
-    "transfer",
 ]
 
 
