@@ -166,7 +166,7 @@ class InferenceClient(VectorWriter):
         self._check_open()
         places = self._places if envs is None else self._places[envs]
         if not self._slots.are_ready(places).all():
-            raise StoreError("step", "must come behind the answers", None, "call act, or take those of ready")
+            raise StoreError("step", "must come after the answers", None, "call act, or take those of ready")
         given = self._answer_rows.columns
         unwanted = [column.name for column in given if column.name in columns]
         if unwanted:
@@ -199,7 +199,7 @@ class InferenceClient(VectorWriter):
         if self._max_length is not None:
             too_long = used + self._aside_steps[envs] >= self._max_length
             if too_long.any():
-                self._cut(envs[too_long])
+                self._truncate(envs[too_long])
                 used[too_long] = 0
         for env in envs[used >= self._staging.length].tolist():
             self._put_aside(env)

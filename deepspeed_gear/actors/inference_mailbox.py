@@ -349,7 +349,8 @@ class InferenceMailbox:
     def free_dead(self) -> None:
         """Free the places of processes that have ended; their open trajectories are dropped.
 
-        Takes no lock, so that nobody can hold up the loader: a place of the dead is changed by nobody else.
+        Takes no lock, so that no process can hold up the loader: a place of the dead is changed by no other
+            process.
         """
         used = np.flatnonzero(self.states != PlaceState.FREE)
         self.bells.fence()  # pairs with that of `claim`
@@ -359,7 +360,7 @@ class InferenceMailbox:
             self.states[used[is_among(owners, dead)]] = PlaceState.FREE
 
     def end(self) -> None:
-        """Tell simulators that nobody answers any more, and take the name away."""
+        """Mark the loader as closed for the simulators, and unlink its name."""
         self.control[CLOSED] = 1
         for bell in range(len(self.states) + 1):
             self.bells.ring(bell)

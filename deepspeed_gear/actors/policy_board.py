@@ -38,7 +38,7 @@ class BoardSlot:
 class PolicyBoard(ProcessBound):
     """Parameters in a node's shared memory: one process publishes them, any number of others load them.
 
-    Nobody waits for anybody. A version is written beside the newest one and checked by its number and its
+    No process waits for another. A version is written beside the newest one and checked by its number and its
     checksum when it is read, so it is never torn: neither by a publisher that is faster than a reader, nor by
     one that dies, nor by a processor that reorders stores. Then the version before it stays the newest.
 
@@ -193,7 +193,7 @@ class PolicyBoard(ProcessBound):
         return version if is_whole else None
 
     def _parts(self, values: np.ndarray) -> list[Tensor]:
-        """Return the tensors whose elements lie one behind the other in `values`."""
+        """Return the tensors whose elements lie one after the other in `values`."""
         sizes = [int(np.prod(shape)) for _, shape in self._shapes]
         parts = torch.split(torch.from_numpy(values), sizes)
         return [part.view(shape) for part, (_, shape) in zip(parts, self._shapes, strict=True)]

@@ -54,11 +54,11 @@ class Actors(ProcessBound):
         environment.setdefault("OMP_NUM_THREADS", "1")
         if run is not None:
             environment[RUN_VARIABLE] = run
-        for told in work:
+        for message in work:
             pipe = subprocess.PIPE
             process = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, env=environment)
             self._processes.append(process)
-            _tell(process, told)
+            _send(process, message)
 
     @property
     def pids(self) -> list[int]:
@@ -69,7 +69,7 @@ class Actors(ProcessBound):
         """Refuse to go on where an actor has failed; cheap enough for every step.
 
         Raises:
-            PeerError: With what the actor said. The others are ended.
+            PeerError: With the report of the actor. The others are ended.
         """
         for index, process in enumerate(self._processes):
             if process.poll() is not None and (failure := self._failure(index)):
@@ -77,7 +77,7 @@ class Actors(ProcessBound):
                 raise failure
 
     def stop(self) -> list[dict[str, Any]]:
-        """End all actors behind the step that they are in.
+        """End all actors after the step that they are in.
 
         Returns:
             Of each: `steps`, `episodes`, `mean_return` of the last 100, `seconds`, and `waited_s` for
@@ -86,7 +86,7 @@ class Actors(ProcessBound):
             PeerError: One had failed.
         """
         for process in self._processes:
-            _tell(process, b"\n", last=True)
+            _send(process, b"\n", last=True)
         until = time.monotonic() + _GRACE_S
         for process in self._processes:
             try:
@@ -106,11 +106,11 @@ class Actors(ProcessBound):
         process = self._processes[index]
         status = process.wait()
         assert process.stdout is not None
-        said = _report_in(process.stdout)
-        if status == 0 and "error" not in said:
-            self.results.append({"actor": index, **said})
+        report = _report_in(process.stdout)
+        if status == 0 and "error" not in report:
+            self.results.append({"actor": index, **report})
             return None
-        text = said.get(
+        text = report.get(
             "error", f"exit status {status}; its last words, if any, are in this program's stderr"
         )
         return PeerError(f"actor {index}", f"must go on until it is stopped, but:\n{text}")
@@ -194,7 +194,7 @@ def _pickled(job: ActorJob) -> bytes:
         raise ConfigError("policy and env", "must be picklable", str(error), remedy) from error
 
 
-def _tell(process: subprocess.Popen[bytes], words: bytes, last: bool = False) -> None:
+def _send(process: subprocess.Popen[bytes], words: bytes, last: bool = False) -> None:
     """Write to an actor, which may be gone."""
     assert process.stdin is not None
     try:

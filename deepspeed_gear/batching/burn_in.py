@@ -45,7 +45,7 @@ class BurnIn:
         return cls(first_step(fields) + config.burn_in, windows)
 
     def learns(self, name: str, mask: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
-        """Return which steps of a field learn: the real ones behind the burn-in.
+        """Return which steps of a field learn: the real ones after the burn-in.
 
         Args:
             name: Of the field.

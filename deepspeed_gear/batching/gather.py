@@ -74,10 +74,10 @@ class Buffers:
     def part(self, first: int, end: int) -> Buffers:
         """Return the tensors of some samples of the batch."""
 
-        def cut(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        def part_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             return [tensor[first:end] for tensor in tensors]
 
-        return Buffers(cut(self.outs), cut(self.masks), cut(self.n_step), {}, {}, [])
+        return Buffers(part_of(self.outs), part_of(self.masks), part_of(self.n_step), {}, {}, [])
 
 
 class Gatherer:

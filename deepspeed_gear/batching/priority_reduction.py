@@ -106,7 +106,7 @@ def float32_on_device(values: torch.Tensor) -> torch.Tensor:
 def mask_unseen(
     batch: Batch, values: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which steps of [B, T] count, and whether masks differ, which nobody has looked at. [], bool."""
+    """Return which steps of [B, T] count, and whether masks differ that were not looked at. [], bool."""
     differ = torch.zeros((), dtype=torch.bool, device=values.device)
     if mask is not None:
         if mask.shape != values.shape:

@@ -25,17 +25,17 @@ def fingerprint(parts: ReplayView) -> dict[str, str]:
 
 
 def state_of(
-    parts: ReplayView, feed: BatchSource, passes: Passes, save: State | None = None
+    parts: ReplayView, batches: BatchSource, passes: Passes, save: State | None = None
 ) -> dict[str, Any]:
     """Return the position, equal on all ranks; see `Replay.state_dict`. Collective.
 
     Args:
         parts: Of the Replay.
-        feed: Of the Replay.
+        batches: Of the Replay.
         passes: Passes over splits that have begun.
         save: Id and manifests of the save that this is the position of; None: of no save.
     """
-    plan, where = parts.plan, feed.where
+    plan, where = parts.plan, batches.where
     if plan.topology.place.pipe_world > 2:  # inner stages do not know
         known = (where, passes) if plan.topology.place.reads else None
         where, passes = next(one for one in plan.exchange.gather(known) if one is not None)
@@ -46,7 +46,7 @@ def state_of(
 
 
 def save(
-    parts: ReplayView, feed: BatchSource, passes: Passes, folder: Path, kept: State | None
+    parts: ReplayView, batches: BatchSource, passes: Passes, folder: Path, kept: State | None
 ) -> dict[str, Any]:
     """Write the tables that a data set alone does not tell, then the position. Collective.
 
@@ -55,7 +55,7 @@ def save(
 
     Args:
         parts: Of the Replay.
-        feed: Of the Replay.
+        batches: Of the Replay.
         passes: Passes over splits that have begun.
         folder: Of the checkpoint.
         kept: State of the save that this Replay has loaded or made last in this folder; None: there is none.
@@ -69,10 +69,10 @@ def save(
     save_id = exchange.broadcast(
         save_folders.new_id()
     )  # all ranks have added and reported before what is in it
-    known = feed.where if topology.place.reads else None
+    known = batches.where if topology.place.reads else None
     used = position.batches(next(one for one in exchange.gather(known) if one is not None))
     if spread:
-        _pause(parts, feed)
+        _pause(parts, batches)
     tables, leads, first = _changing(parts), parts.plan.leads_shard, parts.plan.leads_first_shard
 
     def write() -> dict[str, dict[str, str]]:
@@ -98,7 +98,7 @@ def save(
         for name, files in written.items():
             manifests[name].update(files)
     agree(lambda: save_folders.publish(folder, list(tables)) if first else None)
-    state = state_of(parts, feed, passes, {"id": save_id, "tables": manifests})
+    state = state_of(parts, batches, passes, {"id": save_id, "tables": manifests})
     agree(lambda: save_folders.write_position(folder, state) if first else None)
     return state
 
@@ -109,12 +109,12 @@ def _changing(parts: ReplayView) -> dict[str, Table]:
     return {name: table for name, table in parts.tables.items() if table.spec.dataset is None or name in kept}
 
 
-def _pause(parts: ReplayView, feed: BatchSource) -> None:
-    """Stop the threads that prepare batches, all nodes behind the same cut. Collective.
+def _pause(parts: ReplayView, batches: BatchSource) -> None:
+    """Stop the threads that prepare batches, all nodes after the same selection. Collective.
 
-    A thread may wait for those of other nodes in the middle of a cut: their leaving ends its wait.
+    A thread may wait for those of other nodes in the middle of a selection: their leaving ends its wait.
     """
-    feed.stop()
+    batches.stop()
     parts.leave_nodes()
     parts.plan.exchange.barrier()
     for stream in all_streams(parts):
@@ -164,17 +164,17 @@ def replace(parts: ReplayView, loading: TableLoader) -> None:
     exchange.agree("loading the tables", loading.replace)
     if parts.plan.placement.spread:
         exchange.agree("loading the batches that were not used", loading.deliver)
-        loading.tell()
+        loading.announce()
     agree_on_quotas(exchange, parts.plan.leads_shard, parts.train)
     parts.leave_inner_stage()
 
 
-def go_on(parts: ReplayView, feed: BatchSource, state: State) -> Passes:
+def go_on(parts: ReplayView, batches: BatchSource, state: State) -> Passes:
     """Continue at a checked state; return the passes over splits that have begun. Collective."""
     plan, exchange = parts.plan, parts.plan.exchange
     if parts.barrier is not None:
         parts.barrier.drain()
-    _pause(parts, feed)
+    _pause(parts, batches)
     if parts.barrier is not None:
         parts.barrier.restart()
     at = position.of(state, plan.config.sampled_tables)
@@ -188,5 +188,5 @@ def go_on(parts: ReplayView, feed: BatchSource, state: State) -> Passes:
     exchange.barrier()
     agree_on_quotas(exchange, parts.plan.leads_shard, parts.train)
     parts.leave_inner_stage()
-    feed.go_on_at(at)
+    batches.go_on_at(at)
     return passes

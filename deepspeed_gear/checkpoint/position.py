@@ -27,7 +27,7 @@ def start(tables: Sequence[str]) -> Position:
 
 
 def after(tables: Sequence[str], heads: Sequence[Sequence[int]]) -> Position:
-    """Return the position after the cuts of a global batch, from their heads."""
+    """Return the position after the selections of a global batch, from their heads."""
     return {table: _after(head) for table, head in zip(tables, heads, strict=True)}
 
 

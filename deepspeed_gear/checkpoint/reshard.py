@@ -1,7 +1,7 @@
 """One table out of its saved shards, and its shards anew for other nodes. Pure.
 
 The whole of a table lists its trajectories in stored order, shard by shard. What points to a trajectory, as
-a report or a sample of a cut does, holds its position in this list.
+a report or a sample of a selection does, holds its position in this list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed_gear.store.stream_records import Head
 
 Content = dict[str, np.ndarray]  # of a stream, as `saved.export` names it
 PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps"), ("priorities", "draws")
-CUTS = ("heads", "ring", "epochs")
+SELECTION_NAMES = ("heads", "ring", "epochs")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SavedShard:
         numbers: Their slots in the store that was saved; None: 0 to n - 1. [n], int64, ascending.
         next_id: The counter that its ids are made from.
         streams: Content of its streams by name.
-        life: Words of the trajectories' lives, where they are not those of a data set. [n, 4], int64.
+        retention: Words of the trajectories' lives, where they are not those of a data set. [n, 4], int64.
         inserted: Trajectories and steps that were ever added.
     """
 
@@ -39,7 +39,7 @@ class SavedShard:
     numbers: np.ndarray | None
     next_id: int
     streams: dict[str, Content]
-    life: np.ndarray | None = None
+    retention: np.ndarray | None = None
     inserted: tuple[int, int] = (0, 0)
 
     @property
@@ -93,24 +93,24 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     Args:
         shards: All of them, in order.
     Returns:
-        Records have the rows of the shards one behind the other; reports by id have slot -1.
+        Records have the rows of the shards one after the other; reports by id have slot -1.
     """
     before = _before([shard.num_slots for shard in shards])
     streams = {
         name: _merge_stream([shard.streams[name] for shard in shards], shards, before)
         for name in shards[0].streams
     }
-    lives = [shard.life for shard in shards if shard.life is not None]
-    life = np.concatenate(lives) if len(lives) == len(shards) else None
+    lives = [shard.retention for shard in shards if shard.retention is not None]
+    retention = np.concatenate(lives) if len(lives) == len(shards) else None
     inserted = sum(shard.inserted[0] for shard in shards), sum(shard.inserted[1] for shard in shards)
     slots, next_id = _merge_slots(shards), _next_id([shard.next_id for shard in shards])
     if slots is not None and len(slots):  # an id is never given again, also where the counter is damaged
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
-    return SavedShard(slots, None, next_id, streams, life, inserted)
+    return SavedShard(slots, None, next_id, streams, retention, inserted)
 
 
 def packed(records: np.ndarray) -> np.ndarray:
-    """Return records whose extents lie one behind the other, in the order of their rows. [n, 8]."""
+    """Return records whose extents lie one after the other, in the order of their rows. [n, 8]."""
     order = in_rows(records)
     result: np.ndarray = records.copy()
     result[order, Slot.FIRST_ROW] = np.cumsum(records[order, Slot.NUM_ROWS]) - records[order, Slot.NUM_ROWS]
@@ -174,13 +174,13 @@ def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[SavedShard], before
 
 
 def _merge_cuts(contents: Sequence[Content], before: np.ndarray) -> Content:
-    """Return the cuts that nobody has used; none, if a sample of theirs is not known."""
+    """Return the selections that no rank has used; none, if a sample of theirs is not known."""
     contents = [_by_key(content) for content in contents]
     first = contents[0]
     if any(
         not np.array_equal(content["heads"][:, Head.KEY], first["heads"][:, Head.KEY]) for content in contents
     ):
-        return {name: first[name][:0] for name in CUTS}
+        return {name: first[name][:0] for name in SELECTION_NAMES}
     ring = np.zeros_like(first["ring"])
     drawn = np.arange(ring.shape[1]) < first["heads"][:, Head.COUNT, None]
     known = ~drawn
@@ -190,13 +190,13 @@ def _merge_cuts(contents: Sequence[Content], before: np.ndarray) -> Content:
         ring[own, Resolution.SLOT] += start
         known |= own
     if not known.all():
-        return {name: first[name][:0] for name in CUTS}
+        return {name: first[name][:0] for name in SELECTION_NAMES}
     return {"heads": first["heads"], "ring": ring, "epochs": first["epochs"]}
 
 
 def _by_key(content: Content) -> Content:
     order = np.argsort(content["heads"][:, Head.KEY])
-    return {name: content[name][order] for name in CUTS}
+    return {name: content[name][order] for name in SELECTION_NAMES}
 
 
 def _before(sizes: Sequence[int]) -> np.ndarray:
@@ -240,7 +240,7 @@ def divide_rows(
     def reach(first: int, slots: int, most: int) -> int:
         return min(first + slots, int(np.searchsorted(ends, ends[first] + most, side="right")) - 1)
 
-    least = [len(rows)]  # where a shard must begin so that it and those behind it hold the rest
+    least = [len(rows)]  # where a shard must begin so that it and those after it hold the rest
     for slots, most in reversed(room):
         end = least[-1]
         least.append(max(0, end - slots, int(np.searchsorted(ends, ends[end] - most))))
@@ -300,7 +300,7 @@ def part_of(
 
 
 def owners_of(content: Content, division: ShardDivision) -> np.ndarray:
-    """Return the shard that has each sample of the cuts that nobody has used. [cuts, batch], int64."""
+    """Return the shard that has each sample of the unused selections. [selections, batch], int64."""
     if not len(division.owner):
         return np.zeros(content["ring"].shape[:2], np.int64)
     return np.asarray(division.owner[content["ring"][..., Resolution.SLOT]])

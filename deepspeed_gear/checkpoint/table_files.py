@@ -1,9 +1,9 @@
 """What has changed in tables, as checksummed files of a checkpoint.
 
 A folder per table: the rows of its trajectories in stored order and their slots, unless they are those of a
-data set, and of each stream the masses or priorities of its latest cut, the changes that wait for the next
-one, and the cuts that nobody has used yet. So what is loaded continues with the batches that would have come,
-although prefetching was ahead and an epoch was under way.
+data set, and of each stream the masses or priorities of its latest selection, the changes that wait for the
+next one, and the selections that are not used yet. So what is loaded continues with the batches that would
+have come, although prefetching was ahead and an epoch was under way.
 
 A table that is spread over nodes has a folder per shard in it, shard-0 to shard-<S - 1>, each like that of a
 table in one store. Any of them are loaded into any number of nodes (`resharding`).
@@ -66,7 +66,7 @@ def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, mor
     slots = np.nonzero(np.isin(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)))[0]
     if table.spec.dataset is None:
         _save_rows(table, slots, to)
-        if table.spec.shard is not None:  # reports and cuts name slots of the store
+        if table.spec.shard is not None:  # reports and selections name slots of the store
             np.save(to / "numbers.npy", slots)
     for stream in streams:
         for name, array in stream.state.export(slots, batches).items():
@@ -85,7 +85,7 @@ def _write(table: Table, streams: list[BatchStream], to: Path, batches: int, mor
 def _save_rows(table: Table, slots: np.ndarray, folder: Path) -> None:
     records = table.slots[slots]
     np.save(folder / "slots.npy", records)
-    np.save(folder / "life.npy", table.views["life"][slots])
+    np.save(folder / "retention.npy", table.views["retention"][slots])
     for column in table.spec.schema:
         data, path = table.columns[column.name], folder / _file_of(column)
         if column.rows == "1":
@@ -184,8 +184,8 @@ def _read_shard(folder: Path, manifest: dict[str, Any]) -> SavedShard:
             others[kind] = np.load(folder / name)
     trajectories, steps = manifest["inserted"]
     slots, numbers = others.get("slots"), others.get("numbers")
-    life, next_id = others.get("life"), manifest["next_id"]
-    return SavedShard(slots, numbers, next_id, streams, life, (int(trajectories), int(steps)))
+    retention, next_id = others.get("retention"), manifest["next_id"]
+    return SavedShard(slots, numbers, next_id, streams, retention, (int(trajectories), int(steps)))
 
 
 def check_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
@@ -247,9 +247,9 @@ def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int)
             data[: len(chosen)] = np.concatenate(files)[chosen]
         else:
             _copy_rows(data, files, extents)
-    table.views["life"][:] = 0
-    if found.whole.life is not None:
-        table.views["life"][: len(chosen)] = found.whole.life[chosen]
+    table.views["retention"][:] = 0
+    if found.whole.retention is not None:
+        table.views["retention"][: len(chosen)] = found.whole.retention[chosen]
     counts = table.spec.shard is None or table.spec.shard.index == 0  # for all nodes together
     table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = found.whole.inserted if counts else (0, 0)
     table.control[Control.QUOTA] = 0
@@ -257,15 +257,15 @@ def load_rows(table: Table, found: SavedTable, chosen: np.ndarray, next_id: int)
 
 
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:
-    """Copy extents out of files that lie one behind the other.
+    """Copy extents out of files that lie one after the other.
 
     Args:
         to: Gets them.
         files: Each holds whole extents.
         extents: First row there, first row in all files, and rows, in the order of these. [n, 3], int64.
     """
-    behind = np.cumsum([len(file) for file in files])
-    of_file = np.searchsorted(behind, extents[:, 1], side="right")
+    after = np.cumsum([len(file) for file in files])
+    of_file = np.searchsorted(after, extents[:, 1], side="right")
     for index, file in enumerate(files):
         own = extents[of_file == index]
         if not len(own):
@@ -273,7 +273,7 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
         starts = np.nonzero(np.diff(own[:, 1] - own[:, 0], prepend=own[0, 1] - own[0, 0] - 1))[0]
         ends = np.append(starts[1:], len(own))
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):  # runs that stay runs
-            first, source = int(own[start, 0]), int(own[start, 1] - behind[index] + len(file))
+            first, source = int(own[start, 0]), int(own[start, 1] - after[index] + len(file))
             count = int(own[start:end, 2].sum())
             to[first : first + count] = file[source : source + count]
 

@@ -26,7 +26,7 @@ Sizes = Mapping[str, tuple[int, int]]  # slots and rows of a node's stores, by t
 
 
 class TableLoader:
-    """The steps of a load. Main thread; the constructor and `tell` are collective, the others are actions.
+    """The steps of a load. Main thread; the constructor and `announce` are collective, the others not.
 
     Args:
         parts: Of the Replay.
@@ -132,7 +132,7 @@ class TableLoader:
     # ---- over nodes --------------------------------------------------------------------------------
 
     def deliver(self) -> None:
-        """Bring the cuts that nobody has used to the nodes that use them. All nodes together."""
+        """Bring the unused selections to the nodes that use them. All nodes together."""
         for name in self._spread if self._tables else []:
             for stream in self._parts.streams.get(name, {}).values():
                 selector = stream.selector
@@ -158,7 +158,7 @@ class TableLoader:
         with stream.table.lock:
             stream.state.keep_selections(part)
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         """Tell every rank which node holds the trajectories that were loaded. Collective."""
         placement, topology = self._parts.plan.placement, self._parts.plan.topology
         mine = {}

@@ -120,7 +120,7 @@ def serve(token: str) -> None:
     """Listen, print the port, and serve the one caller that knows the token.
 
     Raises:
-        OSError: Nobody comes, or the caller falls silent.
+        OSError: No peer connects, or the caller falls silent.
     """
     with socket.create_server(("", 0)) as listener:
         listener.settimeout(_SILENCE_S)

@@ -101,7 +101,7 @@ def _draws(counts: np.ndarray) -> dict[str, float]:
 
 
 def of_living(store: LiveStore) -> Distribution | None:
-    """Read the distribution of a living store; None for a table that nobody samples."""
+    """Read the distribution of a living store; None for a table that is not sampled."""
     views = store.views
     if TRAIN + "sums" not in views:
         return None

@@ -72,7 +72,7 @@ def _plot(found: Sequence[Distribution], path: str | None) -> None:
 def _lines(summary: dict[str, Any] | None) -> list[str]:
     """Return what is printed of a table."""
     if summary is None:
-        return ["  nobody samples it"]
+        return ["  not sampled"]
     what = f"{summary['kind']}, unit {summary['unit']}" if summary["kind"] else "not known"
     lines = [f"  sampler       {what}", f"  trajectories  {summary['trajectories']:,}"]
     if summary["steps"] is not None:

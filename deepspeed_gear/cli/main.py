@@ -12,7 +12,7 @@ from ..errors import GearError
 
 COMMANDS = {
     "ingest": "turn an offline data set into the format that gear trains from",
-    "split": "cut a data set into parts that nodes keep on their own disks",
+    "split": "divide a data set into parts that nodes keep on their own disks",
     "inspect": "show what a data set, a checkpoint or a running process holds",
     "preview": "show what every rank of a run will get, without starting it",
     "init": "write a config and a training script that fit a data set",

@@ -1,4 +1,4 @@
-"""`gear split DATASET OUT --nodes N`: cut a data set into the parts that nodes keep on their own disks."""
+"""`gear split DATASET OUT --nodes N`: divide a data set into the parts that nodes keep on their own disks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from deepspeed_gear.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `gear split`."""
     parser.description = (
-        "Cut a data set into contiguous parts of about equal bytes, OUT/part-0 and so on, one per node that "
+        "Divide a data set into contiguous parts of about equal bytes, OUT/part-0 and so on, one per node "
+        "that "
         "consumes. Each is read like any data set; copy part i to node i."
     )
     parser.add_argument("dataset", metavar="DATASET", help="folder of a whole data set")

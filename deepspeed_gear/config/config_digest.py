@@ -10,7 +10,7 @@ from deepspeed_gear.config.options import GearOptions
 
 # What a node may choose for itself: it changes speed and place, not one batch.
 _OF_THE_NODE = ("backend", "data", "threads", "transfer", "timeout_s", "metrics")
-# How a global batch is cut into pieces and when it is made; the samples in it stay the same.
+# How a global batch is divided and when it is made; the samples in it stay the same.
 _OF_THE_RUN = (
     "prefetch",
     "batch_size",

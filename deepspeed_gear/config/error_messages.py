@@ -126,7 +126,7 @@ def _hint(value: Any) -> str:
 
 
 def translate(model: type[BaseModel], error: ValidationError) -> ConfigError:
-    """Turn pydantic's list of errors into one error: the first, and the others behind it.
+    """Turn pydantic's list of errors into one error: the first, and the others after it.
 
     Unknown keys come first: a misspelt key often is why another one is missing.
     """

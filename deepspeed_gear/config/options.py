@@ -115,7 +115,7 @@ class HindsightConfig(GearModel):
     strategy: Literal["future", "final", "episode"] = Field(
         default="future",
         description=(
-            'Which row of the achieved goals a relabelled sample takes: "future", one behind the anchor\'s, '
+            'Which row of the achieved goals a relabelled sample takes: "future", one after the anchor\'s, '
             'each with the same probability (a sample without one keeps its goal); "final", the last one; '
             '"episode", any one.'
         ),

@@ -227,13 +227,13 @@ class TableConfig(GearModel):
     )
     max_age: Annotated[Int, Ge(0)] = Field(
         default=0,
-        description="A trajectory goes when so many global batches were cut since it came. 0: never.",
+        description="A trajectory goes when so many global batches were selected since it came. 0: never.",
     )
     version: VersionConfig | None = Field(
         default=None, description="How far behind the learner's policy the steps may be. null: any far."
     )
     rate_limiter: RateLimiterConfig | None = Field(
-        default=None, description="Who waits for whom. null: nobody waits, but for the first item."
+        default=None, description="When writers or samplers block. null: only for the first item."
     )
     placement: Literal["host", "device"] = Field(
         default="host",

@@ -41,7 +41,7 @@ class DeviceLoader:
         owner: object,
     ) -> None:
         self.reports, self._selection, self._draws = reports, selection, draws
-        self._cut = draws if isinstance(draws, JointSelection) else None
+        self._joint = draws if isinstance(draws, JointSelection) else None
         self._gatherer, self._burn_in, self._owner, self._info = gatherer, burn_in, owner, info
         own, self._data_rank = sharing.has_own_batches, sharing.data_rank
         self._num_parts = info.accumulation if own else info.num_micro
@@ -70,7 +70,7 @@ class DeviceLoader:
         weight = self._weights(micro) if selection.is_prioritized else None
         facts = selection.has_step_items, selection.table.state[RingState.TOTAL], self._burn_in
         known = self._gatherer.buffers(micro), self._records(micro), weight, *facts, self._owner
-        batch = DeviceBatch(*known, None if self._cut is None else self._cut.origins[:micro].clone())
+        batch = DeviceBatch(*known, None if self._joint is None else self._joint.origins[:micro].clone())
         for tensor in (*batch.buffers.all, batch.records, *([] if weight is None else [weight])):
             torch._dynamo.mark_static_address(tensor)
         return batch
@@ -126,9 +126,9 @@ class DeviceLoader:
 
     def _set_origins(self, out: DeviceBatch, micro: int) -> None:
         """Say which replicas hold the samples of a micro batch, where they are several."""
-        if self._cut is not None:
-            out.origin.copy_(self._cut.origins[self._part(micro)])
-            out.hold(self._cut.holders[self._part(micro)])
+        if self._joint is not None:
+            out.origin.copy_(self._joint.origins[self._part(micro)])
+            out.hold(self._joint.holders[self._part(micro)])
 
     def _place(self, out: DeviceBatch, micro: int) -> None:
         first = self._data_rank + micro * self._info.data_world

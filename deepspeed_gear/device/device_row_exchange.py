@@ -15,9 +15,9 @@ from deepspeed_gear.distributed.row_exchange.row_exchange import WORD_BYTES, mos
 from deepspeed_gear.distributed.row_exchange.row_reads import RowReads, layout_of
 from deepspeed_gear.ops.records import Resolution, RowSample
 
-STEPS = Resolution.NUM_WORDS  # the word of a record that travels behind those of a resolution
+STEPS = Resolution.NUM_WORDS  # the word of a record that travels after those of a resolution
 TRAVELLING_WORDS = Resolution.NUM_WORDS + 1
-_EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is nobody's
+_EDGE = 2  # rows on both sides of the arrivals, so that what lies beside them is in no trajectory
 
 
 class SentRows(NamedTuple):
@@ -47,7 +47,7 @@ class ReceivedRows(NamedTuple):
 
 
 class ArrivalBuffers:
-    """Room for the rows of samples that other devices send, behind the rows of a table's own.
+    """Room for the rows of samples that other devices send, after the rows of a table's own.
 
     Args:
         needs: What this rank reads of a sample.
@@ -128,8 +128,8 @@ class DeviceRowExchange:
             The least mass that any replica has drawn.
         """
         sizes, one = self._pack(sent), [1] * self._replicas
-        heard = self._peers.swap(torch.stack([sizes, least.expand_as(sizes)], 1), one, one)
-        told: list[list[int]] = torch.cat([sizes[:, None], heard], 1).tolist()  # waits for the device
+        received = self._peers.swap(torch.stack([sizes, least.expand_as(sizes)], 1), one, one)
+        told: list[list[int]] = torch.cat([sizes[:, None], received], 1).tolist()  # waits for the device
         out, coming = ([-(-words[i] // WORD_BYTES) for words in told] for i in (0, 1))
         if sum(out) > len(self._message):
             self._message = self._words(1 << (sum(out) - 1).bit_length())

@@ -21,7 +21,7 @@ _TOLD = [
     Resolution.GENERATION,
     Resolution.ANCHOR,
     Resolution.SAMPLE_NUMBER,
-]  # of a record; the bits of the priority lie behind them
+]  # of a record; the bits of the priority lie after them
 _SLOT_MASK = (1 << SHARD_BITS) - 1
 
 

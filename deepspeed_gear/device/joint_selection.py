@@ -1,4 +1,4 @@
-"""Cuts over tables in the memory of the replicas' devices: one distribution, drawn by all together.
+"""Selections over tables in the memory of the replicas' devices: one distribution, drawn by all together.
 
 Every replica computes all coordinates and resolves those that fall into its own part of the total mass. Then
 each gets the resolutions of the samples that it trains on, and their rows (`device_rows`).

@@ -46,16 +46,16 @@ class ReplicaAgreement:
         self.place, self.places = topology.place, topology.places
         names = tuple(topology.names[node] for node in topology.nodes) if topology.names else ()
         by_rank = _ByRank(topology.rank, topology.places, tuple(range(size)), names)
-        self._link = NodeChannel(by_rank, range(size), "devices", timeout_s, group)
+        self._channel = NodeChannel(by_rank, range(size), "devices", timeout_s, group)
         #: The order in which ranks are counted here: those that sit alike, by replica, lie together.
         self._order = sorted(range(size), key=lambda rank: _inside_first(self.places[rank]))
-        ranks = [self._link.ranks[rank] for rank in self._order]
-        self._transport = DeviceCollectives(ranks, device, is_shared, timeout_s + GRACE_S, "tables")
-        self._transport.guard = self._link.naming_the_lost
+        ranks = [self._channel.ranks[rank] for rank in self._order]
+        guard = self._channel.naming_the_lost
+        self._transport = DeviceCollectives(ranks, device, is_shared, timeout_s + GRACE_S, "tables", guard)
 
     def open(self) -> None:
         """Make the groups. Collective."""
-        self._link.open()
+        self._channel.open()
         self._transport.open()
 
     def meet(self, words: Sequence[int]) -> list[int]:
@@ -68,11 +68,11 @@ class ReplicaAgreement:
         Raises:
             LostNodeError: A rank does not answer in time.
         """
-        said = [np.array([words[place.data_rank]], np.int64) for place in self.places]
-        heard = self._link.begin([message_of(word) for word in said])()
+        sent = [np.array([words[place.data_rank]], np.int64) for place in self.places]
+        received = self._channel.begin([message_of(word) for word in sent])()
         found = {
             place.data_rank: int(word[0])
-            for place, word in zip(self.places, heard, strict=True)
+            for place, word in zip(self.places, received, strict=True)
             if place.reports
         }
         return [found[replica] for replica in range(self.place.data_world)]
@@ -120,7 +120,7 @@ class ReplicaAgreement:
 
     def abandon(self, error: Exception) -> None:
         """Take no further part: an error keeps this rank from what the others wait in."""
-        self._link.abandon(error)
+        self._channel.abandon(error)
 
     @property
     def _places_in_order(self) -> list[RankCoordinates]:

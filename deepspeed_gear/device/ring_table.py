@@ -118,15 +118,15 @@ class RingTable:
 
         own = {column.name: num_slots if column.rows == "1" else num_rows for column in schema}
         own[RETURN_TO_GO] = num_rows if return_to_go else 0
-        #: What batches are gathered from: a table's own rows, and behind them the arrivals.
+        #: What batches are gathered from: a table's own rows, and after them the arrivals.
         self._gathered = {
             column.name: zeros(
                 own[column.name] + arrivals[column.rows == "1"], *column.shape, dtype=DTYPES[column.dtype]
             )
             for column in schema
         }
-        behind = arrivals[0] if return_to_go else 0
-        self._gathered[RETURN_TO_GO] = zeros(own[RETURN_TO_GO] + behind, dtype=torch.float32)
+        after = arrivals[0] if return_to_go else 0
+        self._gathered[RETURN_TO_GO] = zeros(own[RETURN_TO_GO] + after, dtype=torch.float32)
         held = self._gathered if arrivals == (0, 0) else {n: r[: own[n]] for n, r in self._gathered.items()}
         self.columns = {column.name: held[column.name] for column in schema}
         self.returns_to_go = held[RETURN_TO_GO]
@@ -165,7 +165,7 @@ class RingTable:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.content.values(), *arriving))
 
     def gather_source(self, name: str) -> Tensor:
-        """Return what batches are gathered from: own rows, and behind them the arrivals. [rows, *shape]."""
+        """Return what batches are gathered from: own rows, and after them the arrivals. [rows, *shape]."""
         return self._gathered[name]
 
     def held(self, name: str) -> Tensor:
@@ -173,7 +173,7 @@ class RingTable:
         return self.returns_to_go if name == RETURN_TO_GO else self.columns[name]
 
     def arrivals(self, name: str) -> Tensor:
-        """Return the rows for what other devices send, which lie behind the own ones. [rows, *shape]."""
+        """Return the rows for what other devices send, which lie after the own ones. [rows, *shape]."""
         return self._gathered[name][len(self.held(name)) :]
 
     # ---- content ---------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class BatchBarrier:
         topology: Where the ranks sit.
         only_readers: Inner stages of a pipeline take no turns.
         timeout_s: How long one waits for another.
-        link: To the leaders of the other nodes, on a leader.
+        channel: To the leaders of the other nodes, on a leader.
         over_nodes: Whether there are other nodes.
         early: Whether ranks may reach a turn before they wait for it.
         watch: Over the ranks of all nodes; None for one node.
@@ -84,13 +84,13 @@ class BatchBarrier:
         topology: Topology,
         only_readers: bool,
         timeout_s: float,
-        link: NodeChannel | None = None,
+        channel: NodeChannel | None = None,
         over_nodes: bool = False,
         early: bool = False,
         watch: FailureDetector | None = None,
     ) -> None:
         self._table, self._timeout_s, self._topology = table, timeout_s, topology
-        self._link, self._watch = link, watch
+        self._channel, self._watch = channel, watch
         self.is_early = early and over_nodes
         self._flying: Callable[[], np.ndarray] | None = None  # what waits for the message of the next turn
         self._ranks = topology.peers
@@ -102,10 +102,10 @@ class BatchBarrier:
         self._mine: np.ndarray = self._words[table.memory.peer]
         everyone = len(members) == len(self._ranks)
         self._reached: np.ndarray = self._words[:, BarrierWord.REACHED]
-        self._behind = self._behind_of_all if everyone else self._behind_of_members
-        self._follows = over_nodes and link is None  # its leader tells it how turns went
+        self._lagging = self._lagging_of_all if everyone else self._lagging_of_members
+        self._follows = over_nodes and channel is None  # its leader tells it how turns went
         if self._follows:
-            self._behind = self._behind_of_leader
+            self._lagging = self._lagging_of_leader
         self._leader_ended: float | None = None  # when that was first seen
         self._end = EndCode.WELL
         self._count = 0  # turns of this rank
@@ -126,7 +126,7 @@ class BatchBarrier:
 
         Args:
             action: What all ranks do; called again by the next turn if this one fails.
-            digest: Of what this rank has got, for `verify_every`; asked behind `action`.
+            digest: Of what this rank has got, for `verify_every`; asked after `action`.
         Returns:
             Its result.
         Raises:
@@ -161,17 +161,17 @@ class BatchBarrier:
             self._write(text)
             self._mine[BarrierWord.FAILED] = self._count + 1
         self.reach()
-        if self._link is not None and not isinstance(error, LostNodeError):
+        if self._channel is not None and not isinstance(error, LostNodeError):
             with contextlib.suppress(PeerError, NotReadyError):
-                self._tell(self._link, text)
+                self._exchange_error(self._channel, text)
         self._is_open = False
 
     def begin(self) -> None:
         """Tell the other nodes already that this one has had the turn, if all its ranks have reached it."""
-        if self._link is None or not self._is_open or self._flying is not None or self._behind():
+        if self._channel is None or not self._is_open or self._flying is not None or self._lagging():
             return
         if all(self._words[peer, BarrierWord.FAILED] < self._count for peer in self._members):
-            self._flying = self._say(self._link, failed=False)
+            self._flying = self._begin_status(self._channel, failed=False)
 
     def explain(self, error: BaseException) -> None:
         """Say what ends this rank, for those that miss it in a turn."""
@@ -186,10 +186,10 @@ class BatchBarrier:
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Let no message of a turn be under way: every leader sends and receives one more. Collective."""
-        if self._link is None or not self.is_early:
+        if self._channel is None or not self.is_early:
             return
-        with self._link.parting(timeout_s or self._link.timeout_s):
-            (self._flying or self._link.begin_gather(np.zeros(BarrierMessage.NUM_WORDS, np.int64)))()
+        with self._channel.parting(timeout_s or self._channel.timeout_s):
+            (self._flying or self._channel.begin_gather(np.zeros(BarrierMessage.NUM_WORDS, np.int64)))()
         self._flying = None
 
     def restart(self) -> None:
@@ -206,9 +206,9 @@ class BatchBarrier:
                 replica.
             NotReadyError: One says so: the turn is over, and can be tried again.
         """
-        if self._behind():
+        if self._lagging():
             begin = time.monotonic()
-            while self._behind():
+            while self._lagging():
                 waited = time.monotonic() - begin
                 if waited < _AWAKE_S:
                     os.sched_yield()
@@ -219,11 +219,11 @@ class BatchBarrier:
                     self._give_up(error)
                     raise
                 time.sleep(_POLL_S)
-        if self._link is not None:
-            self._hear(self._link)
+        if self._channel is not None:
+            self._finish_status(self._channel)
         self._is_open = False
         self._raise_failure(self._count)
-        if self._link is None and any(self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()):
+        if self._channel is None and any(self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()):
             self._compare_digests(self._digests())  # an inner stage has none
         self._note_taken()
 
@@ -231,7 +231,7 @@ class BatchBarrier:
         if self._watch is not None and self._takes_turns:
             self._watch.take(self._count)
 
-    def _behind_of_leader(self) -> bool:
+    def _lagging_of_leader(self) -> bool:
         return bool(
             self._words[0, BarrierWord.RELEASED] < self._count
             and self._words[0, BarrierWord.FAILED] < self._count
@@ -241,20 +241,20 @@ class BatchBarrier:
 
     def _give_up(self, error: PeerError) -> None:
         """Let the other ranks of the node, and the other nodes, know that a turn cannot be finished."""
-        if self._link is None:
+        if self._channel is None:
             return
         self._publish(str(error))
         if not isinstance(error, LostNodeError):
             with contextlib.suppress(PeerError, NotReadyError):
-                self._tell(self._link, str(error))
+                self._exchange_error(self._channel, str(error))
         self._is_open = False
 
-    def _hear(self, link: NodeChannel) -> None:
+    def _finish_status(self, channel: NodeChannel) -> None:
         """Tell the other nodes how the turn went here, hear how it went there, and let the ranks go on."""
         failed = [peer for peer in self._members if self._words[peer, BarrierWord.FAILED] >= self._count]
         text = self._text_of(failed[0]) if failed else ""
         try:
-            self._tell(link, text)
+            self._exchange_error(channel, text)
         except (PeerError, NotReadyError) as error:
             if not failed:
                 self._publish(_text_of(error))
@@ -262,36 +262,36 @@ class BatchBarrier:
                 raise
         self._mine[BarrierWord.RELEASED] = self._count
 
-    def _tell(self, link: NodeChannel, text: str) -> None:
+    def _exchange_error(self, channel: NodeChannel, text: str) -> None:
         """Swap with the other leaders: turn, whether it failed, whether digests are to be compared.
 
         Raises:
             PeerError: It failed on another node.
         """
-        digests, wait = self._digests(), self._flying or self._say(link, bool(text))
-        self._flying, heard = None, wait()
-        if (heard[:, BarrierMessage.NUMBER] != self._count).any():
-            node = int(np.nonzero(heard[:, BarrierMessage.NUMBER] != self._count)[0][0])
-            link.raise_ended(node, f"it ended before turn {self._count}")
+        digests, wait = self._digests(), self._flying or self._begin_status(channel, bool(text))
+        self._flying, received = None, wait()
+        if (received[:, BarrierMessage.NUMBER] != self._count).any():
+            node = int(np.nonzero(received[:, BarrierMessage.NUMBER] != self._count)[0][0])
+            channel.raise_ended(node, f"it ended before turn {self._count}")
         texts = None
-        if heard[:, BarrierMessage.STATUS].any():
-            texts = link.gather(node_messages.pack_text(text, BarrierWord.NUM_TEXT_BYTES // 8))
+        if received[:, BarrierMessage.STATUS].any():
+            texts = channel.gather(node_messages.pack_text(text, BarrierWord.NUM_TEXT_BYTES // 8))
         every = (
-            link.gather_ragged(np.array(digests).reshape(-1, 3))
-            if heard[:, BarrierMessage.VERIFIES].any()
+            channel.gather_ragged(np.array(digests).reshape(-1, 3))
+            if received[:, BarrierMessage.VERIFIES].any()
             else []
         )
         if texts is not None and not text:
-            node = int(np.nonzero(heard[:, BarrierMessage.STATUS])[0][0])
-            said = node_messages.unpack_text(texts[node])
-            raise _failure_of(link.name(node), said)
+            node = int(np.nonzero(received[:, BarrierMessage.STATUS])[0][0])
+            text = node_messages.unpack_text(texts[node])
+            raise _failure_of(channel.name(node), text)
         if every and texts is None:
             self._compare_digests([(int(a), int(b), int(c)) for rows in every for a, b, c in rows])
 
-    def _say(self, link: NodeChannel, failed: bool) -> Callable[[], np.ndarray]:
+    def _begin_status(self, channel: NodeChannel, failed: bool) -> Callable[[], np.ndarray]:
         """Send turn, status and whether digests are to be compared; return what waits for the others'."""
         verifies = any(digest for _, _, digest in self._digests())
-        return link.begin_gather(np.array([self._count, failed, verifies]))
+        return channel.begin_gather(np.array([self._count, failed, verifies]))
 
     def _publish(self, text: str) -> None:
         """Say to the ranks of the node why the turn is over."""
@@ -319,10 +319,10 @@ class BatchBarrier:
             if digests[peer]
         ]
 
-    def _behind_of_all(self) -> bool:
+    def _lagging_of_all(self) -> bool:
         return bool(min(self._reached.tolist()) < self._count)
 
-    def _behind_of_members(self) -> bool:
+    def _lagging_of_members(self) -> bool:
         return bool(self._reached[self._members].min() < self._count)
 
     def check(self) -> None:
@@ -347,7 +347,7 @@ class BatchBarrier:
                 raise _failure_of(f"rank {self._ranks[peer]}", self._text_of(peer))
 
     def _check(self, waited_s: float) -> None:
-        """Raise if a rank that is behind will never come."""
+        """Raise if a rank that is after will never come."""
         if self._watch is not None:
             self._watch.check()
         if self._follows:
@@ -383,9 +383,9 @@ class BatchBarrier:
     def _check_leader(self, waited_s: float) -> None:
         name = f"rank {self._ranks[0]}"
         lives = self._table.memory.is_alive(0)
-        if self._words[0, BarrierWord.ENDED] and self._behind():
+        if self._words[0, BarrierWord.ENDED] and self._lagging():
             self._raise_ended(0)
-        if not lives and self._behind():
+        if not lives and self._lagging():
             raise PeerError(name, "must live as long as the others train", None, "it died")
         if waited_s > self._timeout_s + GRACE_S:
             rule = f"must hear of the other nodes in gear.timeout_s = {self._timeout_s} s"
@@ -417,7 +417,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _failure_of(name: str, text: str) -> GearError:
-    """Return the error of a rank, or node, that has told `text`."""
+    """Return the error of a rank, or node, that has reported `text`."""
     if text.startswith(_NOT_READY):
         return relayed(NotReadyError, text.removeprefix(_NOT_READY), name)
     return relayed(PeerError, text, name)

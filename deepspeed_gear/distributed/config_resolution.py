@@ -22,7 +22,7 @@ from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.sampling.batch_info import BatchInfo
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.retention_options import life_of
+from deepspeed_gear.store.retention_options import retention_of
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config does not say how many
@@ -204,7 +204,7 @@ def table_specs(
             return TableSpec(name, schema, slots, rows, held, in_memory, name in returns, num_peers, *room)
         steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
         rows, longest = steps + (slots if schema.has_final_row else 0), table.max_length
-        retention = life_of(config, name, (steps, slots), (batches or {}).get(name, 0))
+        retention = retention_of(config, name, (steps, slots), (batches or {}).get(name, 0))
         most_rows = None if longest is None else longest + int(schema.has_final_row)
         spare = spare_rows_for(retention, rows, most_rows)
         more = (*room, table.writers, retention, spare)

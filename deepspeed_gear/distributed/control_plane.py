@@ -16,12 +16,12 @@ from deepspeed_gear.errors import GearError, PeerError, relayed
 T = TypeVar("T")
 SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set
 # Gloo's threads drop the tensors of a collective after it has returned, and take the interpreter's lock for
-# that. If the interpreter ends meanwhile, as behind an error that all ranks raise, the process aborts.
+# that. If the interpreter ends meanwhile, as after an error that all ranks raise, the process aborts.
 EXIT_PAUSE_S = 0.1
 
 
 class ControlPlane:
-    """Collectives over a gloo group of its own, or over nobody without torch.distributed.
+    """Collectives over a gloo group of its own, or over this process alone without torch.distributed.
 
     Thread safety: main thread only. Every method is collective: all ranks call it, in the same order.
 

@@ -25,10 +25,17 @@ class DeviceCollectives:
         is_shared: Whether any two of the ranks have the same GPU.
         timeout_s: Longest wait for another rank, in seconds.
         purpose: Groups of different purposes never wait for each other.
+        guard: Around every collective, and nothing else.
     """
 
     def __init__(
-        self, ranks: Sequence[int], device: torch.device, is_shared: bool, timeout_s: float, purpose: str
+        self,
+        ranks: Sequence[int],
+        device: torch.device,
+        is_shared: bool,
+        timeout_s: float,
+        purpose: str,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._ranks, self._device, self._timeout_s, self._purpose = tuple(ranks), device, timeout_s, purpose
         self.backend = "nccl" if device.type == "cuda" and not is_shared else "gloo"
@@ -39,8 +46,7 @@ class DeviceCollectives:
         self._group: Any = None
         # Left out of what torch.compile traces. As a decorator it would import the compiler with the package.
         self._broadcast_untraced: Callable[[Tensor, int], None] = torch.compiler.disable(self._broadcast)  # type: ignore[no-untyped-call]
-        #: Around every collective, and nothing else.
-        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._guard = guard
 
     def open(self) -> None:
         """Make the group. Collective over the ranks that take part."""
@@ -50,7 +56,7 @@ class DeviceCollectives:
         """Return the same tensor of every rank. [n] -> [S, n]."""
         given = self._out(words).contiguous()
         found = [torch.empty_like(given) for _ in self._ranks]
-        with self.guard():
+        with self._guard():
             dist.all_gather(found, given, group=self._group)
         return self._back(torch.stack([found[place] for place in self._places]))
 
@@ -68,7 +74,7 @@ class DeviceCollectives:
         found = sent.new_empty((sum(coming), *sent.shape[1:]))
         got, given = ([counts[rank] for rank in self._order] for counts in (coming, outgoing))
         sent = sent.contiguous()
-        with self.guard():
+        with self._guard():
             dist.all_to_all_single(found, sent, got, given, group=self._group)
         return self._back(self._permuted(found, got, self._places))
 

@@ -91,7 +91,7 @@ class FailureDetector:
         """Say for the first time that this rank and this node are there."""
         self._beat()
         if self._news is not None:
-            self._news.tell()
+            self._news.send()
 
     def start(self) -> None:
         """Begin to watch; all ranks have prepared."""
@@ -179,7 +179,7 @@ class FailureDetector:
         self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Name the rank that is lost behind an error that ends this one, such as a broken all-reduce.
+        """Name the rank that is lost after an error that ends this one, such as a broken all-reduce.
 
         If none is, this one is the first: the others hear of its error.
         """
@@ -282,10 +282,10 @@ class FailureDetector:
         ended = [
             (taken - 1, rank)
             for rank, (has_ended, taken) in zip(self._ranks, words, strict=True)
-            if has_ended and taken  # one that takes none is missed by nobody
+            if has_ended and taken  # one that takes none is not missed
         ]
         first = min(ended)[::-1] if ended else None
-        return first, self._told()  # behind the turns: who fails says so before it ends
+        return first, self._told()  # after the turns: who fails says so before it ends
 
     def _lost_nodes(self) -> str:
         """Return what is wrong with another node, or nothing."""

@@ -1,7 +1,7 @@
 """What the leaders of nodes tell each other, through torch.distributed's rendezvous store.
 
 The store lives in one process, mostly that of rank 0, and goes with it. Whoever has heard by then that the
-node of rank 0 has ended takes nobody for lost because it hears nothing more.
+node of rank 0 has ended takes no rank for lost because it receives nothing more.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Heartbeats:
         """Publish with the next heartbeat what is wrong, unless something is already."""
         self.problem = self.problem or problem
 
-    def tell(self, ended: bool = False) -> None:
+    def send(self, ended: bool = False) -> None:
         """Say how this node does."""
         left_first, found = self._look()
         self.problem = self.problem or found
@@ -73,11 +73,11 @@ class Heartbeats:
         """
         try:
             while not self._first_has_ended and not stop.wait(self._beat_s):
-                self.tell()
+                self.send()
                 self._hear()
                 self._heard = time.monotonic()
             self._is_cut_off = self._first_has_ended
-            self.tell(ended=True)
+            self.send(ended=True)
         except Exception as error:
             self._is_cut_off = True
             if not stop.is_set() and not self._first_has_ended:

@@ -39,7 +39,7 @@ class _Failed(NamedTuple):
 class NodeChannel:
     """Exchanges between the nodes that hold a table. One thread at a time; all nodes call in one order.
 
-    A wait that fails leaves messages behind that nobody may take for others: the link is broken for good.
+    A wait that fails leaves messages that must not be taken for others: the channel is broken for good.
 
     Args:
         topology: Where the ranks sit.
@@ -65,9 +65,9 @@ class NodeChannel:
         members = [topology.ranks_of(node)[0] for node in self.nodes]
         self._ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
         self._purpose = purpose
-        self._up: Any = None  # the group of messages to nodes behind their sender
+        self._up: Any = None  # the group of messages to nodes after their sender
         self._down: Any = None  # that of the others
-        self._tag = 0  # of this link's messages among those of the groups
+        self._tag = 0  # of this channel's messages among those of the groups
         self._others = [(self.index + i) % self.count for i in range(1, self.count)]
         self._members = np.argsort(np.argsort(self._ranks)).tolist()  # of the group, whose ranks ascend
         self._reach = [FIRST_ROOM] * self.count  # words that each node has room for
@@ -116,15 +116,15 @@ class NodeChannel:
     def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
         """Begin to send each node a message; return what waits for those from each.
 
-        A message says how long it is, so nobody has to know. It goes into the room that its receiver has made
-        before it was sent, without a word between the two; what is longer follows in a second part, and from
-        then on there is as much room. What has come stays as it is until the next exchange ends.
+        A message says how long it is, so no receiver has to know. It goes into the room that its receiver has
+        made before it was sent, without a word between the two; what is longer follows in a second part, and
+        from then on there is as much room. What has come stays as it is until the next exchange ends.
 
         Args:
             messages: Words for each node, whose first one is set here; not to be changed before the exchange
                 ends. What is for this node itself is given back. [1 + n_s] each, int64.
         Returns:
-            What returns the words behind the first one, of each node. [n_s] each.
+            What returns the words after the first one, of each node. [n_s] each.
         Raises:
             LostNodeError: A node does not answer in time, or its connection has ended.
         """
@@ -252,11 +252,11 @@ class NodeChannel:
         raise PeerError(self.name(index), MUST_TAKE_ALL, None, had)
 
     def abandon(self, error: Exception) -> None:
-        """Break the link: an error keeps this node from an exchange that the others wait in."""
+        """Break the channel: an error keeps this node from an exchange that the others wait in."""
         if self._broken is None:
             remedy = "start all ranks again"
             self._broken = LostNodeError(
-                "this node", "must make the cuts that it has begun", str(error), remedy
+                "this node", "must make the selections that it has begun", str(error), remedy
             )
             self._broken.__cause__ = error
 
@@ -286,5 +286,5 @@ def message_of(words: np.ndarray, more: np.ndarray = NO_WORDS) -> np.ndarray:
 
 
 def _room_for(size: int, room: int) -> int:
-    """Return the words that a message behind one of some size has room for, as both ends know."""
+    """Return the words that a message after one of some size has room for, as both ends know."""
     return room if size <= room else 1 << (size - 1).bit_length()

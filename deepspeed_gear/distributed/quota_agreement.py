@@ -50,10 +50,10 @@ def may_select(
     mine = None
     if leads:
         with stream.table.lock:
-            mine = limiter.index, stream.prepare(key), limiter.say(count, fixed, exact=True)
+            mine = limiter.index, stream.prepare(key), limiter.record(count, fixed, exact=True)
     found = sorted((one for one in exchange.gather(mine) if one is not None), key=lambda one: one[0])
     messages = np.stack([words for _, _, words in found])
     changes = leads and not limiter.is_fixed(messages)
     with stream.table.lock:
-        is_open = limiter.hear(messages, count) if changes else limiter.is_open(messages, count)
+        is_open = limiter.apply(messages, count) if changes else limiter.is_open(messages, count)
     return is_open or any(was_selected for _, was_selected, _ in found)

@@ -28,7 +28,7 @@ class ShardPlacement:
     Args:
         order: Nodes that hold shards, in the order of these.
         shards: This node's part of each table that is not held as a whole.
-        spread: Tables whose batches are cut by all nodes together.
+        spread: Tables whose batches are selected by all nodes together.
         bounds: First id of each shard of these that hold a data set, and the number of ids.
         loaded: What a checkpoint has put where, of each of these with a capacity: ids, ascending, the shard
             of each, and an id below which there are no others.
@@ -48,8 +48,8 @@ class ShardPlacement:
             return np.where(known, np.searchsorted(bounds, ids, side="right") - 1, -1)
         shards = np.where(ids >= 0, ids % len(self.order), -1)
         if name in self.loaded:
-            known, holders, behind = self.loaded[name]
-            old = ids < behind
+            known, holders, after = self.loaded[name]
+            old = ids < after
             at = np.searchsorted(known, ids[old])
             found = np.append(known, -1)[at] == ids[old]
             shards[old] = np.where(found, np.append(holders, -1)[at], -1)
@@ -90,7 +90,7 @@ def _place(
         found[name] = dict(zip(holders, shards, strict=True))
     parted = {name for name in found if parts[holders[0]][name] is not None}
     order = _order(holders, found, parted)
-    for name in found.keys() - parted:  # a whole table is cut in the order of the others' parts
+    for name in found.keys() - parted:  # a whole table is divided in the order of the others' parts
         shards = [found[name][node] for node in holders]
         found[name] = dict(zip(order, shards, strict=True))
     spread = {

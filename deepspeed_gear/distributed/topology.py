@@ -146,7 +146,7 @@ class Topology:
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank makes the node's stores and, where several nodes make them, its cuts."""
+        """Whether this rank makes the node's stores and, where several nodes make them, its selections."""
         return self.peer == 0
 
     @classmethod

@@ -216,7 +216,7 @@ def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
 def _check_shared(
     engine: Any, replay: Replay | DeviceReplay, checkpoint: engine_checkpoint.Checkpoint
 ) -> None:
-    """Refuse a Replay whose batches are cut for another engine, and a second position for it."""
+    """Refuse a Replay whose batches are sized for another engine, and a second position for it."""
     if checkpoint is not None:
         remedy = "the engine that the Replay was made for loads and saves its position"
         raise ConfigError("checkpoint", "must not be given with a shared replay", str(checkpoint), remedy)

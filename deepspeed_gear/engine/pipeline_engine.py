@@ -138,7 +138,7 @@ def attach_pipeline(engine: Any, replay: Replay) -> None:
 
 
 def keep_sizes(engine: Any) -> None:
-    """Refuse to change the sizes of a global batch while training, which the replay's cuts are made for."""
+    """Refuse to change the sizes of a global batch while training: selections are made for them."""
 
     def refusing(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:

@@ -18,7 +18,7 @@ def mutex_lock(address: int, timeout_s: float, /) -> int:
 
     Returns:
         0 locked; 1 locked, and its last holder died inside: repair what it guards, then call
-        `mutex_consistent`; 2 timed out; 3 broken: a holder died and nobody called `mutex_consistent`.
+        `mutex_consistent`; 2 timed out; 3 broken: a holder died and no process called `mutex_consistent`.
     """
 
 def mutex_consistent(address: int, /) -> None:
@@ -120,7 +120,7 @@ def store_open(words: Sequence[int], /) -> Any:
 def store_columns(store: Any, columns: Sequence[tuple[int, int, int, int, int, tuple[int, ...]]], /) -> None:
     """Set the columns: address, code of `rows`, kind, bytes of an item, code of the check, shape of a row."""
 
-def store_life(
+def store_retention(
     store: Any, pins: Sequence[tuple[int, int, int]], removal: int, rate: Sequence[float], /
 ) -> None:
     """Set what keeps trajectories, who goes when there is no room, and who waits."""
@@ -267,7 +267,7 @@ def bell_wait(bell: int, seen: int, timeout_s: float, /) -> int:
     """Return the word once it is not `seen`, or after the time or a signal; releases the GIL meanwhile."""
 
 def fence() -> None:
-    """Order this thread's accesses to memory before against those behind."""
+    """Order this thread's accesses to memory before against those after."""
 
 def map_guard_add(address: int, num_bytes: int, path: bytes, /) -> int:
     """Have a handler of SIGBUS write the path to standard error when an access to this memory raises it.

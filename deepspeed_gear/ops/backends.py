@@ -60,7 +60,7 @@ class Ops:
     def on_host(self) -> Ops:
         """Return the same ops for tensors in host memory, as plain functions.
 
-        A call takes 0.3 us where one through torch's dispatcher takes 1.5, and 3 and more behind a batch that
+        A call takes 0.3 us where one through torch's dispatcher takes 1.5, and 3 and more after a batch that
         has emptied the caches. `torch.compile` cannot trace them.
         """
         if self.native is None:

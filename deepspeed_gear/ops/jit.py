@@ -149,7 +149,7 @@ def built_like(op: str, parts: Mapping[str, Any]) -> str | None:
 
 
 def _record(name: str) -> dict[str, Any] | None:
-    """Read what was recorded behind a build; None unless it is finished and whole."""
+    """Read what was recorded after a build; None unless it is finished and whole."""
     folder = build_folder(name)
     try:
         record: dict[str, Any] = json.loads((folder / _FINISHED).read_text())

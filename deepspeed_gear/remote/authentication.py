@@ -57,7 +57,7 @@ def check_plain(name: str, host: str, insecure: bool, remedy: str) -> None:
     """Refuse a connection without TLS that leaves the machine.
 
     Raises:
-        ConfigError: It would, and nobody asked for it.
+        ConfigError: It would, and that was not asked for.
     """
     if not insecure and not is_loopback(host):
         raise ConfigError(name, "must be a loopback address without TLS", host, remedy)

@@ -37,7 +37,7 @@ _MACHINE_ROOTS = (
 
 
 class ConnectionLost(Exception):
-    """No answer: the connection was cut, or none can be made. What was sent may have arrived."""
+    """No answer: the connection was lost, or none can be made. What was sent may have arrived."""
 
 
 class Connection:

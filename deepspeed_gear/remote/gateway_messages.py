@@ -114,7 +114,7 @@ def pack(header: Mapping[str, Any], batch: pa.RecordBatch | None = None) -> pa.B
 
 
 def unpack(message: pa.Buffer) -> tuple[dict[str, Any], pa.Buffer]:
-    """Return the header of a message and what is behind it.
+    """Return the header of a message and what is after it.
 
     Raises:
         DataError: It has no header.
@@ -131,7 +131,7 @@ def unpack(message: pa.Buffer) -> tuple[dict[str, Any], pa.Buffer]:
 
 
 def read_batch(content: pa.Buffer) -> pa.RecordBatch:
-    """Return the record batch behind a header.
+    """Return the record batch after a header.
 
     Raises:
         DataError: It is none.

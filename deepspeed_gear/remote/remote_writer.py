@@ -128,7 +128,7 @@ class RemoteWriter(ProcessBound):
             Its number.
         Raises:
             DataError: It does not fit the schema, or one of the numbers before was refused: see `refused`.
-            StoreFullError: One before found no room, and the table lets nobody go.
+            StoreFullError: One before found no room, and the table evicts nothing.
             NotReadyError: The gateway has held back for too long; this one is not taken.
             StoreError, LostNodeError: The gateway has ended, was restarted or does not answer.
         """
@@ -138,7 +138,7 @@ class RemoteWriter(ProcessBound):
         num_bytes = trajectory_bytes(arrays)
         if num_bytes > self._max_bytes:
             rule = f"must have at most {self._max_bytes} bytes, the gateway's --max-message"
-            remedy = "cut it, or raise --max-message"
+            remedy = "divide it, or raise --max-message"
             raise DataError(f"table {self.table}: trajectory", rule, num_bytes, remedy)
         number = self._outbox.put(
             {name: np.array(array, order="C") for name, array in arrays.items()}, num_bytes

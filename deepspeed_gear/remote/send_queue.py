@@ -23,7 +23,7 @@ class QueuedTrajectory:
 
     Args:
         number: Of this writer's trajectories, from 0.
-        arrays: Its columns, which nobody changes any more.
+        arrays: Its columns, which do not change any more.
         num_bytes: Of its columns.
         since: When it came, as time.monotonic.
     """
@@ -81,7 +81,7 @@ class SendQueue:
         return not self._items or self._num_bytes + num_bytes <= self._most_bytes
 
     def flush(self) -> None:
-        """Wait until nothing is left, as `put`; an error that comes behind the last answer is none of it."""
+        """Wait until nothing is left, as `put`; an error that comes after the last answer is none of it."""
         with self._changed:
             self._flushes = True
             self._changed.notify_all()

@@ -23,7 +23,7 @@ Numbered = Sequence[tuple[int, Mapping[str, np.ndarray]]]
 class Session:
     """What is known of one writer.
 
-    `upto` only grows, and only behind a commit or a refusal: that makes a number that comes again harmless.
+    `upto` only grows, and only after a commit or a refusal: that makes a number that comes again harmless.
     """
 
     def __init__(self) -> None:
@@ -148,11 +148,11 @@ class Sessions:
     def _add_all(self, session: Session, trajectories: Numbered) -> None:
         try:
             for number, trajectory in trajectories:
-                if number > session.upto:  # else it has arrived before a connection was cut
+                if number > session.upto:  # else it has arrived before a connection was lost
                     self._add_one(session, number, trajectory)
         except GearError as error:
             self.end(error)
-        except Exception as error:  # whether it is stored is not known: nobody may go on as if it was, or not
+        except Exception as error:  # whether it is stored is not known: no caller may assume either
             LOG.exception("a trajectory could not be added")
             self.end(StoreError("the gateway", "must add what it gets", None, repr(error)))
 
@@ -199,7 +199,7 @@ class Sessions:
 def _check_numbers(numbers: Sequence[int], upto: int) -> None:
     start = numbers[0] if numbers else 0
     if list(numbers) != list(range(start, start + len(numbers))) or not 0 <= start <= upto + 1:
-        rule = f"must have numbers that go on behind {upto}"
+        rule = f"must have numbers that go on after {upto}"
         raise DataError("batch", rule, f"{len(numbers)} from {start}")
 
 

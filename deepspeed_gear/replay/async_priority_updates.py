@@ -1,4 +1,4 @@
-"""Priorities that a device has yet to compute when they are reported: nobody waits for them but a thread."""
+"""Priorities that a device has yet to compute when they are reported: only a thread waits for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Check = Callable[[Tensor, Tensor], None]  # of values and faults
 
 class _Job(NamedTuple):
     parts: Sequence[UpdatePart]
-    values: Tensor  # and the faults behind them
+    values: Tensor  # and the faults after them
     event: Event
     check: Check
 
@@ -48,7 +48,7 @@ class Blocks(Protocol):
         ...
 
     def give_back(self, host: Tensor) -> None:
-        """Take back what `fetch` has given, when nobody needs it any more. Any thread."""
+        """Take back what `fetch` has given, when it is no longer needed. Any thread."""
         ...
 
 
@@ -59,7 +59,7 @@ class PinnedBlocks:
         self._free: dict[int, list[Tensor]] = {}
 
     def fetch(self, values: Tensor) -> tuple[Tensor, Event]:
-        """Copy values behind all that their stream was given."""
+        """Copy values after all that their stream was given."""
         free = self._free.setdefault(len(values), [])
         if not free:
             free += torch.empty(_BLOCKS, len(values), dtype=values.dtype, pin_memory=True).unbind()

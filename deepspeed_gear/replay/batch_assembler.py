@@ -250,7 +250,7 @@ class BatchAssembler:
 
     @staticmethod
     def _weigh(stream: BatchStream, words: list[int], records: torch.Tensor) -> torch.Tensor:
-        """Return the importance weights of samples of a cut. [B], float32."""
+        """Return the importance weights of samples of a selection. [B], float32."""
         if stream.spec.priorities is None:
             return torch.ones(len(records))
         weight = torch.empty(records.size(0))

@@ -1,4 +1,4 @@
-"""The training batches of one rank: which part of which cuts, prepared ahead by a thread or not."""
+"""The training batches of one rank: which part of which selections, prepared ahead by a thread or not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PreparedBatch:
 
     Args:
         batch: Itself.
-        heads: Of the cuts that it is from.
+        heads: Of the selections that it is from.
         digest: Of the whole global batch, where it is to be verified and this is its last micro batch.
     """
 
@@ -170,7 +170,7 @@ class BatchLoader:
 
     @property
     def where(self) -> position.Position:
-        """Behind the last global batch of which every micro batch was used."""
+        """After the last global batch of which every micro batch was used."""
         return self._position if self._heads is None else position.after(self._tables, self._heads)
 
     def go_on_at(self, at: position.Position) -> None:
@@ -188,7 +188,7 @@ class BatchLoader:
             for stream in self._streams:
                 stream.state.stop.clear()
         self._prefetchers.clear()
-        self._assembler.drain()  # a cut that is released behind a seek would be taken for a later one
+        self._assembler.drain()  # a selection that is released after a seek would be taken for a later one
 
     def _prepared(self) -> PreparedBatch:
         if not self._prefetchers:

@@ -42,7 +42,7 @@ class Readiness:
             self._asked[self._peer] = number + 1
             if (
                 self._parts.plan.leads_shard
-            ):  # nobody of this node writes while nodes agree on what may be added
+            ):  # no process of this node writes while nodes agree on what may be added
                 self._wait_for_slowest(number + len(self._answers))
             answer = self._ask_nodes(key)
             self._tell(number, answer)
@@ -98,16 +98,16 @@ class Readiness:
     def _wait_for_slowest(self, number: int) -> None:
         until = time.monotonic() + self._timeout_s
         while True:
-            behind = self._behind(number)
-            if not behind:
+            lagging = self._lagging(number)
+            if not lagging:
                 return
             self._parts.context.check()
             if time.monotonic() > until:
                 rule = f"must ask can_sample() as often as this rank, within {self._timeout_s} s"
-                raise PeerError(f"local rank {behind[0]}", rule, None, "every rank must call it in turn")
+                raise PeerError(f"local rank {lagging[0]}", rule, None, "every rank must call it in turn")
             time.sleep(_POLL_S)
 
-    def _behind(self, number: int) -> list[int]:
+    def _lagging(self, number: int) -> list[int]:
         """Return the living readers that have not asked what would be overwritten."""
         places = [self._parts.plan.topology.places[rank] for rank in self._parts.plan.topology.peers]
         late = np.nonzero(self._asked <= number - len(self._answers))[0].tolist()

@@ -264,7 +264,7 @@ class DeviceReplay(ProcessBound):
 
         Of several values of an item the one with the highest sample number wins. Negative, infinite and NaN
         ones change nothing; `statistics` counts them, and `check` raises. With accumulation the values of all
-        micro batches count together, behind the last one's.
+        micro batches count together, after the last one's.
 
         Args:
             batch: From `sample` or `sample_`.

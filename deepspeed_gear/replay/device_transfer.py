@@ -2,7 +2,7 @@
 
 Batches are made on a lane, which on a GPU is a stream beside that of the training step. A batch is handed
 over in the thread that uses it, whose stream then waits for it; a ring entry is given to the lane again
-behind all that its user had given to its stream when `keep` newer batches had been taken.
+after all that its user had given to its stream when `keep` newer batches had been taken.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class DeviceTransfer:
                 there[name] = as_device_tensor(columns[name], self.lane.device)
             except RuntimeError as error:
                 registration.left_out[name] = str(error)
-        return Reach(there, {name: registration.cuts(name) for name in there})
+        return Reach(there, {name: registration.copy_bounds(name) for name in there})
 
     def _is_reached(self, name: str) -> bool:
         return all(

@@ -34,6 +34,10 @@ class Evaluation:
         self.begun[split] = number + 1
         return chain.from_iterable(self._pass(stream, number, check) for stream in found)
 
+    def continue_from(self, begun: dict[str, int]) -> None:
+        """Set how many passes of each split have begun, as a checkpoint has them."""
+        self.begun = begun
+
     def num_batches(self, split: str) -> int:
         """Return the batches of a rank in a pass.
 

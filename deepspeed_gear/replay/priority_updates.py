@@ -90,7 +90,7 @@ def _report_later(
 ) -> None:
     """Report what a GPU has yet to compute, without a look at anything that lies there."""
     rule = "cannot be captured where the table is in host memory"
-    refuse_capture("update_priorities", rule, "call it behind the graph")
+    refuse_capture("update_priorities", rule, "call it after the graph")
     given, faults = values, values.new_zeros(2, dtype=torch.float32)
     if values.dim() == 2:
         chosen, differ = mask_unseen(batch, values, mask)
@@ -234,7 +234,7 @@ def _over_nodes(
 def priorities_of(
     masses: PriorityMasses, ids: Sequence[int] | torch.Tensor, steps: Sequence[int] | torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the priorities that the latest cut has drawn with. [n], float32."""
+    """Return the priorities that the latest selection has drawn with. [n], float32."""
     numbers, anchors = _items(masses, ids, steps)
     with masses.table.lock:
         updates, known = masses.handles_of(numbers, anchors)

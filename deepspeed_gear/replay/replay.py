@@ -66,7 +66,7 @@ class Replay(ProcessBound):
         info: Batch sizes where an engine decides them. The ranks then train together: an error, a death or
             an early end of one is raised on all by their next `sample`.
         place: Where this rank sits; None: each rank is a replica.
-        turns: Where ranks that train together wait for each other: behind each micro batch, behind the last
+        turns: Where ranks that train together wait for each other: after each micro batch, after the last
             one of a global batch, or where an engine calls `agree`.
         engine_dtype: What `"as": "engine"` means.
         device: Where batches go.
@@ -150,7 +150,7 @@ class Replay(ProcessBound):
     # ---- tables --------------------------------------------------------------------------------
 
     def add(self, trajectory: Mapping[str, Any], table: str | None = None) -> int:
-        """Store a trajectory; batches from the next cut on may hold it.
+        """Store a trajectory; batches from the next selection on may hold it.
 
         Args:
             trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema says.
@@ -165,7 +165,7 @@ class Replay(ProcessBound):
         return self._access.add(trajectory, table)
 
     def set_policy_version(self, version: int, table: str | None = None) -> None:
-        """Say which version the learner's policy has now; steps that are too far behind go at the next cut.
+        """Set the version of the learner's policy; steps that lag too far are evicted by the next selection.
 
         With `on_stale = "wait"` it waits until no actor's open trajectory would fall too far behind. Any rank
         may say it, each node's ranks for its own store.
@@ -255,7 +255,7 @@ class Replay(ProcessBound):
         return table_edits.read(self._table(table), ids)
 
     def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
-        """Remove trajectories from the next cut on; ids that are not stored are ignored.
+        """Remove trajectories from the next selection on; ids that are not stored are ignored.
 
         Returns:
             How many were removed.
@@ -381,7 +381,7 @@ class Replay(ProcessBound):
         reports: what its other tensor, sequence and pipeline ranks give is not looked at.
 
         Priorities on a GPU are not waited for: a thread reports them when they are computed, and until then
-        cuts that need them wait. What is wrong with them is raised by a later call of this Replay.
+        selections that need them wait. What is wrong with them is raised by a later call of this Replay.
 
         Args:
             batch: From `sample`; None is possible on a rank that reports nothing.
@@ -418,7 +418,7 @@ class Replay(ProcessBound):
         steps: Ids | None = None,
         table: str | None = None,
     ) -> int:
-        """Report priorities of items by id; they count behind those of the batch that was asked for last.
+        """Report priorities of items by id; they count after those of the batch that was asked for last.
 
         Args:
             ids: Trajectories. [n].
@@ -438,7 +438,7 @@ class Replay(ProcessBound):
         return priority_updates.report_by_id(masses, ids, priorities, steps, self._place.reports, shard_of)
 
     def priorities(self, ids: Ids, steps: Ids | None = None, table: str | None = None) -> torch.Tensor:
-        """Return the priorities that the latest cut has drawn with, 0 for what is gone. [n], float32."""
+        """Return the priorities of the latest selection, 0 for what is gone. [n], float32."""
         self._check_open()
         return priority_updates.priorities_of(self._priorities(table), ids, steps)
 
@@ -519,7 +519,7 @@ class Replay(ProcessBound):
         known = checkpoint.newest_state(self._parts, at) if state is None else state
         self._drain_and_check(known)
         loading = checkpoint.read(self._parts, at, known)
-        self._passes.begun = checkpoint.go_on(self._parts, self._loader, known)
+        self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, known))
         checkpoint.replace(self._parts, loading)
         if known["save"] is not None:
             self._last_saves[str(at)] = dict(known)
@@ -533,7 +533,7 @@ class Replay(ProcessBound):
         self._check_open()
         arguments.mapping("state", state, "give what state_dict or save has returned")
         self._drain_and_check(state)
-        self._passes.begun = checkpoint.go_on(self._parts, self._loader, state)
+        self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, state))
 
     def _drain_and_check(self, state: Mapping[str, Any]) -> None:
         self._parts.plan.exchange.agree("what was reported", self._late_updates.drain)

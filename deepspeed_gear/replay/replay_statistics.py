@@ -11,14 +11,14 @@ import torch
 
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.sample_counts import RecentSelections, recent_cuts
+from deepspeed_gear.sampling.sample_counts import RecentSelections, recent_selections
 from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.slot_sets import distinct
 from deepspeed_gear.store.stream_records import Head
 from deepspeed_gear.store.table import Table
 
-Cuts = list[tuple[BatchStream, RecentSelections]]  # of one global batch: one a table
+Selections = list[tuple[BatchStream, RecentSelections]]  # of one global batch: one a table
 
 
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
@@ -51,13 +51,13 @@ def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
     batches = _batches(streams, 1)
     if not batches:
         return {}
-    ages = np.concatenate([_ages(stream, cut) for stream, cut in batches[0]])
+    ages = np.concatenate([_ages(stream, selection) for stream, selection in batches[0]])
     found = {"effective_samples": _effective(batches[0]), "duplicates": _duplicates(batches[0])}
     return {**found, "age": float(ages.mean())}
 
 
 def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
-    """Return how the training stream draws, over the cuts that are still in its ring.
+    """Return how the training stream draws, over the selections that are still in its ring.
 
     Args:
         streams: The training stream of each sampled table.
@@ -83,40 +83,40 @@ def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
     }
 
 
-def _batches(streams: Sequence[BatchStream], most: int) -> list[Cuts]:
-    """Return the latest global batches of which every table's cut is known, the newest first."""
-    cuts = [{cut.key: cut for cut in recent_cuts(s.spec, s.table, most)} for s in streams]
-    keys = set.intersection(*(set(known) for known in cuts))
+def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
+    """Return the latest global batches of which every table's selection is known, the newest first."""
+    selections = [{one.key: one for one in recent_selections(s.spec, s.table, most)} for s in streams]
+    keys = set.intersection(*(set(known) for known in selections))
     return [
-        [(stream, known[key]) for stream, known in zip(streams, cuts, strict=True)]
+        [(stream, known[key]) for stream, known in zip(streams, selections, strict=True)]
         for key in sorted(keys, reverse=True)
     ]
 
 
-def _effective(batch: Cuts) -> float:
+def _effective(batch: Selections) -> float:
     """Source: Kish, "Survey Sampling", 1965, section 8.2."""
-    weight = torch.cat([_weights(stream, cut) for stream, cut in batch]).double()
+    weight = torch.cat([_weights(stream, selection) for stream, selection in batch]).double()
     return float(weight.sum() ** 2 / (weight**2).sum() / max(len(weight), 1))
 
 
-def _weights(stream: BatchStream, cut: RecentSelections) -> torch.Tensor:
-    weight = torch.ones(len(cut.records))
-    if stream.spec.priorities is not None and len(cut.records):
-        head = cut.head
+def _weights(stream: BatchStream, selection: RecentSelections) -> torch.Tensor:
+    weight = torch.ones(len(selection.records))
+    if stream.spec.priorities is not None and len(selection.records):
+        head = selection.head
         stream.table.ops.importance_(
-            weight, cut.records, head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
+            weight, selection.records, head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
         )
     return weight
 
 
-def _duplicates(batch: Cuts) -> float:
-    total = sum(len(cut.records) for _, cut in batch)
-    different = sum(len(distinct(_items(stream, cut))) for stream, cut in batch)
+def _duplicates(batch: Selections) -> float:
+    total = sum(len(selection.records) for _, selection in batch)
+    different = sum(len(distinct(_items(stream, selection))) for stream, selection in batch)
     return 1 - different / max(total, 1)
 
 
-def _items(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
-    records = cut.records.numpy()
+def _items(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
+    records = selection.records.numpy()
     steps = stream.spec.rule.unit == "step"
     return np.asarray(
         records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
@@ -125,32 +125,32 @@ def _items(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
     )
 
 
-def _ages(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
+def _ages(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
     shard, counter = stream.table.spec.shard, int(stream.table.control[Control.NEXT_ID])
     count = shard.count if shard is not None and stream.table.spec.dataset is None else 1
     newest = counter * count - 1  # of this node: ids of several nodes take turns
-    return np.asarray(newest - cut.records.numpy()[:, Resolution.ID])
+    return np.asarray(newest - selection.records.numpy()[:, Resolution.ID])
 
 
-def _age(stream: BatchStream, cuts: Sequence[RecentSelections]) -> dict[str, Any] | None:
+def _age(stream: BatchStream, selections: Sequence[RecentSelections]) -> dict[str, Any] | None:
     """Return mean and largest age in trajectories behind the newest one, and in global batches."""
-    ages = np.concatenate([_ages(stream, cut) for cut in cuts] or [np.empty(0, np.int64)])
+    ages = np.concatenate([_ages(stream, selection) for selection in selections] or [np.empty(0, np.int64)])
     if not len(ages):
         return None
     found: dict[str, Any] = {"trajectories": _mean_and_max(ages), "batches": None}
     if stream.table.spec.dataset is None:
-        born = np.concatenate([_batches_since(stream, cut) for cut in cuts])
+        born = np.concatenate([_batches_since(stream, selection) for selection in selections])
         found["batches"] = _mean_and_max(born) if len(born) else None
     return found
 
 
-def _batches_since(stream: BatchStream, cut: RecentSelections) -> np.ndarray:
+def _batches_since(stream: BatchStream, selection: RecentSelections) -> np.ndarray:
     """Return how many global batches after its commit each trajectory was drawn, unless it is gone."""
-    records = cut.records.numpy()
+    records = selection.records.numpy()
     records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]  # in this node's store
     slots = stream.table.slots[records[:, Resolution.SLOT]]
     there = slots[:, Slot.GENERATION] == records[:, Resolution.GENERATION]
-    return np.asarray(np.maximum(cut.key - slots[there, Slot.BORN], 0))
+    return np.asarray(np.maximum(selection.key - slots[there, Slot.BORN], 0))
 
 
 def _histogram(stream: BatchStream) -> dict[int, int] | None:

@@ -1,4 +1,4 @@
-"""Changing and reading what a table holds; changes reach the streams at their next cut."""
+"""Changing and reading what a table holds; changes reach the streams at their next selection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POLL_S = 500e-6
 def inserter_of(
     table: Table, streams: list[BatchStream], max_length: int | None, context: Context
 ) -> Inserter:
-    """Return what adds trajectories to a table, so that all its streams know them from their next cut on.
+    """Return what adds trajectories to a table; all its streams know them from their next selection on.
 
     Args:
         table: With a capacity.
@@ -43,7 +43,7 @@ def inserter_of(
     custom = [stream.masses for stream in streams if stream.spec.rule.custom is not None]
 
     def committed(slot: int) -> None:
-        for masses in custom:  # a program's own masses may fail: here, not in the next cut
+        for masses in custom:  # a program's own masses may fail: here, not in the next selection
             masses.of(np.array([slot]))
 
     readers, more = SelectionPins(table), committed if custom else None
@@ -63,11 +63,11 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, torc
     numbers = arguments.integers("ids", ids)
     with table.lock:
         slots = table.slots_of(numbers)
-        if (slots < 0).any() and table.spec.life.max_times_sampled:
+        if (slots < 0).any() and table.spec.retention.max_times_sampled:
             slots = _with_used_up(table, numbers, slots)
         if (slots < 0).any():
             remedy = ""
-            if table.spec.life.max_times_sampled:
+            if table.spec.retention.max_times_sampled:
                 remedy = "read what was sampled before more is added: rows of evicted trajectories make room"
             raise StoreError(
                 f"table {table.spec.name}: id", "must be stored", int(numbers[slots < 0][0]), remedy
@@ -86,8 +86,8 @@ def _with_used_up(table: Table, ids: np.ndarray, slots: np.ndarray) -> np.ndarra
         slots: What `Table.slots_of` has found. [n], int64.
     """
     evicted = table.retired()
-    times = table.views["life"][evicted, SlotRetention.TIMES_SAMPLED]
-    evicted = evicted[times >= table.spec.life.max_times_sampled]
+    times = table.views["retention"][evicted, SlotRetention.TIMES_SAMPLED]
+    evicted = evicted[times >= table.spec.retention.max_times_sampled]
     place = dict(zip(table.slots[evicted, Slot.ID].tolist(), evicted.tolist(), strict=True))
     found = [place.get(number, -1) for number in ids.tolist()]
     return np.where(slots >= 0, slots, np.array(found, np.int64))
@@ -129,22 +129,22 @@ def set_policy_version(table: Table, version: int, context: Context) -> None:
         ConfigError: The table has no versions.
         NotReadyError: This process has an open trajectory that is too old, or another one for too long.
     """
-    name, life = f"table {table.spec.name}", table.spec.life
-    if life.version_column is None:
+    name, retention = f"table {table.spec.name}", table.spec.retention
+    if retention.version_column is None:
         rule, remedy = "must have versions", f"set gear.tables.{table.spec.name}.version"
         raise ConfigError(name, rule, None, remedy)
     staleness, until = Staleness(table), time.monotonic() + context.timeout_s
     while True:
         with table.lock:
-            behind = staleness.open_behind(version) if life.waits else []
-            if not behind:
+            lagging = staleness.open_lagging(version) if retention.waits else []
+            if not lagging:
                 table.control[Control.POLICY_VERSION] = max(
                     int(table.control[Control.POLICY_VERSION]), version
                 )
                 return
-            processes = [int(table.peers[peer, Peer.PID]) for peer in behind]
-        rule = f"must have no open trajectory more than {life.max_lag} versions behind {version}"
-        if table.memory.peer in behind:
+            processes = [int(table.peers[peer, Peer.PID]) for peer in lagging]
+        rule = f"must have no open trajectory more than {retention.max_lag} versions behind {version}"
+        if table.memory.peer in lagging:
             raise NotReadyError(name, rule, None, "end this process's own trajectories first")
         if time.monotonic() > until:
             raise NotReadyError(

@@ -1,8 +1,8 @@
 """Masses by age: the oldest and the newest items, and windows of the newest ones.
 
 A trajectory is newer than those with a smaller id: ids are given in the order in which trajectories arrive,
-and a data set has its stored order. What a window admits depends on everything that is stored; so a cut that
-follows a change asks for the masses of all slots again.
+and a data set has its stored order. What a window admits depends on everything that is stored; so a selection
+that follows a change asks for the masses of all slots again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepspeed_gear.sampling.sum_tree import ItemMasses
 
 
 class AgeMasses(ItemMasses):
-    """Masses in the order of age. Cost of a cut that needs the order: a sort of the trajectories."""
+    """Masses in the order of age. Cost of a selection that needs the order: a sort of the trajectories."""
 
     def initialise(self) -> None:
         super().initialise()

@@ -70,11 +70,11 @@ def count_exclusions(
         _add(found, slots, left[excluded], reason, remedy)
         left = left[~excluded]
 
-    if "life" in views:
+    if "retention" in views:
         for column in schema.late_columns:
             if column.name in rule.late:
                 bit = schema.late_bits([column.name])
-                absent = views["life"][left, SlotRetention.PRESENT] & bit == 0
+                absent = views["retention"][left, SlotRetention.PRESENT] & bit == 0
                 remedy = f'write {column.name} with fill(), or leave it out of "fields"'
                 exclude(absent, f"without the late column {column.name}", remedy)
     if rule.split:
@@ -102,18 +102,18 @@ def _exclude_undrawable(
     views: Mapping[str, np.ndarray],
     left: np.ndarray,
 ) -> None:
-    """Add what the tree of the latest cut leaves out although the rule admits it."""
+    """Add what the tree of the latest selection leaves out although the rule admits it."""
     slots = views["slots"]
     sums = views[stream + "sums"]
     if stream + "priorities" not in views:
         if rule.window is not None:
             is_out = (sums[left] == 0) & (views[stream + "queued"][left] <= 0)
-            reason = "too old for the window of the sampler, or newer than the latest cut"
+            reason = "too old for the window of the sampler, or newer than the latest selection"
             _add(found, slots, left[is_out], reason, "check sampler.newest and sampler.within")
         return
     left = left[
         views[stream + "generations"][left] == slots[left, Slot.GENERATION]
-    ]  # others come with the next cut
+    ]  # others come with the next selection
     reason, remedy = "of priority 0", "report priorities above 0"
     if rule.unit == "trajectory":
         _add(found, slots, left[sums[left] == 0], reason, remedy)

@@ -1,6 +1,6 @@
-"""The gate of a table that several nodes hold: all open it or none does, by what each one says.
+"""The rate limiter of a table that several nodes hold: it admits on all nodes or on none.
 
-What a node says also moves the reach of its writers, so that together they keep the rate
+A node's record also moves the quota of its writers, so that together they keep the rate
 (`store/rate_quotas.py`).
 """
 
@@ -44,34 +44,35 @@ class GaveUp:
 
 
 class JointSelectionLimiter:
-    """What one process of each node says and hears of the gate. Every method wants the table's lock.
+    """One process of each node exchanges the state of the rate limiter. Every method wants the table's lock.
 
     Args:
         table: This node's part of its table.
-        gate: Of this node's part.
+        limiter: Of this node's part.
         position: Of the stream.
-        waiting: How long this process has waited for the gate.
+        waiting: How long this process has waited for the rate limiter.
     """
 
     def __init__(
-        self, table: Table, gate: SelectionLimiter, position: np.ndarray, waiting: LimiterWait
+        self, table: Table, limiter: SelectionLimiter, position: np.ndarray, waiting: LimiterWait
     ) -> None:
-        shard, rate = table.spec.shard, gate.life.rate_limiter
+        shard, rate = table.spec.shard, limiter.retention.rate_limiter
         assert shard is not None
         self.index = shard.index
-        self._table, self._gate, self._position, self._waiting = table, gate, position, waiting
+        self._table, self._limiter, self._position, self._waiting = table, limiter, position, waiting
         self._rate = rate
         self._divides = rate is not None and rate.holds_back
-        self._is_open = True  # by what was heard last
+        self._is_open = True  # by the records received last
         self._turn, self._admitted = 0, 0
         self.fewest = 0  # draws after which the first trajectory of any node may be used up
 
-    def say(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
+    def record(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
         """Return what the other nodes must know, and keep only a part of what this node's writers have left.
 
         Args:
             count: Samples wanted.
-            fixed: Change nothing: another thread of this process may be in a cut. Then nobody may `hear`.
+            fixed: Change nothing: another thread of this process may be in a selection. Then no process may
+                `apply`.
             exact: As `SelectionLimiter.left`.
         Returns:
             [NodeRate.NUM_WORDS], int64.
@@ -81,79 +82,82 @@ class JointSelectionLimiter:
         words[NodeRate.TURN], words[NodeRate.IS_FIXED], words[NodeRate.SAMPLED] = (
             self._turn,
             fixed,
-            self._gate.sampled,
+            self._limiter.sampled,
         )
-        words[NodeRate.LEFT] = self._gate.left(count, exact)
-        if self._gate.most:
-            words[NodeRate.FEWEST] = self._gate.fewest()
+        words[NodeRate.LEFT] = self._limiter.left(count, exact)
+        if self._limiter.most:
+            words[NodeRate.FEWEST] = self._limiter.fewest()
         if self._position[Position.WRITES]:
             words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
         elif self._waiting.waited_s > self._waiting.timeout_s:
             words[NodeRate.GIVES_UP] = GaveUp.LATE
-        if self._gate.is_plain and not words[NodeRate.LEFT]:
-            words[NodeRate.HAS_WRITERS] = self._gate.has_writers
+        if self._limiter.is_plain and not words[NodeRate.LEFT]:
+            words[NodeRate.HAS_WRITERS] = self._limiter.has_writers
         if self._rate is None:
             return words
-        if control[Control.PENDING] and not self._is_open:  # what the dead have reserved holds nobody back
+        if control[Control.PENDING] and not self._is_open:  # what the dead have reserved blocks no writer
             self._table.unfinished.end_abandoned()
         words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._rate.counted(control)
         admitted = int(words[NodeRate.INSERTED]) + pending
         words[NodeRate.ADMITTED] = admitted
         if self._divides:
-            reach = max(admitted, int(control[Control.QUOTA]))
-            words[NodeRate.QUOTA] = reach if fixed else kept(admitted, reach, not self._is_open)
+            quota = max(admitted, int(control[Control.QUOTA]))
+            words[NodeRate.QUOTA] = quota if fixed else kept(admitted, quota, not self._is_open)
             words[NodeRate.WANTED] = max(int(control[Control.WANTED]), int(admitted > self._admitted))
             if not fixed:
                 control[Control.QUOTA], control[Control.WANTED] = words[NodeRate.QUOTA], 0
                 self._admitted = admitted
         return words
 
-    def is_open(self, said: np.ndarray, count: int) -> bool:
+    def is_open(self, records: np.ndarray, count: int) -> bool:
         """Return whether all nodes together may draw so many samples; the same wherever it is asked.
 
         Args:
-            said: What each node has said, in the order of shards. [S, NodeRate.NUM_WORDS], int64.
+            records: What each node has records, in the order of shards. [S, NodeRate.NUM_WORDS], int64.
             count: Samples wanted.
         """
-        size, inserted, left = said[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
-        return self._gate.admits(size, inserted, int(said[0, NodeRate.SAMPLED]), count) and left >= count
+        size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
+        sampled = int(records[0, NodeRate.SAMPLED])
+        return self._limiter.admits(size, inserted, sampled, count) and left >= count
 
     @staticmethod
-    def is_fixed(said: np.ndarray) -> bool:
-        """Return whether a node must not be changed by what was said; argument as `is_open`."""
-        return bool(said[:, NodeRate.IS_FIXED].any())
+    def is_fixed(records: np.ndarray) -> bool:
+        """Return whether a node must not be changed by the records; argument as `is_open`."""
+        return bool(records[:, NodeRate.IS_FIXED].any())
 
-    def hear(self, said: np.ndarray, count: int) -> bool:
+    def apply(self, records: np.ndarray, count: int) -> bool:
         """Take this node's share of what may be added; return `is_open`. Arguments as there."""
         if self._divides:
-            self._table.control[Control.QUOTA] = said[self.index, NodeRate.QUOTA] + self._share(said)
-        self._is_open = self.is_open(said, count)
-        self.fewest = int(said[:, NodeRate.FEWEST].min())
+            self._table.control[Control.QUOTA] = records[self.index, NodeRate.QUOTA] + self._share(records)
+        self._is_open = self.is_open(records, count)
+        self.fewest = int(records[:, NodeRate.FEWEST].min())
         return self._is_open
 
-    def _share(self, said: np.ndarray) -> int:
+    def _share(self, records: np.ndarray) -> int:
         assert self._rate is not None
-        size, inserted, admitted, reach = (
-            said[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]].sum(0).tolist()
+        size, inserted, admitted, quota = (
+            records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]].sum(0).tolist()
         )
-        room = self._rate.room(size + admitted - inserted, admitted, int(said[0, NodeRate.SAMPLED]))
+        room = self._rate.room(size + admitted - inserted, admitted, int(records[0, NodeRate.SAMPLED]))
         parts = divide(
-            max(0, admitted + room - reach), said[:, NodeRate.WANTED].tolist(), int(said[0, NodeRate.TURN])
+            max(0, admitted + room - quota),
+            records[:, NodeRate.WANTED].tolist(),
+            int(records[0, NodeRate.TURN]),
         )
         return parts[self.index]
 
-    def given_up(self, said: np.ndarray, key: int, count: int) -> NotReadyError | None:
-        """Return the error that all nodes raise if one of them waits no longer for a closed gate."""
-        why = int(said[:, NodeRate.GIVES_UP].max())
-        if self._gate.is_plain and not said[:, NodeRate.HAS_WRITERS].any():
+    def given_up(self, records: np.ndarray, key: int, count: int) -> NotReadyError | None:
+        """Return the error that all nodes raise if one of them waits no longer for the rate limiter."""
+        why = int(records[:, NodeRate.GIVES_UP].max())
+        if self._limiter.is_plain and not records[:, NodeRate.HAS_WRITERS].any():
             why = why or GaveUp.WRITES_HERE
         if not why:
             return None
         waited_s = self._waiting.timeout_s if why == GaveUp.LATE else 0.0
-        is_empty = self._gate.is_plain
-        return self._gate.too_late(key, count, waited_s, self._held(said), is_empty)
+        is_empty = self._limiter.is_plain
+        return self._limiter.too_late(key, count, waited_s, self._held(records), is_empty)
 
-    def _held(self, said: np.ndarray) -> str:
-        size, inserted, left = said[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
+    def _held(self, records: np.ndarray) -> str:
+        size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         unit = "items" if self._rate is None else f"{self._rate.unit}s"
         return f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"

@@ -125,7 +125,7 @@ class MassRule:
         by_length: Trajectories in proportion to their number of steps.
         weight: Per-trajectory column of weights, and log2 of the mass of weight 1.
         custom: A program's own masses.
-        window: Which of the admitted ones are new enough; a cut applies it.
+        window: Which of the admitted ones are new enough; a selection applies it.
         late: Late columns that a trajectory must have got.
         anchors: Which steps are admissible; a trajectory without one has mass 0.
         where: Filters that must all hold.

@@ -63,7 +63,7 @@ class Mixture:
         return [n / self.batch for n in self.counts(number).tolist()] if self.exact else self._shares(number)
 
     def part(self, number: int, part: int, num_parts: int) -> list[np.ndarray]:
-        """Return which samples of each table's cut belong to a part of the global batch.
+        """Return which samples of each table's selection belong to a part of the global batch.
 
         With all samples in a row, table by table, every num_parts-th belongs to a part: so each has its part
         of each table, and all have the same size.
@@ -83,8 +83,8 @@ class Mixture:
         """Return whole numbers of samples, by the largest remainders."""
         wanted = np.array(shares) / sum(shares) * self.batch
         counts = np.floor(wanted).astype(np.int64)
-        behind = np.argsort(counts - wanted, kind="stable")
-        counts[behind[: self.batch - counts.sum()]] += 1
+        lacking = np.argsort(counts - wanted, kind="stable")
+        counts[lacking[: self.batch - counts.sum()]] += 1
         return counts
 
     def _draw(self, shares: list[float], number: int) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""Priorities that come back: each process reports into a log of its own, a cut takes all in one order.
+"""Priorities that come back: each process reports into a log of its own, a selection takes all in one order.
 
-A cut of global batch n sees exactly the reports that belong to batches before n - lag. A report belongs to
-the batch that its process had last asked for, so a process's reports for a batch are complete when it asks
+A selection of global batch n sees exactly the reports that belong to batches before n - lag. A report belongs
+to the batch that its process had last asked for, so a process's reports for a batch are complete when it asks
 for a later one: no clock decides. Among those of one batch the order is that of the sample numbers, reports
-by id come behind them, and the last one wins.
+by id come after them, and the last one wins.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class PriorityLog:
                 self._log[peer, waiting, LogEntry.BATCH] = NEVER
 
     def give_up(self) -> None:
-        """Take back what this process asked for, as no cut can be made: its reports are due before it."""
+        """Take back what this process asked for: no selection can be made before its reports are due."""
         peer = self._peer
         with self._mutex, self.table.lock:
             waiting = (
@@ -118,12 +118,12 @@ class PriorityLog:
             self._current = self._asked_words[peer] = NEVER
 
     def too_early(self, key: int) -> bool:
-        """Whether this process itself has yet to ask for what a cut of this global batch needs."""
+        """Whether this process itself has yet to ask for what a selection of this global batch needs."""
         return self.rule.lag > 0 and bool(self._asked_words[self._peer] < key - self.rule.lag)
 
     def late(self, key: int) -> list[int]:
         """Return the living processes whose reports are not complete for a global batch."""
-        return self._peers.behind(key - self.rule.lag)
+        return self._peers.lagging(key - self.rule.lag)
 
     def wait_awake(self, key: int) -> None:
         """Wait for their reports without sleeping, but not for long."""
@@ -147,7 +147,7 @@ class PriorityLog:
         self.add(torch.from_numpy(samples), torch.from_numpy(np.array(priorities, np.float32)))
 
     def add(self, samples: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Report priorities of what was drawn; a later cut applies them.
+        """Report priorities of what was drawn; a later selection applies them.
 
         Args:
             samples: Their resolutions. [n, 8], int64, contiguous.
@@ -196,7 +196,7 @@ class PriorityLog:
         except (RuntimeError, ShapeError):
             check_priorities(priorities.numpy())
             raise
-        with self.table.lock:  # so that whoever makes the next cut sees the entries behind the tail
+        with self.table.lock:  # so that whoever makes the next selection sees the entries after the tail
             ends[LogEnds.TAIL] = tail + count
 
     def check_room(self, count: int) -> None:
@@ -232,7 +232,7 @@ class PriorityLog:
     # ---- taking ----------------------------------------------------------------------------------
 
     def due(self, key: int) -> list[tuple[int, np.ndarray]]:
-        """Return the reports of each process that a cut of a global batch applies."""
+        """Return the reports of each process that a selection of a global batch applies."""
         batch, size, due = key - self.rule.lag, self.rule.log_size, []
         for peer, ends in enumerate(self._ends):
             head, tail = ends[LogEnds.HEAD], ends[LogEnds.TAIL]
@@ -284,7 +284,7 @@ class PriorityLog:
 
     def restore(self, log: np.ndarray) -> None:
         """Take up what `waiting` has returned; everything else is gone."""
-        for peer, part in enumerate(np.array_split(log, self._num_peers)):  # a cut takes them in this order
+        for peer, part in enumerate(np.array_split(log, self._num_peers)):  # in the order of a selection
             self._log[peer, : len(part)] = part
             self.ends[peer, LogEnds.HEAD] = self.ends[peer, LogEnds.NEXT] = 0
             self.ends[peer, LogEnds.TAIL] = len(part)

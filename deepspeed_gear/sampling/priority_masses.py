@@ -1,7 +1,7 @@
 """Masses from priorities: stored priorities are the truth; masses, sums and minima are derived from them.
 
-An item is a trajectory (a leaf for each slot) or a step (a leaf for each row of the store). A cut applies
-what the ranks have reported (reports.py).
+An item is a trajectory (a leaf for each slot) or a step (a leaf for each row of the store). A selection
+applies what the ranks have reported (reports.py).
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ class PriorityMasses(ItemMasses):
             self.reports.take(due)
 
     def apply_reports(self, key: int, reports: list[np.ndarray]) -> None:
-        """Put queued changes of slots into the tree, and reports behind them.
+        """Put queued changes of slots into the tree, and reports after them.
 
         Args:
-            key: Number of the global batch whose cut comes next.
+            key: Number of the global batch whose selection comes next.
             reports: In any order, each with batch and sample number. [n, 6] each, int64.
         """
         super().apply(key)
@@ -317,7 +317,7 @@ class PriorityMasses(ItemMasses):
         return np.asarray(self.table.slots[slots, Slot.ID])
 
     def weigh(self, key: int, masses: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor and exponent (Q62) of a cut's importance weights.
+        """Return numerator, divisor and exponent (Q62) of a selection's importance weights.
 
         The weight of a sample is (numerator / (divisor * mass)) ** exponent.
 

@@ -1,4 +1,4 @@
-"""Whether a cut may be made now: the rate of a table, and how often its trajectories may be drawn."""
+"""Whether a selection may be made now: the rate of a table, and how often its trajectories may be drawn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EmptyTableError(NotReadyError):
 
 
 class NothingToSampleError(Exception):
-    """A cut finds too little to draw. Never leaves the stream.
+    """A selection finds too little to draw. Never leaves the stream.
 
     Args:
         error: What is raised where no other process may add something.
@@ -47,25 +47,25 @@ class SelectionLimiter:
 
     def __init__(self, spec: StreamSpec, table: Table, masses: ItemMasses, position: np.ndarray) -> None:
         self._spec, self._table, self._masses, self._position = spec, table, masses, position
-        self.life = table.spec.life
-        self.most = self.life.max_times_sampled
-        self._times: np.ndarray = table.views["life"][:, SlotRetention.TIMES_SAMPLED]
+        self.retention = table.spec.retention
+        self.most = self.retention.max_times_sampled
+        self._times: np.ndarray = table.views["retention"][:, SlotRetention.TIMES_SAMPLED]
         self._readers = SelectionPins(table)
 
     @property
     def is_plain(self) -> bool:
         """Whether it is always open."""
-        return self.life.rate_limiter is None and not self.most
+        return self.retention.rate_limiter is None and not self.most
 
     def is_open(self, count: int, exact: bool = True) -> bool:
         """Return whether so many samples may be drawn; arguments as `left`."""
-        rate = self.life.rate_limiter
+        rate = self.retention.rate_limiter
         size, inserted = (0, 0) if rate is None else rate.counted(self._table.control)[:2]
         return self.admits(size, inserted, self.sampled, count) and self.left(count, exact) >= count
 
     def admits(self, size: int, inserted: int, sampled: int, count: int) -> bool:
         """Return whether there is no rate or it admits so many samples; arguments as `Rate.may_sample`."""
-        rate = self.life.rate_limiter
+        rate = self.retention.rate_limiter
         return rate is None or rate.may_sample(size, inserted, sampled, count)
 
     @property
@@ -78,7 +78,7 @@ class SelectionLimiter:
 
         Args:
             count: Samples wanted.
-            exact: Look at all slots; else what has changed since the latest cut may be left out.
+            exact: Look at all slots; else what has changed since the latest selection may be left out.
         """
         each_once = self._spec.sampler.each_once
         if not self.most and not each_once:
@@ -102,7 +102,7 @@ class SelectionLimiter:
 
         Args:
             slots: What was drawn, in order. [n], int64.
-            counted: Draws of each slot in this cut so far. [slots], int64.
+            counted: Draws of each slot in this selection so far. [slots], int64.
         """
         order = np.argsort(slots, kind="stable")
         ordered = slots[order]
@@ -113,7 +113,7 @@ class SelectionLimiter:
         return int(used_up[0]) if len(used_up) else len(slots)
 
     def count(self, records: np.ndarray) -> None:
-        """Count what a cut has drawn. [n, 8], int64."""
+        """Count what a selection has drawn. [n, 8], int64."""
         np.add.at(self._times, records[:, Resolution.SLOT], 1)
 
     def evict_used_up(self) -> None:
@@ -159,7 +159,7 @@ class SelectionLimiter:
 
 
 class LimiterWait:
-    """How long a stream has waited for its gate, in this process."""
+    """How long a stream has waited for its rate limiter, in this process."""
 
     def __init__(self, timeout_s: float) -> None:
         self.total_s, self.timeout_s = 0.0, timeout_s

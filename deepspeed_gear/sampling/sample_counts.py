@@ -1,4 +1,4 @@
-"""How often each item was drawn: counters in the store, and what the latest cuts hold."""
+"""How often each item was drawn: counters in the store, and what the latest selections hold."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ONE = np.int32(1)  # of the counters' type: a plain 1 takes a hundred times as 
 class SampleCounts:
     """A counter for each trajectory, or for each row where items are steps.
 
-    A process that dies inside a cut may lose that cut's counts, or have it counted twice: nothing depends on
-    them.
+    A process that dies inside a selection may lose that selection's counts, or have it counted twice: nothing
+    depends on them.
 
-    Process safety: every method wants the table's lock; reading without it may see a part of a cut.
+    Process safety: every method wants the table's lock; reading without it may see a part of a selection.
 
     Args:
         spec: The stream, with `count_draws`.
@@ -48,7 +48,7 @@ class SampleCounts:
         return [counts, *of]
 
     def count(self, records: np.ndarray) -> None:
-        """Count what a cut has drawn.
+        """Count what a selection has drawn.
 
         Args:
             records: Resolutions. [B, 8], int64.
@@ -89,20 +89,20 @@ class SampleCounts:
         return np.asarray(self.counts[rows[admitted]])
 
     def _items(self, slots: np.ndarray) -> np.ndarray:
-        """Return all items of slots, one behind the other. [m], int64."""
+        """Return all items of slots, one after the other. [m], int64."""
         return rows_of(self._table.slots[slots])[0] if self._by_step else slots
 
 
 class RecentSelections(NamedTuple):
-    """A copy of a cut: its number, its words, and what was drawn. [B, 8], int64."""
+    """A copy of a selection: its number, its words, and what was drawn. [B, 8], int64."""
 
     key: int
     head: list[int]
     records: torch.Tensor
 
 
-def recent_cuts(spec: StreamSpec, table: Table, most: int) -> list[RecentSelections]:
-    """Return copies of the latest cuts of a stream, the newest first. Takes the lock."""
+def recent_selections(spec: StreamSpec, table: Table, most: int) -> list[RecentSelections]:
+    """Return copies of the latest selections of a stream, the newest first. Takes the lock."""
     heads, ring = table.views[spec.at + "heads"], table.views[spec.at + "ring"]
     with table.lock:
         keys = heads[:, Head.KEY].tolist()

@@ -1,4 +1,4 @@
-"""Why the process that makes a node's cuts could not make one, for the processes that wait for it."""
+"""Why the process that makes a node's selections could not make one, for the processes that wait for it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SelectionFailure:
         self._seen = 0  # number of the latest one that this process has raised, or written
 
     def write(self, key: int, error: Exception) -> None:
-        """Say that the cut of a global batch has failed."""
+        """Say that the selection of a global batch has failed."""
         text = (str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}").encode()
         text = text[:_TEXT_BYTES]
         with self._lock:
@@ -59,10 +59,10 @@ class SelectionFailure:
         self._seen = int(self._words[FailureRecord.NUMBER])
 
     def check(self, key: int) -> None:
-        """Raise, once, what was said of the cut of a global batch.
+        """Raise, once, what was said of the selection of a global batch.
 
         Raises:
-            StoreError: No cut can be made, as for want of items: other content or priorities mend it.
+            StoreError: No selection can be made, as for want of items: other content or priorities mend it.
             NotReadyError: The table's rate limiter admits none yet.
             PeerError: Another rank has failed.
         """

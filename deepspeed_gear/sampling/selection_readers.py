@@ -1,4 +1,4 @@
-"""The processes of a node that read a stream's cuts, and waiting for them."""
+"""The processes of a node that read a stream's selections, and waiting for them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SelectionReaders:
     Args:
         spec: The stream.
         table: Its table, whose memory knows who is alive.
-        reached: A number that each process counts up, in the store: the cuts that it has done with, or the
-            global batch that it asked for. [peers], int64.
+        reached: A number that each process counts up, in the store: the selections that it has done with, or
+            the global batch that it asked for. [peers], int64.
         timeout_s: How long the stream waits for them.
     """
 
@@ -32,15 +32,15 @@ class SelectionReaders:
         self._reached: memoryview = reached.data
 
     def late(self, old_key: int) -> list[int]:
-        """Return the living peers that still need a cut."""
-        return [] if old_key == NOTHING else self.behind(old_key + 1)
+        """Return the living peers that still need a selection."""
+        return [] if old_key == NOTHING else self.lagging(old_key + 1)
 
-    def behind(self, key: int) -> list[int]:
+    def lagging(self, key: int) -> list[int]:
         """Return the living peers whose word has not reached a key."""
         if min(self._reached) >= key:
             return []
-        behind = [peer for peer, reached in enumerate(self._reached) if reached < key]
-        attached = [peer for peer in behind if self._table.peers[peer, Peer.PID] != 0]
+        lagging = [peer for peer, reached in enumerate(self._reached) if reached < key]
+        attached = [peer for peer in lagging if self._table.peers[peer, Peer.PID] != 0]
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
     def wait_awake(self, key: int) -> None:

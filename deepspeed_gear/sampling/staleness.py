@@ -27,8 +27,8 @@ class Staleness:
     """
 
     def __init__(self, table: Table) -> None:
-        self._table, self.life = table, table.spec.life
-        self._versions: np.ndarray = table.views["life"][:, SlotRetention.POLICY_VERSION]
+        self._table, self.retention = table, table.spec.retention
+        self._versions: np.ndarray = table.views["retention"][:, SlotRetention.POLICY_VERSION]
         self._stale: np.ndarray = table.views["stale"]
         self._readers = SelectionPins(table)
         self._control: memoryview = table.control.data
@@ -37,11 +37,11 @@ class Staleness:
     @property
     def is_limited(self) -> bool:
         """Whether anything ever gets too old."""
-        return self.life.max_age > 0 or self.life.version_column is not None
+        return self.retention.max_age > 0 or self.retention.version_column is not None
 
     def note_versions(self, slots: np.ndarray) -> None:
         """Take the oldest policy version of new trajectories. [n]."""
-        name = self.life.version_column
+        name = self.retention.version_column
         if name is None:
             return
         column, records = self._table.columns[name], self._table.slots
@@ -61,10 +61,11 @@ class Staleness:
         records = self._table.slots
         committed = np.nonzero(records[:, Slot.STATE] == SlotState.COMMITTED)[0]
         old = np.zeros(len(committed), bool)
-        if self.life.version_column is not None:
-            old |= self._versions[committed] < self._table.control[Control.POLICY_VERSION] - self.life.max_lag
-        if self.life.max_age:
-            old |= key - records[committed, Slot.BORN] > self.life.max_age
+        if self.retention.version_column is not None:
+            newest = self._table.control[Control.POLICY_VERSION]
+            old |= self._versions[committed] < newest - self.retention.max_lag
+        if self.retention.max_age:
+            old |= key - records[committed, Slot.BORN] > self.retention.max_age
         for slot in committed[old].tolist():
             self._count(int(records[slot, Slot.NUM_STEPS]))
             self._table.retire(slot)
@@ -75,11 +76,11 @@ class Staleness:
         self._stale[DroppedCount.TRAJECTORIES, length] += 1
         self._stale[DroppedCount.STEPS, length] += num_steps
 
-    def open_behind(self, version: int) -> list[int]:
+    def open_lagging(self, version: int) -> list[int]:
         """Return the living processes with open trajectories that a version leaves too far behind."""
         oldest = self._table.peers[:, Peer.OLDEST_OPEN] - 1
-        behind = np.nonzero((oldest >= 0) & (oldest < version - self.life.max_lag))[0].tolist()
-        attached = [peer for peer in behind if self._table.peers[peer, Peer.PID] != 0]
+        lagging = np.nonzero((oldest >= 0) & (oldest < version - self.retention.max_lag))[0].tolist()
+        attached = [peer for peer in lagging if self._table.peers[peer, Peer.PID] != 0]
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
 

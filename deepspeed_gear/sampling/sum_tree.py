@@ -1,8 +1,8 @@
-"""The masses of a stream's items: a tree of integer sums in the store, and the changes that wait for a cut.
+"""The masses of a stream's items: a tree of integer sums in the store, and the changes that wait.
 
-Whoever changes a slot, in any process, notes it in the table's log. The next cut queues the masses that the
-rule gives to these slots, and puts the queue into the tree. So a tree never changes under a draw. The slot
-table is the truth: after a death, or if more has changed than the log holds, the two are compared.
+Whoever changes a slot, in any process, notes it in the table's log. The next selection queues the masses that
+the rule gives to these slots, and puts the queue into the tree. So a tree never changes under a draw. The
+slot table is the truth: after a death, or if more has changed than the log holds, the two are compared.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ItemMasses:
         )
         if not self._late:
             return masses
-        present = self.table.views["life"][slots, SlotRetention.PRESENT]
+        present = self.table.views["retention"][slots, SlotRetention.PRESENT]
         return np.where(present & self._late == self._late, masses, 0)
 
     # ---- changes ---------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class ItemMasses:
         return np.nonzero(effective != self._wanted(np.arange(len(effective))))[0]
 
     def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Queue changes for the next cut; the last one of a slot wins.
+        """Queue changes for the next selection; the last one of a slot wins.
 
         Args:
             slots: Each once. [n], int64.
@@ -166,7 +166,7 @@ class ItemMasses:
 
     @property
     def waiting(self) -> bool:
-        """Whether the next cut would change the tree."""
+        """Whether the next selection would change the tree."""
         return (
             self.words[TreeChanges.NUM_QUEUED] != 0
             or self.words[TreeChanges.SEEN] != self._control[Control.CHANGED]
@@ -176,19 +176,19 @@ class ItemMasses:
         """Say that this process asks for a global batch."""
 
     def give_up(self) -> None:
-        """Take back what this process asked for, as when no cut can be made."""
+        """Take back what this process asked for, as when no selection can be made."""
 
     def restart(self, key: int) -> None:
         """Forget what was asked for: a global batch is loaded at which to go on."""
         del key
 
     def too_early(self, key: int) -> bool:
-        """Whether this process itself has yet to ask for what a cut of this global batch needs."""
+        """Whether this process itself has yet to ask for what a selection of this global batch needs."""
         del key
         return False
 
     def late(self, key: int) -> list[int]:
-        """Return the living processes that a cut of this global batch must wait for."""
+        """Return the living processes that a selection of this global batch must wait for."""
         del key
         return []
 
@@ -196,7 +196,7 @@ class ItemMasses:
         """Wait for them without sleeping, but not for long."""
 
     def apply(self, key: int) -> None:
-        """Bring the tree to the state that a cut of this global batch draws from."""
+        """Bring the tree to the state that a selection of this global batch draws from."""
         del key
         self.apply_slots()
 

@@ -15,7 +15,7 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec
 class ColumnArrays:
     """The columns of a table in this process, and the derived one under the name RETURN_TO_GO.
 
-    In memory the rows that arrive lie behind the store's own, in one region. A mapped data set is read-only,
+    In memory the rows that arrive lie after the store's own, in one region. A mapped data set is read-only,
     so its arrivals have regions of their own.
 
     Thread and process safety: none of its own. A row is written by one process only, before others read it.

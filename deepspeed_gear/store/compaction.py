@@ -24,7 +24,7 @@ MOST_LOOKED_AT = 1024  # extents, from where rows were last found
 class Compactor:
     """Moves extents of a table with spare rows. Every method wants the table's lock.
 
-    What a cut has drawn and not every process has read is not moved, nor what is being written.
+    What a selection has drawn and not every process has read is not moved, nor what is being written.
 
     Cost: of all neighbours that would do, those with the fewest rows move. Where one of n rows is free, they
     have at most about n rows for each row of the run, and those whose gap is too short are copied twice. A
@@ -90,7 +90,7 @@ class Compactor:
         return found
 
     def _bounds(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return first rows and ends. The list's end begins behind all rows, and ends at 0. [n] each."""
+        """Return first rows and ends. The list's end begins after all rows, and ends at 0. [n] each."""
         at = np.array(slots)
         is_end = at == self._extents.ends
         records = self._table.slots[np.where(is_end, 0, at)]
@@ -106,7 +106,7 @@ class Compactor:
         fits = (records[:, Slot.STATE] == SlotState.COMMITTED) & (
             records[:, Slot.NUM_ROWS] <= self._table.spec.spare_rows
         )
-        is_closed = self._table.views["life"][at, SlotRetention.OPEN] == 0
+        is_closed = self._table.views["retention"][at, SlotRetention.OPEN] == 0
         return np.asarray(fits & is_closed & ~is_end & ~self._readers.reading(at))
 
     def _bring_home(self) -> bool:

@@ -98,7 +98,7 @@ def plan(
             continue
         merged, taken[name] = united, column
     ends = [column.begin // page * page for column in taken.values()]
-    calls = [call for span in merged for call in _cut(span, ends, most)]
+    calls = [call for span in merged for call in _split(span, ends, most)]
     return RegistrationPlan(tuple(calls), taken, left_out)
 
 
@@ -113,8 +113,8 @@ def _united(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def _cut(span: Span, ends: Sequence[int], most: int) -> Iterator[Span]:
-    """Cut a span into calls: at the last end of a column within reach, else where a call is full."""
+def _split(span: Span, ends: Sequence[int], most: int) -> Iterator[Span]:
+    """Split a span into calls: at the last end of a column within reach, else where a call is full."""
     begin = span.begin
     while begin < span.end:
         limit = min(begin + most, span.end)
@@ -162,7 +162,7 @@ class CudaRuntime:
         return int(self._calls.cudaHostUnregister(begin))
 
     def clear_error(self) -> None:
-        # Torch looks for an error behind each launch, and takes it away as it raises it.
+        # Torch looks for an error after each launch, and takes it away as it raises it.
         with contextlib.suppress(RuntimeError):
             torch.ones((), device="cuda")
 
@@ -224,7 +224,7 @@ class Registration:
     def num_bytes(self) -> int:
         return sum(call.num_bytes for call in self.calls)
 
-    def cuts(self, name: str) -> np.ndarray:
+    def copy_bounds(self, name: str) -> np.ndarray:
         """Return the bytes of a column at which a call ends: no copy may go across. Ascending, int64."""
         begin = self.columns[name].begin
         return np.array([call.end - begin for call in self.calls if call.end > begin], np.int64)

@@ -47,7 +47,7 @@ class Evictor:
             context.check,
         )
         self._samples = samples
-        self.life = table.spec.life
+        self.retention = table.spec.retention
         self.mover = Compactor(table, readers)
         self.waited_s = 0.0  # of this process
         self._position = table.views.get("stream/train/position")
@@ -57,7 +57,7 @@ class Evictor:
 
     def may_insert(self, num_steps: int) -> bool:
         """Return whether the rate admits a trajectory now."""
-        rate, control = self.life.rate_limiter, self.table.control
+        rate, control = self.retention.rate_limiter, self.table.control
         if rate is None:
             return True
         size, inserted, pending = rate.counted(control)
@@ -73,7 +73,7 @@ class Evictor:
     # ---- reserving -------------------------------------------------------------------------------
 
     def reserve(self, num_steps: int, inserts: int | None = None) -> int:
-        """Take a slot for a trajectory, letting others go as the table's life says. Wants the lock.
+        """Take a slot for a trajectory, letting others go as the table's retention says. Wants the lock.
 
         Args:
             num_steps: For which rows are taken.
@@ -97,7 +97,7 @@ class Evictor:
                 continue
             if found == Refusal.SCATTERED and self.mover.pays(num_rows) and self.mover.make_run(num_rows):
                 continue
-            if self.life.removal == "none":
+            if self.retention.removal == "none":
                 return self._unless_waiting(found)
             if self.table.control[Control.SELECTING] or self._will_fit(num_rows, num_steps):
                 return Refusal.PINNED
@@ -108,14 +108,14 @@ class Evictor:
             self.free_retired()
 
     def _is_over(self, num_steps: int) -> bool:
-        control, life = self.table.control, self.life
+        control, retention = self.table.control, self.retention
         held = control[Control.NUM_COMMITTED] + control[Control.PENDING]
         steps = control[Control.ROWS_HELD] - held * self.table.rows_for(0)
-        return bool(held + 1 > life.max_trajectories or steps + num_steps > life.max_steps)
+        return bool(held + 1 > retention.max_trajectories or steps + num_steps > retention.max_steps)
 
     def _unless_waiting(self, refusal: int) -> int:
         """Return Refusal.PINNED where room comes as soon as trajectories are read no more, or are written."""
-        is_written = self.life.removal != "none" and self.table.control[Control.PENDING] > 0
+        is_written = self.retention.removal != "none" and self.table.control[Control.PENDING] > 0
         is_read = len(self._being_read()) > 0 and not self._samples
         return Refusal.PINNED if is_written or is_read else refusal
 
@@ -127,21 +127,22 @@ class Evictor:
         return int(self.table.control[Control.FREE_ROWS]) + rows >= num_rows
 
     def _being_read(self) -> np.ndarray:
-        """Return the retired slots that are free as soon as nobody reads them. [n], int64."""
+        """Return the retired slots that are free as soon as no selection pins them. [n], int64."""
         slots = self.table.retired()
-        return np.asarray(slots[self.table.views["life"][slots, SlotRetention.OPEN] == 0])
+        return np.asarray(slots[self.table.views["retention"][slots, SlotRetention.OPEN] == 0])
 
     def retire(self, slot: int) -> None:
         """End a trajectory. Wants the lock."""
         self.table.retire(slot)
 
     def free_retired(self) -> None:
-        """Free what nobody reads any more, and what dead processes had reserved. Wants the lock."""
+        """Free what no selection pins any more, and what dead processes had reserved. Wants the lock."""
         self.table.unfinished.end_abandoned()
         slots = self.table.retired()
         if not len(slots):
             return
-        is_open = self.table.views["life"][slots, SlotRetention.OPEN] != 0  # their writers do not know yet
+        # Of those that are open the writers do not know yet.
+        is_open = self.table.views["retention"][slots, SlotRetention.OPEN] != 0
         unread = slots[~(self.readers.pinned(slots) | is_open)]
         for slot in unread.tolist():
             self.readers.forget(slot)
@@ -151,12 +152,12 @@ class Evictor:
 
     def _victim(self) -> int:
         """Return the committed slot that goes next, -1 if there is none."""
-        extents, kind = self.table.extents, self.life.removal
+        extents, kind = self.table.extents, self.retention.removal
         assert extents is not None
         if kind in ("fifo", "lifo"):
             return extents.oldest() if kind == "fifo" else extents.newest()
         slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        slots = slots[self.table.views["life"][slots, SlotRetention.OPEN] == 0]
+        slots = slots[self.table.views["retention"][slots, SlotRetention.OPEN] == 0]
         if not len(slots):
             return -1
         if kind == "uniform":
@@ -171,8 +172,8 @@ class Evictor:
         return int(below(tuple(quarter[0] for quarter in words), np.array([count]))[0])
 
     def _values(self, slots: np.ndarray) -> np.ndarray:
-        if self.life.column is not None:
-            values = np.asarray(self.table.values(self.life.column, slots), np.float64)
+        if self.retention.column is not None:
+            values = np.asarray(self.table.values(self.retention.column, slots), np.float64)
             return np.where(np.isnan(values), -np.inf, values)
         return self.readers.highest_priorities(slots)
 
@@ -183,7 +184,7 @@ class Evictor:
 
         Raises:
             NotReadyError: Nothing has changed in time.
-            StoreFullError: Nobody has to go, and there is no room.
+            StoreFullError: Nothing may be evicted, and there is no room.
         """
         if refusal in (Refusal.NO_SLOT, Refusal.NO_ROWS, Refusal.SCATTERED):
             raise self.table.full(refusal, num_steps)
@@ -212,7 +213,7 @@ class Evictor:
 
 @contextmanager
 def quiet(table: Table, timeout_s: float) -> Iterator[None]:
-    """Hold the lock while no cut over several nodes is under way, which draws from what is stored now.
+    """Hold the lock while no selection over several nodes is under way, which draws from what is stored now.
 
     Raises:
         StoreError: One is under way for too long.
@@ -230,7 +231,7 @@ def quiet(table: Table, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def unwritten(table: Table, timeout_s: float) -> Iterator[None]:
-    """Hold the lock while nobody writes rows: what is replaced then is nobody's.
+    """Hold the lock while no process writes rows: what is replaced then belongs to none.
 
     Raises:
         StoreError: Somebody writes for too long.
@@ -245,6 +246,6 @@ def unwritten(table: Table, timeout_s: float) -> Iterator[None]:
                 return
         if time.monotonic() > until:
             raise StoreError(
-                f"table {table.spec.name}", f"must be written by nobody within {timeout_s} s", None
+                f"table {table.spec.name}", f"must have no open write within {timeout_s} s", None
             )
         time.sleep(_POLL_S)

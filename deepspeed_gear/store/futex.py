@@ -48,6 +48,6 @@ class FutexEvents:
             time.sleep(min(_POLL_S, timeout_s))
 
     def fence(self) -> None:
-        """Order what was read and written before against what comes behind, for other processes."""
+        """Order what was read and written before against what comes after, for other processes."""
         if self._native is not None:
             self._native.fence()

@@ -2,7 +2,7 @@
 
 A store has no name once its ranks are attached. What is left are their descriptors: /proc/PID/fd leads to the
 memory as long as a process holds it, for the user that it belongs to. It is mapped read-only and no lock is
-taken, so a reader can neither change nor hold up a run; what it reads may be in the middle of a cut.
+taken, so a reader can neither change nor hold up a run; what it reads may be in the middle of a selection.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Regions one after the other behind the header and the description, each 128-byte aligned."""
+    """Regions one after the other after the header and the description, each 128-byte aligned."""
 
     regions: tuple[Region, ...]
     description: str  # canonical JSON of what the regions mean; stored, hashed and compared at attach

@@ -36,21 +36,21 @@ def open_store(
         columns: Its columns.
     """
     base = address(np.frombuffer(memory.buffer, np.uint8, 1))
-    shard, life = spec.shard or Shard(), spec.life
+    shard, retention = spec.shard or Shard(), spec.retention
     position = address(views[TRAIN_POSITION]) if TRAIN_POSITION in views else 0
     handle = native.store_open(
         (
             base + MUTEX_OFFSET,
             base + HOLDER_OFFSET,
-            *(address(views[name]) for name in ("control", "links", "log", "life", "slots")),
+            *(address(views[name]) for name in ("control", "links", "log", "retention", "slots")),
             spec.num_slots,
             spec.capacity_rows,
             len(views["log"]),
             shard.index,
             shard.count,
             memory.peer,
-            life.max_trajectories,
-            life.max_steps,
+            retention.max_trajectories,
+            retention.max_steps,
             position,
             spec.least_free_rows,
         )

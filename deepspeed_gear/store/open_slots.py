@@ -1,8 +1,8 @@
 """What writers have begun and not ended: rows that they have reserved, and trajectories that still grow.
 
 A trajectory that grows is committed with its first steps and keeps the rows that were reserved for it. Its
-writer writes behind the published steps, where nobody reads, and then says how many there are (`grow`).
-Nobody lets it go to make room. Where it is retired all the same (by hand, or by age), its rows are not free
+writer writes after the published steps, which no process reads, and then publishes their number (`grow`).
+It is never evicted to make room. Where it is retired all the same (by hand, or by age), its rows are not free
 before its writer knows.
 """
 
@@ -50,7 +50,7 @@ class OpenSlots:
         final_rows: int,
     ) -> None:
         self._slots, self._control, self._extents, self._memory = slots, control, extents, memory
-        self._open: np.ndarray = extents.life[:, SlotRetention.OPEN]
+        self._open: np.ndarray = extents.retention[:, SlotRetention.OPEN]
         self._terminated, self._truncated, self._final_rows = terminated, truncated, final_rows
 
     # ---- growing ---------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class OpenSlots:
         return bool(is_same and (self._open[handle.slot] or record[Slot.STATE] == SlotState.RESERVED))
 
     def stands(self, handle: OpenHandle) -> bool:
-        """Return whether nobody has retired what this process has reserved or published."""
+        """Return whether what this process has reserved or published was not evicted."""
         return self.is_own(handle) and bool(self._slots[handle.slot, Slot.STATE] != SlotState.EVICTED)
 
     def grow(self, slot: int, num_steps: int) -> None:
@@ -79,7 +79,7 @@ class OpenSlots:
         self._extents.grow(slot, num_steps)
 
     def end(self, slot: int, truncated: bool) -> None:
-        """Say that a trajectory grows no more; rows behind it are free, or all if nothing is published.
+        """Say that a trajectory grows no more; rows after it are free, or all if nothing is published.
 
         Args:
             slot: Of the trajectory.
@@ -123,7 +123,7 @@ class OpenSlots:
     # ---- repair ----------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Free what the dead had reserved, and the rows behind trajectories that ended while they died."""
+        """Free what the dead had reserved, and the rows after trajectories that ended while they died."""
         slots = self._slots
         slots[self._abandoned(slots[:, Slot.STATE] == SlotState.RESERVED), Slot.STATE] = SlotState.FREE
         ended = (slots[:, Slot.STATE] == SlotState.COMMITTED) & (self._open == 0)

@@ -78,7 +78,7 @@ class SelectionPins:
 
     @property
     def pins(self) -> list[tuple[int, int, int]]:
-        """Return addresses as `store_life` takes them."""
+        """Return addresses as `store_retention` takes them."""
         return [(address(r.last_drawn), address(r.consumed), len(r.consumed)) for r in self._readers]
 
     @property
@@ -100,14 +100,14 @@ class SelectionPins:
         return pinned
 
     def reading(self, slots: np.ndarray) -> np.ndarray:
-        """Return which slots a cut has drawn that some process still reads. [n] -> [n], bool."""
+        """Return which slots a selection has drawn that some process still reads. [n] -> [n], bool."""
         found = np.zeros(len(slots), bool)
         for reader in self._readers:
             found |= reader.last_drawn[slots] >= self._consumed(reader)
         return found
 
     def _consumed(self, reader: _Reader) -> int:
-        """Return the number of cuts that all processes have done with; wait no longer for dead ones."""
+        """Return the number of selections that all processes have done with; wait no longer for dead ones."""
         memory, attached = self._table.memory, self._table.peers[: len(reader.consumed), Peer.PID] != 0
         drawn = reader.last_drawn.max()
         for peer in np.nonzero((reader.consumed <= drawn) & attached)[0].tolist():
@@ -139,14 +139,14 @@ class SelectionPins:
                 reader.steps.replace(source, to, num_rows)
 
     def forget_ahead(self) -> None:
-        """Let nobody use what was drawn ahead of a cut: it says where trajectories lay."""
+        """Discard what was drawn ahead of a selection: it says where trajectories lay."""
         for reader in self._readers:
             reader.position[Position.AHEAD] = NOTHING
 
     def highest_priorities(self, slots: np.ndarray) -> np.ndarray:
         """Return the priority of each trajectory, or the highest one of its steps. [n] -> [n], float32.
 
-        Infinity where no cut has seen it yet: it has no priority, and nobody could draw it.
+        Infinity where no selection has seen it yet: it has no priority, and could not be drawn.
         """
         table, end = self._table, "/priorities"
         name = next(name for name in table.views if name.endswith(end)).removesuffix(end)

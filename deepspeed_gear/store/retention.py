@@ -22,7 +22,7 @@ class Retention:
         column: Per-trajectory column whose lowest values go first, with "keep_best".
         max_steps, max_trajectories: Limits below what there is room for.
         max_times_sampled: Trajectories go when they were drawn so often; 0: never.
-        rate_limiter: Who waits for whom; None: nobody.
+        rate_limiter: When writers or samplers block; None: never.
         max_age: Global batches after which trajectories go; 0: never.
         version_column, max_lag: Column of policy versions, and how far behind the newest they may be.
         waits: Whether a new version waits for open trajectories that would fall behind.
@@ -46,7 +46,7 @@ class Retention:
 
     @property
     def rate_words(self) -> tuple[Any, ...]:
-        """Return the rate as `store_life` takes it."""
+        """Return the rate as `store_retention` takes it."""
         rate = self.rate_limiter
         if rate is None:
             return ()

@@ -1,4 +1,4 @@
-"""The life of a table's trajectories, as its config says it."""
+"""The retention of a table's trajectories, as its config says it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 
 
-def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
-    """Return the life of the trajectories of a table with a capacity.
+def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
+    """Return the retention of the trajectories of a table with a capacity.
 
     Args:
         config: The config.
@@ -27,12 +27,12 @@ def life_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int
     times = table.max_times_sampled or int(queue)
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
     rate = None if table.rate_limiter is None else _rate(config, table, table.rate_limiter, batch, at)
-    life = Retention(table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age)
+    retention = Retention(table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age)
     if table.version is None:
-        return life
+        return retention
     version = table.version
     waits = version.on_stale == "wait"
-    return replace(life, version_column=version.column, max_lag=version.max_lag, waits=waits)
+    return replace(retention, version_column=version.column, max_lag=version.max_lag, waits=waits)
 
 
 def _rate(

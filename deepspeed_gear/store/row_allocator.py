@@ -25,7 +25,7 @@ class RowAllocator:
         slots: The slot table. [slots, 8], int64.
         links: [slots + 2, 4], int64; the last two rows are the sentinels.
         log: Ring of slots that have changed. [size], int64.
-        life: How often each trajectory was drawn and so on; 0 at first. [slots, 4], int64.
+        retention: How often each trajectory was drawn and so on; 0 at first. [slots, 4], int64.
         num_rows: Rows of the store.
         ids: Index and number of the shard: its ids are counter * number + index.
         peer: Index of this process.
@@ -37,13 +37,13 @@ class RowAllocator:
         slots: np.ndarray,
         links: np.ndarray,
         log: np.ndarray,
-        life: np.ndarray,
+        retention: np.ndarray,
         num_rows: int,
         ids: tuple[int, int],
         peer: int,
     ) -> None:
         self.control, self.slots, self.links, self.log = control, slots, links, log
-        self.life = life
+        self.retention = retention
         self.num_rows, self.ids, self.peer = num_rows, ids, peer
         self.ends = self.retired_ends = len(slots)
         self.retired_ends += 1
@@ -62,25 +62,25 @@ class RowAllocator:
             return Refusal.NO_SLOT
         if num_rows > control[Control.FREE_ROWS]:
             return Refusal.NO_ROWS
-        behind = self._gap(num_rows)
-        if behind is None:
+        after = self._gap(num_rows)
+        if after is None:
             return Refusal.SCATTERED
         control[Control.FREE_SLOT] = links[slot, SlotLink.AFTER]
         record = self.slots[slot]
         record[Slot.GENERATION] += 1
-        record[Slot.FIRST_ROW] = self._end_of(behind)
+        record[Slot.FIRST_ROW] = self._end_of(after)
         record[Slot.NUM_STEPS], record[Slot.NUM_ROWS], record[Slot.OWNER] = num_steps, num_rows, self.peer
         record[Slot.STATE] = SlotState.RESERVED
-        self._insert(behind, slot, SlotLink.BEFORE, SlotLink.AFTER)
+        self._insert(after, slot, SlotLink.BEFORE, SlotLink.AFTER)
         control[Control.ROVER] = slot
         control[Control.FREE_ROWS] -= num_rows
-        self.life[slot, SlotRetention.OPEN] = 0
+        self.retention[slot, SlotRetention.OPEN] = 0
         control[Control.ROWS_HELD] += num_rows
         control[[Control.PENDING, Control.STEPS_PENDING]] += (1, num_steps)
         return slot
 
     def commit(self, slot: int, num_steps: int, num_rows: int, born: int) -> int:
-        """Publish a reserved slot; rows behind `num_rows` are given back. Returns the new id."""
+        """Publish a reserved slot; rows after `num_rows` are given back. Returns the new id."""
         control, record = self.control, self.slots[slot]
         control[[Control.PENDING, Control.STEPS_PENDING]] -= (1, int(record[Slot.NUM_STEPS]))
         self._trim(record, num_rows)
@@ -88,7 +88,7 @@ class RowAllocator:
         index, count = self.ids
         record[Slot.ID] = control[Control.NEXT_ID] * count + index  # unique over the nodes
         control[Control.NEXT_ID] += 1
-        self.life[slot, : SlotRetention.OPEN] = 0
+        self.retention[slot, : SlotRetention.OPEN] = 0
         record[Slot.STATE] = SlotState.COMMITTED  # the commit point
         self._insert(int(self.links[self.ends, SlotLink.OLDER]), slot, SlotLink.OLDER, SlotLink.NEWER)
         for word, more in ((Control.NUM_COMMITTED, 1), (Control.STEPS_COMMITTED, num_steps)):
@@ -107,11 +107,11 @@ class RowAllocator:
         self.note(slot)
 
     def end_growth(self, slot: int, num_rows: int) -> None:
-        """Say that a trajectory, perhaps retired already, grows no more; rows behind `num_rows` are free."""
+        """Say that a trajectory, perhaps retired already, grows no more; rows after `num_rows` are free."""
         record = self.slots[slot]
         if record[Slot.STATE] == SlotState.COMMITTED:
             self._trim(record, num_rows)
-        self.life[slot, SlotRetention.OPEN] = 0
+        self.retention[slot, SlotRetention.OPEN] = 0
 
     def _trim(self, record: np.ndarray, num_rows: int) -> None:
         fewer = int(record[Slot.NUM_ROWS]) - num_rows
@@ -146,7 +146,7 @@ class RowAllocator:
         record[Slot.STATE] = SlotState.FREE
 
     def note(self, slot: int) -> None:
-        """Tell the streams that a slot has changed; their next cut looks at it."""
+        """Tell the streams that a slot has changed; their next selection looks at it."""
         self.log[self.control[Control.CHANGED] % len(self.log)] = slot
         self.control[Control.CHANGED] += 1
 
@@ -220,12 +220,12 @@ class RowAllocator:
 
     def _first_grown(self, on: int) -> int:
         slot = int(self.links[self.ends, on])
-        while slot != self.ends and self.life[slot, SlotRetention.OPEN]:
+        while slot != self.ends and self.retention[slot, SlotRetention.OPEN]:
             slot = int(self.links[slot, on])
         return -1 if slot == self.ends else slot
 
     def _end_of(self, slot: int) -> int:
-        """Return the row behind an extent; behind the sentinel the first one lies."""
+        """Return the row after an extent; after the sentinel the first one lies."""
         return (
             0
             if slot == self.ends
@@ -233,7 +233,7 @@ class RowAllocator:
         )
 
     def _gap(self, num_rows: int) -> int | None:
-        """Return the extent behind which so many rows are free."""
+        """Return the extent after which so many rows are free."""
         start = at = int(self.control[Control.ROVER])
         while True:
             following = int(self.links[at, SlotLink.AFTER])

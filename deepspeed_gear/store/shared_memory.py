@@ -1,6 +1,6 @@
 """Memory that the processes of a node share: create, attach, liveness, removal.
 
-A file is created under no name, allocated, initialised and only then linked, so nobody ever sees half a
+A file is created under no name, allocated, initialised and only then linked, so no process ever sees half a
 store. Each attached process holds a lock on one byte of the file; the kernel releases it when the process
 ends, however it ends. A file on which no process holds a lock is garbage: the last process to detach unlinks
 it, else its reaper does, else `remove_garbage`. All of them lock the whole file first.

@@ -102,7 +102,7 @@ class StepPriorities:
 
 
 def rows_of(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rows of trajectories, one behind the other.
+    """Return the rows of trajectories, one after the other.
 
     Args:
         records: Of the slot table. [n, 8], int64.

@@ -53,9 +53,7 @@ class Table:
         self._columns = ColumnArrays(spec, views)
         self.columns: dict[str, np.ndarray] = self._columns.by_name
         self._recoveries: list[Callable[[], None]] = []
-        itself: Table = weakref.proxy(
-            self
-        )  # its parts must not keep it, and its memory, behind its last user
+        itself: Table = weakref.proxy(self)  # its parts must not keep it, and its memory, after its last user
         self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._run_recoveries())
         self.handle: Any = None  # of the native store
         self.extents = self._open_extents() if spec.dataset is None else None
@@ -196,7 +194,7 @@ class Table:
         """Return what batches are gathered from, of a column or of RETURN_TO_GO; never write to it.
 
         Returns:
-            In memory the store's own rows and behind them the arrivals; of a mapped data set its own rows or,
+            In memory the store's own rows and after them the arrivals; of a mapped data set its own rows or,
             where the table has arrivals, these only. [rows, *shape].
         Raises:
             KeyError: There is no such column, or the derived one is not kept.
@@ -333,14 +331,14 @@ class Table:
 
         Args:
             slot: Reserved by this process.
-            born: Number of the global batch that is cut next.
+            born: Number of the global batch that is selected next.
         """
         record = self.slots[slot]
         assert record[Slot.STATE] == SlotState.RESERVED, record
         return self._extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
 
     def retire(self, slot: int) -> None:
-        """End a committed trajectory; its extent is freed by `free` when nobody needs it. Wants the lock."""
+        """Evict a committed trajectory; `free` frees its extent when no selection pins it. Wants the lock."""
         assert self.slots[slot, Slot.STATE] == SlotState.COMMITTED
         self._extents.retire(slot)
 
@@ -384,8 +382,8 @@ class Table:
         self.unfinished.recover()
         used = self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID]
         count = (self.spec.shard or Shard()).count
-        behind = int(used.max(initial=-1)) // count + 1
-        self.control[Control.NEXT_ID] = max(int(self.control[Control.NEXT_ID]), behind)
+        after = int(used.max(initial=-1)) // count + 1
+        self.control[Control.NEXT_ID] = max(int(self.control[Control.NEXT_ID]), after)
         self.extents.rebuild()
 
     def count(self) -> None:
@@ -402,7 +400,7 @@ class Table:
             self.slots,
             views["links"],
             views["log"],
-            views["life"],
+            views["retention"],
             self.spec.capacity_rows,
             (shard.index, shard.count),
             self.memory.peer,

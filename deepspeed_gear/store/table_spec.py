@@ -68,7 +68,7 @@ class TableSpec:
         arrival_rows: Extra rows of every step column, for rows of trajectories that other nodes hold.
         arrival_slots: Extra rows of every column of one row per trajectory, likewise.
         num_writers: Processes besides these that may attach to write.
-        life: How long trajectories stay, and how far writers may be ahead.
+        retention: How long trajectories stay, and how far writers may be ahead.
         spare_rows: The last of the rows, through which extents are moved; no trajectory stays there. As many
             as the longest extent that may be moved; 0: none is.
     """
@@ -85,7 +85,7 @@ class TableSpec:
     arrival_rows: int = 0
     arrival_slots: int = 0
     num_writers: int = 0
-    life: Retention = field(default_factory=Retention)
+    retention: Retention = field(default_factory=Retention)
     spare_rows: int = 0
 
     @property
@@ -103,16 +103,16 @@ class TableSpec:
         """Return what a process without a config makes the spec of, of a table with a capacity; JSON-able."""
         values = {name: getattr(self, name) for name in _SIZES}
         shard = None if self.shard is None else asdict(self.shard)
-        return {**values, "shard": shard, "life": self.life.to_json()}
+        return {**values, "shard": shard, "retention": self.retention.to_json()}
 
     @classmethod
     def of_capacity(cls, name: str, schema: Any, sizes: dict[str, Any]) -> TableSpec:
         """Return the spec that has these `sizes`."""
         values = {key: sizes[key] for key in _SIZES}
         shard = None if sizes["shard"] is None else Shard(**sizes["shard"])
-        life = Retention.from_json(sizes["life"])
+        retention = Retention.from_json(sizes["retention"])
         parsed = Schema.from_json(schema)
-        return cls(name, parsed, dataset=None, in_memory=True, shard=shard, life=life, **values)
+        return cls(name, parsed, dataset=None, in_memory=True, shard=shard, retention=retention, **values)
 
     @property
     def has_arrivals(self) -> bool:
@@ -144,7 +144,7 @@ class TableSpec:
             regions += [
                 Region("links", "int64", (self.num_slots + 2, SlotLink.NUM_WORDS)),
                 Region("log", "int64", (max(LEAST_LOG, self.num_slots),)),
-                Region("life", "int64", (self.num_slots, SlotRetention.NUM_WORDS)),
+                Region("retention", "int64", (self.num_slots, SlotRetention.NUM_WORDS)),
                 Region("stale", "int64", (2, STALE_BINS)),
             ]
         if self.in_memory:
@@ -161,22 +161,22 @@ class TableSpec:
         return regions
 
     def _region(self, kind: str, column: Column, num_slots: int, num_rows: int) -> Region:
-        """Return a column's region: so many rows, and behind them those for arrivals."""
+        """Return a column's region: so many rows, and after them those for arrivals."""
         rows = num_rows + self.arrival_rows
         if column.rows == "1":
             rows = num_slots + self.arrival_slots
         return Region(f"{kind}/{column.name}", str(column.numpy_dtype), (rows, *column.shape))
 
 
-def spare_rows_for(life: Retention, capacity_rows: int, longest_rows: int | None) -> int:
+def spare_rows_for(retention: Retention, capacity_rows: int, longest_rows: int | None) -> int:
     """Return the spare rows of a table: those of its longest trajectory, but no more than a part of all.
 
     Args:
-        life: Of the table; where nobody is let go, extents stay where they are.
+        retention: Of the table; where nothing is evicted, extents stay where they are.
         capacity_rows: Rows that trajectories can fill.
         longest_rows: Of the longest trajectory that may be added; None: not known.
     """
-    if life.removal == "none":
+    if retention.removal == "none":
         return 0
     most = -(-capacity_rows // MOST_SPARE)
     return most if longest_rows is None else min(longest_rows, most)

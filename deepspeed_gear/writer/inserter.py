@@ -24,8 +24,8 @@ Committed = Callable[[int], None]
 class Inserter:
     """The way of this process into a table with a capacity.
 
-    Where everything is as it is stored and the oldest or nobody goes, one call of the native module does it
-    all; else plain Python, which means the same.
+    Where everything is as it is stored and the oldest or nothing is evicted, one call of the native module
+    does it all; else plain Python, which means the same.
 
     Thread safety: one thread at a time; other processes may do the same.
 
@@ -35,7 +35,7 @@ class Inserter:
         context: Longest wait for room, and the check while it waits.
         max_length: Steps of the longest trajectory; None: as many as fit.
         checks: Called with the columns of a trajectory before anything changes; they raise DataError.
-        committed: Called with the lock held behind a commit, with the slot; it may raise to take it back.
+        committed: Called with the lock held after a commit, with the slot; it may raise to take it back.
         samples: Whether this process samples too: it must not wait for itself.
     """
 
@@ -51,7 +51,7 @@ class Inserter:
     ) -> None:
         self.table, self._readers, self.timeout_s = table, readers, context.timeout_s
         self.max_length, self._checks, self._committed = max_length, checks, committed
-        self.room = Evictor(table, readers, context, samples)
+        self.evictor = Evictor(table, readers, context, samples)
         self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
         steps = next((c for c in table.spec.schema if c.rows != "1"), None)
         assert steps is not None
@@ -64,17 +64,17 @@ class Inserter:
 
     def _open_native(self) -> Any:
         """Return the native module if it can do an addition as a whole."""
-        native, life = self.table.ops.native, self.table.spec.life
+        native, retention = self.table.ops.native, self.table.spec.retention
         if native is None or self.table.handle is None:
             return None
         plain = not self._readers.have_step_priorities and not self._readers.orders
-        rate = life.rate_words
+        rate = retention.rate_words
         code = (
-            life.removal_code
+            retention.removal_code
             if plain
-            else (EvictionCode.BY_CALLER if life.removal != "none" else life.removal_code)
+            else (EvictionCode.BY_CALLER if retention.removal != "none" else retention.removal_code)
         )
-        native.store_life(self.table.handle, self._readers.pins, code, rate)
+        native.store_retention(self.table.handle, self._readers.pins, code, rate)
         whole = (
             plain
             and code != EvictionCode.BY_CALLER
@@ -86,7 +86,7 @@ class Inserter:
     # ---- adding ----------------------------------------------------------------------------------
 
     def add(self, trajectory: Mapping[str, Any]) -> int:
-        """Store a trajectory, waiting for room and for its turn as the table's life says. Returns its id.
+        """Store a trajectory, waiting for room and for the rate limiter. Returns its id.
 
         Args:
             trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape].
@@ -94,7 +94,7 @@ class Inserter:
             DataError: It does not fit the schema, or a value is not finite and must be; nothing is added.
                 Values are checked while they are copied, so what was evicted by then stays evicted; the next
                 trajectory takes the rows.
-            StoreFullError: There is no room, and the table lets nobody go.
+            StoreFullError: There is no room, and the table evicts nothing.
             NotReadyError: The ranks have not sampled in time.
         """
         if self._native is not None and not self._checks and not self._late:
@@ -180,14 +180,14 @@ class Inserter:
             raise
         with self.table.lock:
             number = self._commit(slot)
-            self.table.views["life"][slot, SlotRetention.PRESENT] = present
+            self.table.views["retention"][slot, SlotRetention.PRESENT] = present
             return number
 
     @property
     def version_column(self) -> str | None:
         """The column of policy versions, where ranks wait for open trajectories of old ones."""
-        life = self.table.spec.life
-        return life.version_column if life.waits else None
+        retention = self.table.spec.retention
+        return retention.version_column if retention.waits else None
 
     def tell_versions(self, writer: object, versions: np.ndarray) -> None:
         """Let ranks know the oldest policy version among a writer's open trajectories; negative: none."""
@@ -209,10 +209,10 @@ class Inserter:
         until = time.monotonic() + self.timeout_s
         while True:
             with self.table.lock:
-                slot = self.room.reserve(num_steps, inserts)
+                slot = self.evictor.reserve(num_steps, inserts)
             if slot >= 0:
                 return slot
-            self.room.wait(slot, num_steps, until)
+            self.evictor.wait(slot, num_steps, until)
 
     def publish(self, slot: int, num_steps: int) -> int:
         """Commit the first steps of a reserved slot, which keeps its rows to grow. Wants the lock."""
@@ -225,7 +225,7 @@ class Inserter:
             try:
                 self._committed(slot)
             except BaseException:
-                self.room.retire(slot)
+                self.evictor.retire(slot)
                 raise
         return number
 

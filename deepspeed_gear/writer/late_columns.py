@@ -17,7 +17,7 @@ from deepspeed_gear.store.table import Table
 
 
 def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s: float) -> None:
-    """Write late columns of a stored trajectory; batches from the next cut on may read them.
+    """Write late columns of a stored trajectory; batches from the next selection on may read them.
 
     The rows are written with the lock held, so the slot cannot become another trajectory's meanwhile; what a
     process that dies in between has written is never seen, and may be written again.
@@ -26,7 +26,7 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
         table: With a capacity.
         trajectory_id: Its id.
         columns: Column -> [T, *shape], [T+1, *shape] or [*shape].
-        timeout_s: Longest wait for a cut over nodes.
+        timeout_s: Longest wait for a selection over nodes.
     Raises:
         DataError: A column is not late, has been written, does not fit, or is not finite and must be; nothing
             has changed.
@@ -48,18 +48,20 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
             raise StoreError(
                 f"{name}: id", "must be stored on this node", trajectory_id, "it may have gone already"
             )
-        life = table.views["life"]
-        if life[slot, SlotRetention.OPEN]:
+        retention = table.views["retention"]
+        if retention[slot, SlotRetention.OPEN]:
             raise DataError(f"{name}: id {trajectory_id}", "must have ended to get late columns", None)
-        if life[slot, SlotRetention.PRESENT] & bits:
+        if retention[slot, SlotRetention.PRESENT] & bits:
             written = [
-                column for column in arrays if life[slot, SlotRetention.PRESENT] & schema.late_bits([column])
+                column
+                for column in arrays
+                if retention[slot, SlotRetention.PRESENT] & schema.late_bits([column])
             ]
             raise DataError(
                 f"{name}: column {written[0]}", "must be written once", f"id {trajectory_id} has it"
             )
         _write(table, slot, arrays)
-        life[slot, SlotRetention.PRESENT] |= bits  # the commit point
+        retention[slot, SlotRetention.PRESENT] |= bits  # the commit point
         assert table.extents is not None
         table.extents.note(slot)
 

@@ -17,7 +17,7 @@ from deepspeed_gear.store.native_handle import form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.writer.partial_publish import GrowingTrajectory, PublishedPart, Publisher, no_publisher
 
-Tell = Callable[[object, np.ndarray], None]
+Notify = Callable[[object, np.ndarray], None]
 NOTHING_OPEN = np.empty(0, np.int64)
 
 
@@ -54,14 +54,14 @@ class OpenTrajectory(ProcessBound):
         floats = [c for c in steps if c.must_be_finite and c.dtype != "bfloat16" and not c.shape]
         self._floats = {c.name: (c.numpy_dtype, float(np.finfo(c.numpy_dtype).max)) for c in floats}
         self._ends = {column.name for column in steps if column.rows == "T+1"}
-        self._watch: tuple[str, Tell] | None = None
+        self._watch: tuple[str, Notify] | None = None
         self.trajectory_id: int | None = None  # once it is added, or its first steps are published
         self._open = True
         self.set(**per_trajectory)
 
-    def watch_versions(self, column: str, tell: Tell) -> None:
+    def watch_versions(self, column: str, notify: Notify) -> None:
         """Tell the policy version of the first step, as `VectorWriter.watch_versions`."""
-        self._watch = column, tell
+        self._watch = column, notify
 
     def append(self, *, publish: bool = False, **columns: Any) -> None:
         """Append a step: the observation, the action that it led to, and what came of it.
@@ -71,9 +71,9 @@ class OpenTrajectory(ProcessBound):
         trajectory discarded.
 
         Args:
-            publish: Let batches hold the steps so far that are complete, from the next cut on: with columns
-                of T+1 rows a step is complete when the observation behind it is appended. By then columns of
-                one value per trajectory must be set.
+            publish: Let batches hold the steps so far that are complete, from the next selection on: with
+                columns of T+1 rows a step is complete when the observation after it is appended. By then
+                columns of one value per trajectory must be set.
             **columns: A row of each column of steps.
         Raises:
             DataError: A column is missing or unknown, does not fit, or is not finite and must be; or the
@@ -87,7 +87,7 @@ class OpenTrajectory(ProcessBound):
             raise DataError(f"{name}: column {unknown[0]}", "must be a column of steps", None)
         missing = sorted(set(self._rows) - set(columns))
         if missing and set(columns) != self._ends:
-            remedy = f"behind the last step append {sorted(self._ends)} alone" if self._ends else ""
+            remedy = f"after the last step append {sorted(self._ends)} alone" if self._ends else ""
             raise DataError(f"{name}: column {missing[0]}", "must be in every step", None, remedy)
         rows = {column: self._stored(column, row) for column, row in columns.items()}
         for column, row in rows.items():

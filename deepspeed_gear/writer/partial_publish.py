@@ -87,7 +87,7 @@ class Publisher:
 
     Args:
         inserter: The way of this process into the table.
-        check: Called before anything is published; raises where nobody is to write any more.
+        check: Called before anything is published; raises where writing has ended.
     """
 
     def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
@@ -114,7 +114,7 @@ class Publisher:
     # ---- publishing ------------------------------------------------------------------------------
 
     def publish(self, parts: Sequence[PublishedPart]) -> None:
-        """Let batches from the next cut on hold the first steps of trajectories.
+        """Let batches from the next selection on hold the first steps of trajectories.
 
         Raises:
             StoreFullError, NotReadyError: As `Inserter.add`; of those that are not published yet nothing is.
@@ -132,7 +132,7 @@ class Publisher:
                     self._begin(part)
             longer = ahead
             if ahead:
-                self._inserter.room.wait(Refusal.RATE_LIMITED, ahead[0].num_new, until)
+                self._inserter.evictor.wait(Refusal.RATE_LIMITED, ahead[0].num_new, until)
 
     def _grow(self, part: PublishedPart) -> bool:
         """Publish new steps of what is published; return whether that is done with. Wants the lock.
@@ -145,8 +145,8 @@ class Publisher:
             self._let_go(growing, truncated=False)
             growing.begin_anew()
             return True
-        rate = self._table.spec.life.rate_limiter
-        if rate is not None and rate.unit == "step" and not self._inserter.room.may_insert(part.num_new):
+        rate = self._table.spec.retention.rate_limiter
+        if rate is not None and rate.unit == "step" and not self._inserter.evictor.may_insert(part.num_new):
             return False
         self._write(part, growing.handle.slot)
         growing.published = part.num_steps
@@ -184,7 +184,7 @@ class Publisher:
             raise DataError(f"{self._name}: trajectory", rule, num_steps)
 
     def _write(self, part: PublishedPart, slot: int) -> None:
-        """Write the steps that are not published yet, where nobody reads. Wants the lock."""
+        """Write the steps that are not published yet, in rows that no process reads. Wants the lock."""
         table, known, before = self._table, part.growing.published, part.growing.first
         at = int(table.slots[slot, Slot.FIRST_ROW])
         for column in table.spec.schema:
@@ -206,7 +206,7 @@ class Publisher:
 
         Args:
             growing: It.
-            truncated: Whether it was cut off: its last published step is marked so.
+            truncated: Whether it is truncated: its last published step is marked so.
         """
         with self._table.lock:
             self._let_go(growing, truncated)

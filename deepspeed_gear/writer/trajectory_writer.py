@@ -148,12 +148,12 @@ class TrajectoryWriter(ProcessBound):
     @property
     def waited_s(self) -> float:
         """Seconds that this writer has waited for ranks, in all."""
-        return self._inserter.room.waited_s
+        return self._inserter.evictor.waited_s
 
     # ---- adding ----------------------------------------------------------------------------------
 
     def add(self, trajectory: Mapping[str, Any]) -> int:
-        """Add a whole trajectory; batches from the next cut on may hold it.
+        """Add a whole trajectory; batches from the next selection on may hold it.
 
         Args:
             trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema says.
@@ -161,7 +161,7 @@ class TrajectoryWriter(ProcessBound):
             Its id.
         Raises:
             DataError: It does not fit the schema; nothing has changed.
-            StoreFullError: There is no room, and the table lets nobody go.
+            StoreFullError: There is no room, and the table evicts nothing.
             NotReadyError: The ranks have not sampled in time, as the table's rate limiter wants.
             StoreError: The run has ended.
         """

@@ -39,7 +39,7 @@ class VectorWriter(ProcessBound):
         autoreset: "next_step": the step after the last one of an episode resets, and its action is ignored;
             "same_step": the last step resets, and the episode's last observation is given as `final`;
             "disabled": the program resets, and calls `reset` with a mask.
-        max_length: A longer episode is cut there, marked as truncated, and goes on as another trajectory.
+        max_length: A longer episode ends there, marked as truncated, and goes on as another trajectory.
         native: The native module, or None.
         staging: Where trajectories grow; None: in private memory.
         publisher: Publishes steps of open trajectories; None: nothing can.
@@ -73,27 +73,28 @@ class VectorWriter(ProcessBound):
         self._next = self._staging.first.copy()  # row of each environment's next state
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._any_waits, self._room = True, 0
-        self._tell: Callable[[object, np.ndarray], None] | None = None
+        self._notify: Callable[[object, np.ndarray], None] | None = None
         self._publisher, self._growing = publisher, dict[int, GrowingTrajectory]()  # by environment
 
-    def watch_versions(self, column: str, tell: Callable[[object, np.ndarray], None]) -> None:
+    def watch_versions(self, column: str, notify: Callable[[object, np.ndarray], None]) -> None:
         """Tell the policy versions of open trajectories whenever some begin or end.
 
         Args:
             column: Of the versions. A trajectory's first step has its oldest one.
-            tell: Called with this writer and the oldest version of each environment, -1 for none. [N], int64.
+            notify: Called with this writer and the oldest version of each environment, -1 for none. [N],
+                int64.
         """
-        self._version, self._tell, self._oldest = column, tell, np.full(self.num_envs, -1)
+        self._version, self._notify, self._oldest = column, notify, np.full(self.num_envs, -1)
 
     def _note_versions(self, rows: np.ndarray, which: Any, ended: np.ndarray) -> None:
         fresh = rows == self._staging.first[which]
-        if self._tell is None or not (fresh.any() or ended.any()):
+        if self._notify is None or not (fresh.any() or ended.any()):
             return
         versions = self._staging.arrays[self._version].reshape(-1)
         envs = np.arange(self.num_envs)[which]
         self._oldest[envs[fresh]] = versions[rows[fresh]]
         self._oldest[envs[ended]] = -1
-        self._tell(self, self._oldest)
+        self._notify(self, self._oldest)
 
     # ---- staging ---------------------------------------------------------------------------------
 
@@ -158,9 +159,9 @@ class VectorWriter(ProcessBound):
             final: With "same_step": how the environments are that have ended; column -> [n, *shape], or an
                 array of objects as gymnasium's `final_obs`; the others' rows are not looked at.
             envs: Numbers of those that the columns are of, all different; None: all N. [n], int64.
-            publish: Let batches hold all steps so far, from the next cut on, at the cost of one more copy of
-                these rows with the table's lock held. Rows are reserved for the longest trajectory of each
-                environment, so the table needs room for all of them at once.
+            publish: Let batches hold all steps so far, from the next selection on, at the cost of one more
+                copy of these rows with the table's lock held. Rows are reserved for the longest trajectory of
+                each environment, so the table needs room for all of them at once.
             **columns: What was done and what came of it, and how the environments are now. [n, *shape] each;
                 `terminated` and `truncated` also where the schema has no such columns.
         Returns:
@@ -191,7 +192,7 @@ class VectorWriter(ProcessBound):
         self._next[which] = following
         self._room -= 1
         self.num_steps += len(rows)
-        if self._tell is not None:
+        if self._notify is not None:
             self._note_versions(rows, which, ended)
         if self._any_waits:
             self._begin_again(waits, which)
@@ -419,10 +420,10 @@ class VectorWriter(ProcessBound):
         return np.where(self._waits, 0, self._next - self._staging.first - 1)
 
     def _make_room(self, check: Callable[[], None]) -> None:
-        """Make rows for the next steps: grow, or cut what is as long as it may be.
+        """Make rows for the next steps: grow, or truncate what is as long as it may be.
 
         Args:
-            check: Called before anything is cut; raises where the step is refused.
+            check: Called before anything is truncated; raises where the step is refused.
         """
         used, length = self._used(), self._staging.length
         if int(used.max()) >= length:
@@ -430,10 +431,10 @@ class VectorWriter(ProcessBound):
                 self._grow(2 * length if self._max_length is None else min(2 * length, self._max_length))
             else:
                 check()
-                self._cut(np.flatnonzero(used >= length))
+                self._truncate(np.flatnonzero(used >= length))
         self._room = self._staging.length - int(self._used().max())
 
-    def _cut(self, envs: np.ndarray) -> None:
+    def _truncate(self, envs: np.ndarray) -> None:
         """Add what is as long as it may be, as truncated; it goes on from its last state."""
         for env in envs.tolist():
             steps = int(self._next[env] - self._staging.first[env] - 1)

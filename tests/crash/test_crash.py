@@ -189,8 +189,8 @@ def test_random_deaths(backend: str, kind: str) -> None:
 def test_death_while_others_are_let_go(backend: str, unit: str) -> None:
     def make() -> StoreScene:
         spec = stream_spec(unit=unit, batch=6, priorities=priority_rule(normalize="table"))
-        life = Retention("uniform")
-        scene = StoreScene(backend, [spec], LENGTHS, num_slots=6, num_rows=24, life=life)
+        retention = Retention("uniform")
+        scene = StoreScene(backend, [spec], LENGTHS, num_slots=6, num_rows=24, retention=retention)
         scene.streams[0].masses.ask(0)
         sampled(scene.streams[0], 0)
         return scene
@@ -219,9 +219,9 @@ def test_death_while_extents_move(backend: str, removal: str) -> None:
     rule = priority_rule(normalize="table", alpha=1.0)
 
     def make() -> StoreScene:
-        spec, life = stream_spec(unit="step", batch=6, priorities=rule), Retention(removal)
+        spec, retention = stream_spec(unit="step", batch=6, priorities=rule), Retention(removal)
         sizes = {"num_slots": 9, "num_rows": 28, "spare_rows": 8}
-        scene = StoreScene(backend, [spec], [5, 3, 7, 3, 5], life=life, **sizes)
+        scene = StoreScene(backend, [spec], [5, 3, 7, 3, 5], retention=retention, **sizes)
         stream = scene.streams[0]
         stream.masses.ask(0)
         sampled(stream, 0)
@@ -262,7 +262,7 @@ def test_death_beside_the_point_of_a_move(backend: str, step: str) -> None:
     """Just before, or just behind, a trajectory lies elsewhere: no row that is free has a priority."""
     spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table"))
     sizes = {"num_slots": 9, "num_rows": 30, "spare_rows": 7}
-    scene = StoreScene(backend, [spec], [5, 5, 5], life=Retention("fifo"), **sizes)
+    scene = StoreScene(backend, [spec], [5, 5, 5], retention=Retention("fifo"), **sizes)
     scene.streams[0].masses.ask(0)
     sampled(scene.streams[0], 0)
 

@@ -26,15 +26,15 @@ def arrays_of(num_slots: int, log_size: int) -> tuple[np.ndarray, ...]:
         (num_slots + 2, SlotLink.NUM_WORDS),
         (log_size,),
     )
-    life = np.ones((num_slots, SlotRetention.NUM_WORDS), np.int64)  # a commit sets it to 0
-    return (*(np.zeros(shape, np.int64) for shape in shapes), life)
+    retention = np.ones((num_slots, SlotRetention.NUM_WORDS), np.int64)  # a commit sets it to 0
+    return (*(np.zeros(shape, np.int64) for shape in shapes), retention)
 
 
 def native_extents(arrays: tuple[np.ndarray, ...], num_rows: int) -> NativeRowAllocator:
     """Open lists in C++ that never lock: there is no mutex."""
     native = load_backend("cpu").native
-    control, slots, links, log, life = arrays
-    places = (address(control), address(links), address(log), address(life), address(slots))
+    control, slots, links, log, retention = arrays
+    places = (address(control), address(links), address(log), address(retention), address(slots))
     sizes = (len(slots), num_rows, len(log), *IDS, PEER, UNLIMITED, UNLIMITED)
     handle = native.store_open((0, 0, *places, *sizes, 0, UNLIMITED))
     return NativeRowAllocator(native, handle, *arrays, num_rows, IDS, PEER)
@@ -130,7 +130,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         """Commit the beginning of a trajectory that keeps its rows to grow."""
         slot = data.draw(st.sampled_from(self._of(SlotState.RESERVED)))
         for extents in self.both:
-            extents.life[slot, SlotRetention.OPEN] = 1
+            extents.retention[slot, SlotRetention.OPEN] = 1
         rows = self.held[slot][1]
         self._on_both("commit", slot, 1, rows, 0)
         self.held[slot] = SlotState.COMMITTED, rows, 1
@@ -192,7 +192,7 @@ class ExtentsMachine(RuleBasedStateMachine):
             return
         words = np.arange(Control.NUM_WORDS) != Control.RECOVERIES
         assert (self.plain.control[words] == self.native.control[words]).all()
-        for name in ("slots", "links", "log", "life"):
+        for name in ("slots", "links", "log", "retention"):
             assert (getattr(self.plain, name) == getattr(self.native, name)).all(), name
 
     @invariant()
@@ -256,7 +256,9 @@ class ExtentsMachine(RuleBasedStateMachine):
         """Of a copy: the same lists, although the search for rows may begin elsewhere."""
         if not hasattr(self, "plain"):
             return
-        arrays = [getattr(self.plain, name).copy() for name in ("control", "slots", "links", "log", "life")]
+        arrays = [
+            getattr(self.plain, name).copy() for name in ("control", "slots", "links", "log", "retention")
+        ]
         arrays[2][:] = 12345
         derived = [
             Control.FREE_ROWS,

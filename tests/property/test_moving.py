@@ -31,7 +31,7 @@ def scene_of(backend: str = "cpu", removal: Any = "uniform", **options: Any) -> 
     rule = priority_rule(initial=0.5, normalize="table", alpha=1.0)
     spec = stream_spec(batch=16, unit="step", priorities=rule, name="train")
     sizes = {"num_slots": 20, "num_rows": 60, "spare_rows": LONGEST + 1, **options}
-    return StoreScene(backend, [spec], life=Retention(removal, column), **sizes)
+    return StoreScene(backend, [spec], retention=Retention(removal, column), **sizes)
 
 
 def priority_of(number: int, step: int) -> float:
@@ -148,7 +148,7 @@ def scattered(**options: Any) -> StoreScene:
 def reserve(scene: StoreScene, num_steps: int = 10) -> tuple[int, int]:
     """Return slot and the number of trajectories that are left."""
     with scene.table.lock:
-        slot = Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)).room.reserve(
+        slot = Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)).evictor.reserve(
             num_steps
         )
     return slot, scene.table.num_trajectories
@@ -169,7 +169,7 @@ def test_what_must_stay_stays(why: str) -> None:
     scene = scattered(spare_rows=7) if why == "too long" else scattered()
     table = scene.table
     if why == "open":
-        table.views["life"][:, SlotRetention.OPEN] = 1
+        table.views["retention"][:, SlotRetention.OPEN] = 1
     elif why == "drawn":
         scene.streams[0].state.last_drawn[:] = 0
     elif why == "reserved":
@@ -178,7 +178,7 @@ def test_what_must_stay_stays(why: str) -> None:
         table.control[Control.SELECTING] = 1
     before = table.slots.copy()
     with table.lock:
-        room = Inserter(table, SelectionPins(table), Context(timeout_s=0.0)).room
+        room = Inserter(table, SelectionPins(table), Context(timeout_s=0.0)).evictor
         assert table.extents is not None
         assert table.extents.reserve(11, 10) == Refusal.SCATTERED
         assert not (room.mover.pays(11) and room.mover.make_run(11))
@@ -190,7 +190,7 @@ def test_an_extent_that_was_left_in_the_spare_rows_comes_home() -> None:
     scene = scattered()
     table = scene.table
     with table.lock:
-        mover = Inserter(table, SelectionPins(table), Context(timeout_s=0.0)).room.mover
+        mover = Inserter(table, SelectionPins(table), Context(timeout_s=0.0)).evictor.mover
         slot = int(table.slots_of(np.array([5]))[0])
         mover._place(slot, table.spec.capacity_rows)  # and its mover dies
         assert table.extents is not None
@@ -209,9 +209,9 @@ def test_a_table_that_lets_nobody_go_has_no_spare_rows() -> None:
     assert [spare_rows_for(Retention("fifo"), 1000, longest) for longest in (50, 300, None)] == [50, 125, 125]
     scene = scattered(spare_rows=0)
     with scene.table.lock:
-        assert not Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)).room.mover.pays(
-            11
-        )
+        assert not Inserter(
+            scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)
+        ).evictor.mover.pays(11)
     scene.close()
 
 

@@ -390,7 +390,7 @@ class OnlineMachine(RuleBasedStateMachine):
             for name, values in expected.items():
                 assert (rows[name].numpy() == values).all(), (key, name)
         with self.table.lock:
-            self.writer._inserter.room.free_retired()
+            self.writer._inserter.evictor.free_retired()
         control, closed = self.table.control, [h for h in self.stored.values() if not h.is_open]
         assert control[Control.NUM_COMMITTED] == len(self.stored)
         assert control[Control.PENDING] == 0

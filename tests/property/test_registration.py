@@ -124,7 +124,7 @@ def test_registered_columns(memory: SharedMemory) -> None:
     assert found.left_out == {"file": IS_FILE}
     assert len(runtime.locked) == len(found.calls) == 4
     assert found.num_bytes == 32768
-    assert found.cuts("b").tolist() == [8192 * i - 9000 for i in range(2, 5)]
+    assert found.copy_bounds("b").tolist() == [8192 * i - 9000 for i in range(2, 5)]
     found.close()
     found.close()
     assert runtime.locked == []

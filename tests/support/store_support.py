@@ -22,7 +22,7 @@ class StoreScene:
         lengths: Of the trajectories that it holds at the beginning.
         num_slots, num_rows, num_peers: Its sizes.
         timeout_s: Of its lock and streams.
-        life: How long trajectories stay, see `Retention`.
+        retention: How long trajectories stay, see `Retention`.
         spare_rows: Rows besides `num_rows` through which extents are moved.
         shard: Which part of the table it is; None: all of it.
     """
@@ -36,7 +36,7 @@ class StoreScene:
         num_rows: int = 1000,
         num_peers: int = 4,
         timeout_s: float = 20.0,
-        life: Any = None,
+        retention: Any = None,
         spare_rows: int = 0,
         shard: Any = None,
     ) -> None:
@@ -61,7 +61,7 @@ class StoreScene:
             True,
             num_peers,
             shard,
-            life=life or Retention(),
+            retention=retention or Retention(),
             spare_rows=spare_rows,
         )
         extra = [region for spec in self.specs for region in stream_regions(spec, self.spec)]

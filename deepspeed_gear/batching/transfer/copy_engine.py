@@ -75,7 +75,7 @@ def fetch(window: Window, records: torch.Tensor) -> Fetched:
 
 
 def pieces_of(
-    found: Fetched, records: torch.Tensor, column: int, row_bytes: int, begin: int, cuts: np.ndarray
+    found: Fetched, records: torch.Tensor, column: int, row_bytes: int, begin: int, bounds: np.ndarray
 ) -> np.ndarray:
     """Return the copies of one field.
 
@@ -85,7 +85,7 @@ def pieces_of(
         column: Its number among the columns.
         row_bytes: Of its rows.
         begin: First byte of its scratch memory.
-        cuts: Bytes of the column that one copy must not go across, ascending. int64.
+        bounds: Bytes of the column that one copy must not go across, ascending. int64.
     Returns:
         The words of `CopyPiece`. [n, 4], int64.
     """
@@ -96,17 +96,17 @@ def pieces_of(
     pieces[:, CopyPiece.SOURCE] = (first[some] + found.step[some]) * row_bytes
     pieces[:, CopyPiece.TARGET] = begin + found.row[some] * row_bytes
     pieces[:, CopyPiece.NUM_BYTES] = found.num_rows[some] * row_bytes
-    return split(pieces, cuts)
+    return split(pieces, bounds)
 
 
-def split(pieces: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """Divide the pieces that go across a cut of their column. [n, 4], int64."""
-    if not len(cuts):
+def split(pieces: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Divide the pieces that go across a bound of their column. [n, 4], int64."""
+    if not len(bounds):
         return pieces
     done = []
-    limits = np.append(cuts, np.iinfo(np.int64).max)
+    limits = np.append(bounds, np.iinfo(np.int64).max)
     while len(pieces):
-        limit = limits[np.searchsorted(cuts, pieces[:, CopyPiece.SOURCE], side="right")]
+        limit = limits[np.searchsorted(bounds, pieces[:, CopyPiece.SOURCE], side="right")]
         room = limit - pieces[:, CopyPiece.SOURCE]
         rest = pieces[pieces[:, CopyPiece.NUM_BYTES] > room].copy()
         over = room[pieces[:, CopyPiece.NUM_BYTES] > room]

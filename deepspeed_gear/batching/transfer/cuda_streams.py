@@ -58,7 +58,7 @@ class TransferStream(Protocol):
         ...
 
     def record(self) -> Event:
-        """Return the moment behind everything that the lane was given."""
+        """Return the moment after everything that the lane was given."""
         ...
 
     def wait(self, event: Event) -> None:
@@ -66,7 +66,7 @@ class TransferStream(Protocol):
         ...
 
     def consumer(self) -> tuple[Any, Event]:
-        """Return who this thread gives work to, and the moment behind all that it was given."""
+        """Return who this thread gives work to, and the moment after all that it was given."""
         ...
 
     def wait_for(self, consumer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Cuts that a device still reads: released when the event behind its last kernel is done."""
+"""Selections that a device still reads: released when the event after its last kernel is done."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Release = Callable[[int], None]
 
 
 class DeferredRelease:
-    """Cuts in the order in which they were read. Thread safe.
+    """Selections in the order in which they were read. Thread safe.
 
-    A cut keeps the rows that it has drawn, and its entry of the ring. So the process says that it has read it
-    only when its device has: `settle` looks, without waiting, whenever the process takes or adds something.
+    A selection keeps the rows that it has drawn, and its entry of the ring. So the process says that it has
+    read it only when its device has: `settle` looks, without waiting, whenever the process takes or adds
+    something.
     """
 
     def __init__(self) -> None:
@@ -26,18 +27,18 @@ class DeferredRelease:
         return len(self._waiting)
 
     def hold(self, event: Event, release: Release, key: int) -> None:
-        """Release a cut once an event is done; events come in the order of one lane.
+        """Release a selection once an event is done; events come in the order of one lane.
 
         Args:
-            event: Behind the last kernel that reads the cut.
-            release: `consume` of the cut's stream.
-            key: Of the cut.
+            event: After the last kernel that reads the selection.
+            release: `consume` of the selection's stream.
+            key: Of the selection.
         """
         with self._lock:
             self._waiting.append((event, release, key))
 
     def settle(self) -> None:
-        """Release the cuts whose events are done."""
+        """Release the selections whose events are done."""
         if not self._waiting:
             return
         with self._lock:
@@ -46,7 +47,7 @@ class DeferredRelease:
                 release(key)
 
     def drain(self) -> bool:
-        """Wait for all events and release their cuts; return whether there were any."""
+        """Wait for all events and release their selections; return whether there were any."""
         with self._lock:
             had_some = bool(self._waiting)
             while self._waiting:

@@ -1,7 +1,7 @@
 """Batches on a device: each field gathered by kernels, fetched by the copy engine, or staged by the host.
 
 A ring entry is one allocation on the device. What is staged lies at its front and has the same layout in
-pinned memory of the host, so one copy takes it over. All work is given to a lane; nobody waits for it but
+pinned memory of the host, so one copy takes it over. All work is given to a lane; no process waits for it but
 where pinned memory is still being copied, `PINNED` batches behind.
 """
 
@@ -33,7 +33,7 @@ PINNED = 4  # batches that are staged at once: more would let the host run furth
 # more with long ones. Of an H200's 132 multiprocessors at least 100 are free of them.
 _DIRECT_BLOCKS = 32
 _NONE = torch.empty(0)
-_NO_CUTS = np.empty(0, np.int64)
+_NO_BOUNDS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Reach:
 
     Args:
         columns: Tensors of the device over stored columns, by name; of those that it reaches.
-        cuts: By column: bytes that one copy of the copy engine must not go across. Ascending, int64.
+        bounds: By column: bytes that one copy of the copy engine must not go across. Ascending, int64.
     """
 
     columns: Mapping[str, torch.Tensor]
-    cuts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    bounds: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class DeviceGatherer(Gatherer):
             records: In memory of the host.
             goal_step: Likewise.
         Returns:
-            Tensors that are ready behind what the lane was given until now.
+            Tensors that are ready after what the lane was given until now.
         """
         return self.gather_from([(self, records, goal_step)])
 
@@ -375,5 +375,5 @@ class DeviceGatherer(Gatherer):
     def _pieces(self, index: int, found: Fetched, records: torch.Tensor) -> np.ndarray:
         name, number = self._name(index), self._number[index]
         row_bytes = self._ints(index)[GatherField.NUM_ELEMENTS] * self._sources[number].element_size()
-        cuts = self._reach.cuts.get(name, _NO_CUTS)
-        return pieces_of(found, records, number, row_bytes, self._scratch_at[index], cuts)
+        bounds = self._reach.bounds.get(name, _NO_BOUNDS)
+        return pieces_of(found, records, number, row_bytes, self._scratch_at[index], bounds)

@@ -1,4 +1,4 @@
-"""D4RL HDF5: one array per quantity, all episodes behind each other."""
+"""D4RL HDF5: one array per quantity, all episodes after each other."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _LEAST_ROOM = 1 << 12  # words of a buffer
 
 
 class DeviceTransport:
-    """Carries packed rows behind the messages of a link, which say how many there are.
+    """Carries packed rows after the messages of a channel, which say how many there are.
 
     Every exchange is one collective of the ranks that exchange: among the collectives of training it has its
     place in the program, the same on every rank. So only the main thread may call it. On a GPU it has a
@@ -24,12 +24,12 @@ class DeviceTransport:
     as it puts them where all ranks of the node read.
 
     Args:
-        link: Between the nodes; its errors name what is lost.
+        channel: Between the nodes; its errors name what is lost.
         device: Of this rank.
     """
 
-    def __init__(self, link: NodeChannel, device: torch.device) -> None:
-        self._link, self._device = link, device
+    def __init__(self, channel: NodeChannel, device: torch.device) -> None:
+        self._channel, self._device = channel, device
         self._group: Any = None
         self._rooms: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -39,14 +39,14 @@ class DeviceTransport:
     def open(self) -> None:
         """Make the group. Collective over the ranks that exchange."""
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        timeout_s = self._link.timeout_s + GRACE_S
-        self._group = lane(tuple(sorted(self._link.ranks)), "rows", timeout_s, backend)
+        timeout_s = self._channel.timeout_s + GRACE_S
+        self._group = lane(tuple(sorted(self._channel.ranks)), "rows", timeout_s, backend)
 
     def exchange(self, messages: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         """Send each node its rows. Collective.
 
         Args:
-            messages: For each node, in the order of the link. [words] each, int64.
+            messages: For each node, in the order of the channel. [words] each, int64.
             sizes: Words that come from each node.
         Returns:
             What has come from each node; gone with the next call. [words] each, int64.
@@ -54,19 +54,19 @@ class DeviceTransport:
             LostNodeError: A node does not answer in time. (NCCL ends the process instead, as its own
                 watchdog does.)
         """
-        order = np.argsort(self._link.ranks).tolist()  # of the group, whose ranks ascend
+        order = np.argsort(self._channel.ranks).tolist()  # of the group, whose ranks ascend
         out, coming = [len(messages[node]) for node in order], [sizes[node] for node in order]
         sent, found = self._room("sent", sum(out)), self._room("found", sum(coming))
         if sum(out):
             torch.cat([torch.from_numpy(messages[node]) for node in order], out=sent)
-        with self._link.naming_the_lost(), torch.cuda.stream(self._stream):  # None: nothing is changed
+        with self._channel.naming_the_lost(), torch.cuda.stream(self._stream):  # None: nothing is changed
             self._all_to_all(sent, found, coming, out)
         ends = np.cumsum(coming)
         parts = np.split(found.numpy(), ends[:-1])
         received: list[np.ndarray] = [parts[0]] * len(order)
         for node, part in zip(order, parts, strict=True):
             received[node] = part
-        self._link.count_bytes(sent.nbytes, found.nbytes)
+        self._channel.count_bytes(sent.nbytes, found.nbytes)
         return received
 
     def _all_to_all(

@@ -23,7 +23,7 @@ class ExchangePlan:
         holders: Nodes that hold a shard, in the order of their shards.
         index: Of this node among them; -1 if it holds none.
         data_world: Replicas.
-        readers: Nodes (indices of holders) with a rank of each replica that reads; -1 behind the last.
+        readers: Nodes (indices of holders) with a rank of each replica that reads; -1 after the last.
             [data_world, most].
         needs: What is read of a sample, by index.
         need_of: Index of what is read at each node of each replica's samples; -1 for nothing.
@@ -47,10 +47,10 @@ class ExchangePlan:
         return np.nonzero(self.need_of[self.index] >= 0)[0]
 
     def wanted(self, count: int, offset: int) -> np.ndarray:
-        """Return which samples of a cut this node needs, ascending. [n], int64.
+        """Return which samples of a selection this node needs, ascending. [n], int64.
 
         Args:
-            count: Samples of the cut.
+            count: Samples of the selection.
             offset: Of its first sample among those of all tables: micro batches take turns.
         """
         if len(self.replicas_here) == self.data_world:
@@ -61,7 +61,7 @@ class ExchangePlan:
         return samples[samples < count]
 
     def most_wanted(self, batch: int) -> int:
-        """Return the most samples of a cut that this node needs."""
+        """Return the most samples of a selection that this node needs."""
         return -(-batch // self.data_world) * len(self.replicas_here)
 
 

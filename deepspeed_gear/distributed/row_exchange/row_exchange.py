@@ -34,7 +34,7 @@ def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
     first = min(read.first for read in reads)
     end = max(read.end + (n if read.follows else 0) for read in reads)
     goals = any(need.goals for need in needs)
-    # Behind the end the nearest rows of columns of T and of T+1 rows are two.
+    # After the end the nearest rows of columns of T and of T+1 rows are two.
     differ = len({read.final_row for read in reads}) > 1
     return longest + 1 if goals else min(max(end - first, 1 + differ), longest + 1)
 
@@ -44,21 +44,21 @@ def arrivals_of(num_samples: int, depth: int, most: int) -> tuple[int, int]:
 
     Args:
         num_samples: Of a global batch, those that this node needs.
-        depth: Cuts that are kept.
+        depth: Selections that are kept.
         most: Rows that a sample reads.
     """
     return depth * num_samples * most, depth * num_samples
 
 
 class RowExchange:
-    """Moves the rows of a stream's cuts. One thread at a time.
+    """Moves the rows of a stream's selections. One thread at a time.
 
     Args:
         table: This node's part.
         num_nodes: How many nodes hold the table.
         needs: What is read of samples, by index.
         n_step: N-step returns, or None.
-        rows: The first of this stream's arrival rows, and how many a cut has.
+        rows: The first of this stream's arrival rows, and how many a selection has.
         slots: Likewise.
     """
 
@@ -85,7 +85,7 @@ class RowExchange:
         self._held = [_flat(table.held(name)) for name in layout.names]
         self._arrivals = [_flat(table.arrivals(name)) for name in layout.names]
         self._slot_table = torch.from_numpy(table.slots)
-        # Kept: fresh memory costs a fault a page, and fresh tensors a few us behind a batch.
+        # Kept: fresh memory costs a fault a page, and fresh tensors a few us after a batch.
         self._packed = np.empty(FIRST_WORDS, np.int64)
         sizes, needed = np.zeros(num_nodes, np.int64), np.zeros(2, np.int64)
         self._size_words, self._needed_words = sizes.data, needed.data

@@ -22,7 +22,7 @@ class WindowRead:
     Args:
         column: Its name.
         first, end: From the anchor on: rows [anchor + first, anchor + end) that the trajectory has.
-        follows: They lie behind the sample's n-step steps.
+        follows: They lie after the sample's n-step steps.
         edge: The nearest row is read where the trajectory has none of them.
         final_row: 1 if the column has T+1 rows.
     """

@@ -21,12 +21,12 @@ class EdgeKind:
 
 
 def edge_over_nodes(
-    link: NodeChannel, window: AgeWindow, ids: np.ndarray, counts: np.ndarray, values: np.ndarray | None
+    channel: NodeChannel, window: AgeWindow, ids: np.ndarray, counts: np.ndarray, values: np.ndarray | None
 ) -> WindowEdge:
     """Return the window's edge. All nodes call it together.
 
     Args:
-        link: Between the nodes.
+        channel: Between the nodes.
         window: Which items are new.
         ids: Of this node's trajectories. [n], int64.
         counts: Items of each. [n], int64.
@@ -34,12 +34,12 @@ def edge_over_nodes(
     Cost: about 4 exchanges of 64 words for 10^7 trajectories, however many nodes.
     """
     there = counts > 0
-    newest = _newest(link, None if values is None else values[there])
-    oldest = NO_ID if window.newest is None else _oldest(link, window.newest, ids, counts)
+    newest = _newest(channel, None if values is None else values[there])
+    oldest = NO_ID if window.newest is None else _oldest(channel, window.newest, ids, counts)
     return WindowEdge(oldest, newest)
 
 
-def _newest(link: NodeChannel, values: np.ndarray | None) -> int | float | None:
+def _newest(channel: NodeChannel, values: np.ndarray | None) -> int | float | None:
     if values is None:
         return None
     own = np.zeros(2, np.int64)
@@ -47,7 +47,7 @@ def _newest(link: NodeChannel, values: np.ndarray | None) -> int | float | None:
         value = newest_of(values)
         own[0] = EdgeKind.INTEGER if isinstance(value, int) else EdgeKind.FLOAT
         own[1:] = value if isinstance(value, int) else np.array([value], np.float64).view(np.int64)
-    found = link.gather(own)
+    found = channel.gather(own)
     known = [
         int(bits) if kind == EdgeKind.INTEGER else float(np.array([bits]).view(np.float64)[0])
         for kind, bits in found.tolist()
@@ -56,17 +56,17 @@ def _newest(link: NodeChannel, values: np.ndarray | None) -> int | float | None:
     return newest_of(np.array(known)) if known else None
 
 
-def _oldest(link: NodeChannel, wanted: int, ids: np.ndarray, counts: np.ndarray) -> int:
+def _oldest(channel: NodeChannel, wanted: int, ids: np.ndarray, counts: np.ndarray) -> int:
     """Return the smallest t such that fewer than `wanted` items have larger ids than t."""
     order = np.argsort(ids)
     ordered = ids[order]
     newer = np.concatenate([[0], np.cumsum(counts[order])])  # of those before each place
-    low, high = NO_ID, int(link.gather(np.array([ids.max(initial=NO_ID)])).max())
-    while low < high:  # the answer is in [low, high]: behind the largest id there is nothing
+    low, high = NO_ID, int(channel.gather(np.array([ids.max(initial=NO_ID)])).max())
+    while low < high:  # the answer is in [low, high]: after the largest id there is nothing
         step = -(-(high - low) // _PARTS)
         points = np.minimum(low + step * np.arange(_PARTS), high)
-        behind = newer[-1] - newer[np.searchsorted(ordered, points, side="right")]
-        few = link.gather(behind).sum(0) < wanted
+        after = newer[-1] - newer[np.searchsorted(ordered, points, side="right")]
+        few = channel.gather(after).sum(0) < wanted
         first = int(np.argmax(few)) if few.any() else _PARTS
         if first == 0:
             return low

@@ -1,4 +1,4 @@
-"""Cuts where every node holds the whole table: no rows travel, only the priorities that ranks report."""
+"""Selections where every node holds the whole table: no rows travel, only reported priorities."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ReplicatedSelector(SelectionAgreement):
 
     Args:
         state: Of the stream in this node's store, with priorities.
-        link: To the other nodes.
+        channel: To the other nodes.
     """
 
-    def __init__(self, state: StreamState, link: NodeChannel) -> None:
-        super().__init__(state, link)
+    def __init__(self, state: StreamState, channel: NodeChannel) -> None:
+        super().__init__(state, channel)
         self._here = LocalSelector(state)
         self._reports = np.empty((0, LogEntry.NUM_WORDS), np.int64)
         self._heard: list[np.ndarray] = []  # those of all nodes
@@ -40,9 +40,9 @@ class ReplicatedSelector(SelectionAgreement):
                 self._reports = np.concatenate([self._reports[:0], *(rows for _, rows in self._due)])
         except Exception as caught:
             error = caught
-        heard = self._hello(error, self.state.stop.is_set(), [self._reports] * self._num_nodes)
+        received = self._hello(error, self.state.stop.is_set(), [self._reports] * self._num_nodes)
         self.num_cuts += 1
-        self._heard = [words.reshape(-1, LogEntry.NUM_WORDS) for words in heard]
+        self._heard = [words.reshape(-1, LogEntry.NUM_WORDS) for words in received]
 
     def apply(self, key: int) -> int:
         def change() -> None:

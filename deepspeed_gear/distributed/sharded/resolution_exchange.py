@@ -1,4 +1,4 @@
-"""What a node sends of a cut and what it gets: resolutions, and the rows that its ranks read."""
+"""What a node sends of a selection and what it gets: resolutions, and the rows that its ranks read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Goals = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 @dataclass
 class NodeSelection:
-    """The cut that is being made.
+    """The selection that is being made.
 
     Args:
         key, entry, count: Its number, its place in the ring, its samples.
@@ -51,12 +51,32 @@ class NodeSelection:
     own: list[np.ndarray] = field(default_factory=list)
     records: list[torch.Tensor] = field(default_factory=list)
 
+    def draw(self, first: int, own: np.ndarray, records: torch.Tensor, owner: np.ndarray, done: int) -> None:
+        """Add draws after the `done` that are in it.
+
+        Args:
+            first: Sample number of the first one.
+            own: Those that this node holds. [n], int64.
+            records: Their resolutions. [n, 8], int64.
+            owner: Node that holds each. [count], int64.
+            done: How many were drawn before.
+        """
+        self.first = first - done
+        self.own.append(own + done if done else own)
+        self.records.append(records)
+        begin, end = np.searchsorted(self.asked, [done, done + len(owner)])
+        self.owner[begin:end] = owner[self.asked[begin:end] - done]
+
+    def place(self, first: int, owner: np.ndarray) -> None:
+        """Set the first sample number, and the node that holds each sample. [count], int64."""
+        self.first, self.owner = first, owner[self.asked]
+
 
 class OwnSamples(NamedTuple):
     """What this node has drawn from its own part.
 
     Args:
-        sample: Indices in the cut, ascending. [n], int64.
+        sample: Indices in the selection, ascending. [n], int64.
         records: Resolutions. [n, 8], int64.
         steps: Steps of their n-step returns, where windows follow them. [n], int64.
     """
@@ -67,36 +87,36 @@ class OwnSamples(NamedTuple):
 
 
 class ResolutionExchange:
-    """Sends what other nodes lack of a cut, and fills this node's ring and arrivals. One thread at a time.
+    """Sends what other nodes lack of a selection; fills this node's ring and arrivals. One thread at a time.
 
     Args:
         state: Of the stream, in this node's part of the table.
-        link: To the other nodes.
-        routes: Who needs what.
-        carrier: Moves rows.
+        channel: To the other nodes.
+        plan: Who needs what.
+        row_exchange: Moves rows.
         goals: Draws the achieved goals of samples.
-        freight: Takes the rows, behind the messages; None: they are in these.
+        transport: Takes the rows, after the messages; None: they are in these.
     """
 
     def __init__(
         self,
         state: StreamState,
-        link: NodeChannel,
-        routes: ExchangePlan,
-        carrier: RowExchange,
+        channel: NodeChannel,
+        plan: ExchangePlan,
+        row_exchange: RowExchange,
         goals: Goals,
-        freight: DeviceTransport | None = None,
+        transport: DeviceTransport | None = None,
     ) -> None:
-        self._state, self._link, self._carrier = state, link, carrier
-        self._freight, self._rows = freight, [NO_WORDS] * routes.num_nodes
-        self._head_size = HEAD_WORDS + (freight is not None)
-        self._goals, self._index, self._num_nodes = goals, routes.index, routes.num_nodes
-        self._ops, self._draws_goals = state.ops, any(need.goals for need in routes.needs)
-        self._readers, self._need_of = (torch.from_numpy(part) for part in (routes.readers, routes.need_of))
+        self._state, self._channel, self._row_exchange = state, channel, row_exchange
+        self._transport, self._rows = transport, [NO_WORDS] * plan.num_nodes
+        self._head_size = HEAD_WORDS + (transport is not None)
+        self._goals, self._index, self._num_nodes = goals, plan.index, plan.num_nodes
+        self._ops, self._draws_goals = state.ops, any(need.goals for need in plan.needs)
+        self._readers, self._need_of = (torch.from_numpy(part) for part in (plan.readers, plan.need_of))
         everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
         self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
-        self._words = node_messages.resolution_words(carrier.has_steps)
-        # Written word by word: behind a batch that has emptied the caches, a NumPy call takes 10 us and more.
+        self._words = node_messages.resolution_words(row_exchange.has_steps)
+        # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us and more.
         words = np.zeros((3, self._num_nodes), np.int64)
         (self._heads, self._ends, found), (self._head_words, self._end_words, self._found_words) = (
             torch.from_numpy(words).unbind(),
@@ -105,38 +125,38 @@ class ResolutionExchange:
         self._found = found[:1]
         self._samples = torch.empty(0, RowSample.NUM_WORDS, dtype=torch.int64)
         self._which = torch.empty(0, dtype=torch.int64)
-        self.least_drawn = 0  # of the latest cut: the smallest mass that any node has drawn
+        self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
 
-    def fill(self, cut: NodeSelection, own: np.ndarray, records: torch.Tensor) -> None:
-        """Put what this node needs of a cut into the ring, and its rows into the arrivals.
+    def fill(self, selection: NodeSelection, own: np.ndarray, records: torch.Tensor) -> None:
+        """Put what this node needs of a selection into the ring, and its rows into the arrivals.
 
         Args:
-            cut: The cut.
+            selection: The selection.
             own: Samples that this node holds, ascending. [n], int64.
             records: Their resolutions. [n, 8], int64.
         """
         try:
-            mine = OwnSamples(torch.from_numpy(own), records, self._carrier.steps_of(records))
-            heard = self._link.begin(self._pack(cut, mine))()
-            rows = heard
-            if self._freight is not None:
-                rows = self._freight.exchange(self._rows, self._sizes_of(heard))
-            self._receive(cut, mine, heard, rows)
+            mine = OwnSamples(torch.from_numpy(own), records, self._row_exchange.steps_of(records))
+            received = self._channel.begin(self._pack(selection, mine))()
+            rows = received
+            if self._transport is not None:
+                rows = self._transport.exchange(self._rows, self._sizes_of(received))
+            self._receive(selection, mine, received, rows)
         except Exception as error:
-            self._link.abandon(error)
+            self._channel.abandon(error)
             raise
 
-    def _pack(self, cut: NodeSelection, mine: OwnSamples) -> list[np.ndarray]:
+    def _pack(self, selection: NodeSelection, mine: OwnSamples) -> list[np.ndarray]:
         """Return the message for each node: this one's smallest mass, resolutions, rows."""
         goals = self._goals(self._state.spec.key, mine.records) if self._draws_goals else None
-        samples, parts = self._sent(mine, goals, self._readers, self._need_of, cut.offset)
-        if cut.needs_all:
+        samples, parts = self._sent(mine, goals, self._readers, self._need_of, selection.offset)
+        if selection.needs_all:
             parts = self._sent(mine, None, *self._everyone, 0)[1]
         parts[self._index] = NO_WORDS
         for node, part in enumerate(parts):
-            self._head_words[node] = 0 if self._freight else WORD_BYTES * (HEAD_WORDS + part.size)
-        messages = self._carrier.pack(samples, self._heads)
-        if self._freight is not None:
+            self._head_words[node] = 0 if self._transport else WORD_BYTES * (HEAD_WORDS + part.size)
+        messages = self._row_exchange.pack(samples, self._heads)
+        if self._transport is not None:
             self._rows = messages
             messages = [np.empty(self._head_size + part.size, np.int64) for part in parts]
             for message, rows in zip(messages, self._rows, strict=True):
@@ -161,44 +181,49 @@ class ResolutionExchange:
         samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
         packed = np.empty((most, self._words), np.int64)
         found = samples, torch.from_numpy(packed), self._ends
-        route = readers, need_of, offset, self._index, int(self._carrier.takes_own)
+        route = readers, need_of, offset, self._index, int(self._row_exchange.takes_own)
         self._ops.send_draws_(*found, mine.records, mine.sample, mine.steps, goals, *route)
         bounds, words = [0, *[end * self._words for end in self._end_words]], packed.reshape(-1)
         parts = [words[begin:end] for begin, end in itertools.pairwise(bounds)]
         return samples[: self._end_words[-1]], parts
 
-    def _sizes_of(self, heard: list[np.ndarray]) -> list[int]:
+    def _sizes_of(self, received: list[np.ndarray]) -> list[int]:
         """Return the words of rows that come from each node."""
-        sizes = [int(words[ROWS - 1]) for words in heard]
+        sizes = [int(words[ROWS - 1]) for words in received]
         sizes[self._index] = len(self._rows[self._index])
         return sizes
 
     def _receive(
-        self, cut: NodeSelection, mine: OwnSamples, heard: list[np.ndarray], messages: list[np.ndarray]
+        self,
+        selection: NodeSelection,
+        mine: OwnSamples,
+        received: list[np.ndarray],
+        messages: list[np.ndarray],
     ) -> None:
         """Put what the others say into the ring, and their rows where they belong."""
-        self.least_drawn = min(self.least_drawn, *(int(words[0]) for words in heard))
-        counts: list[int] = np.bincount(cut.owner, minlength=self._num_nodes).tolist()
+        self.least_drawn = min(self.least_drawn, *(int(words[0]) for words in received))
+        counts: list[int] = np.bincount(selection.owner, minlength=self._num_nodes).tolist()
         counts[self._index] = 0
         for node, count in enumerate(counts):
             head = self._head_size - 1 + count * self._words
-            self._head_words[node] = 0 if self._freight else WORD_BYTES * head
-        words = [torch.from_numpy(said[self._head_size - 1 :]) for said in heard]
-        ring, which, samples = self._taken(cut, mine, words)
-        self._carrier.unpack(cut.entry, ring, which, samples, self._heads, messages)
+            self._head_words[node] = 0 if self._transport else WORD_BYTES * head
+        words = [torch.from_numpy(said[self._head_size - 1 :]) for said in received]
+        ring, which, samples = self._taken(selection, mine, words)
+        self._row_exchange.unpack(selection.entry, ring, which, samples, self._heads, messages)
 
     def _taken(
-        self, cut: NodeSelection, mine: OwnSamples, words: list[torch.Tensor]
+        self, selection: NodeSelection, mine: OwnSamples, words: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Fill the ring; return it, and the samples whose rows come: indices in the cut, and as of the op."""
+        """Fill the ring; return it, and the samples whose rows come: their indices, and as of the op."""
         assert self._state.origins is not None
-        ring, count = self._state.ring[cut.entry][: cut.count], len(mine.records) + len(cut.asked)
+        ring = self._state.ring[selection.entry][: selection.count]
+        count = len(mine.records) + len(selection.asked)
         if count > len(self._which):
             self._samples = torch.empty(count, RowSample.NUM_WORDS, dtype=torch.int64)
             self._which = torch.empty(count, dtype=torch.int64)
         self._ops.take_draws_(
             ring,
-            self._state.origins[cut.entry],
+            self._state.origins[selection.entry],
             self._samples,
             self._which,
             self._found,
@@ -206,13 +231,13 @@ class ResolutionExchange:
             mine.records,
             mine.sample,
             mine.steps,
-            torch.from_numpy(cut.owner),
-            torch.from_numpy(cut.asked),
+            torch.from_numpy(selection.owner),
+            torch.from_numpy(selection.asked),
             self._need_of,
-            cut.first,
-            cut.offset,
+            selection.first,
+            selection.offset,
             self._index,
-            int(self._carrier.takes_own),
+            int(self._row_exchange.takes_own),
         )
         found = self._found_words[0]
         samples, which = self._samples[:found], self._which[:found]

@@ -1,4 +1,4 @@
-"""What nodes say to each other before they make a cut together, so that all of them make it or none does."""
+"""Agreement of the nodes before each selection: all of them make it, or none does."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class StatusMessage:
 
 
 class SelectionAgreement(LocalSelector):
-    """A selector whose cuts begin with a record of every node, and which hears of their failures.
+    """A selector whose selections begin with a record of every node, and which hears of their failures.
 
     Args:
         state: Of the stream, in this node's part of the table.
-        link: To the other nodes; shared by the streams of one thread.
+        channel: To the other nodes; shared by the streams of one thread.
     """
 
     in_store = False
 
-    def __init__(self, state: StreamState, link: NodeChannel) -> None:
+    def __init__(self, state: StreamState, channel: NodeChannel) -> None:
         super().__init__(state)
-        self.link, self._table = link, state.table
-        self._num_nodes, self._index = link.count, link.index
+        self.channel, self._table = channel, state.table
+        self._num_nodes, self._index = channel.count, channel.index
         self._records = np.zeros((self._num_nodes, StatusMessage.NUM_WORDS), np.int64)
         self._totals = np.zeros(self._num_nodes, np.int64)
         self._waiting = False
-        self._key: int | None = None  # of the cut that is being made
+        self._key: int | None = None  # of the selection that is being made
         self.num_cuts = 0
         self._late_us = np.zeros(self._num_nodes, np.int64)  # how long the others have waited for each node
         self._waited_us = np.zeros((_WAITS, self._num_nodes), np.int64)  # in exchanges that are not in it
@@ -64,44 +64,44 @@ class SelectionAgreement(LocalSelector):
         error: Exception | None,
         stop: bool,
         more: Sequence[np.ndarray] | None = None,
-        gate: np.ndarray = NO_WORDS,
+        limiter: np.ndarray = NO_WORDS,
     ) -> list[np.ndarray]:
-        """Say this node's record, with more words for each node behind it.
+        """Say this node's record, with more words for each node after it.
 
         Args:
-            error: What keeps this node from the cut.
+            error: What keeps this node from the selection.
             stop: Whether it makes no further one.
             more: Words for each node.
-            gate: What it says of the gate, to all nodes.
+            limiter: State of the rate limiter, for all nodes.
         Returns:
-            The words of each node behind its record; gone when the next exchange ends.
+            The words of each node after its record; gone when the next exchange ends.
         """
         record = self._record()
-        words = np.concatenate([record, gate]) if len(gate) else record
+        words = np.concatenate([record, limiter]) if len(limiter) else record
         words[StatusMessage.KEY] = -1 if self._key is None else self._key
         words[StatusMessage.STATUS], words[StatusMessage.STOP] = (
             (StatusMessage.FINE if error is None else StatusMessage.FAILED),
             stop,
         )
-        behind = [NO_WORDS] * self._num_nodes if more is None else more
-        said = self.link.begin([message_of(words, part.reshape(-1)) for part in behind])()
-        heard = self._records = np.stack([part[: StatusMessage.NUM_WORDS] for part in said])
-        self._note_waits(heard[:, StatusMessage.WAITED_US])
+        after = [NO_WORDS] * self._num_nodes if more is None else more
+        messages = self.channel.begin([message_of(words, part.reshape(-1)) for part in after])()
+        records = self._records = np.stack([part[: StatusMessage.NUM_WORDS] for part in messages])
+        self._note_waits(records[:, StatusMessage.WAITED_US])
         if (
-            heard[:, : StatusMessage.STOP + 1] != (words[StatusMessage.KEY], StatusMessage.FINE, False)
+            records[:, : StatusMessage.STOP + 1] != (words[StatusMessage.KEY], StatusMessage.FINE, False)
         ).any():
-            self._raise_refusal(heard, error)
-        self._waiting = bool(heard[:, StatusMessage.WAITING].any())
-        self._totals = heard[:, StatusMessage.TOTAL].copy()
-        return [part[StatusMessage.NUM_WORDS :] for part in said]
+            self._raise_refusal(records, error)
+        self._waiting = bool(records[:, StatusMessage.WAITING].any())
+        self._totals = records[:, StatusMessage.TOTAL].copy()
+        return [part[StatusMessage.NUM_WORDS :] for part in messages]
 
-    def _raise_refusal(self, heard: np.ndarray, error: Exception | None) -> NoReturn:
-        """Raise why a node does not make the cut that this one asks for."""
-        if heard[:, StatusMessage.STOP].any():
-            self.link.note_left()
-            self._raise_stop(heard)
-        self._raise_failure(heard, error)
-        asked = {self.link.name(i): key for i, key in enumerate(heard[:, StatusMessage.KEY].tolist())}
+    def _raise_refusal(self, records: np.ndarray, error: Exception | None) -> NoReturn:
+        """Raise why a node does not make the selection that this one asks for."""
+        if records[:, StatusMessage.STOP].any():
+            self.channel.note_left()
+            self._raise_stop(records)
+        self._raise_failure(records, error)
+        asked = {self.channel.name(i): key for i, key in enumerate(records[:, StatusMessage.KEY].tolist())}
         raise PeerError(
             f"stream {self.spec.name}: the nodes",
             "must ask for the same global batch",
@@ -110,12 +110,12 @@ class SelectionAgreement(LocalSelector):
         )
 
     def leave(self) -> None:
-        """Tell the other nodes that this one makes no further cut, unless one of them has said so."""
-        if not self.link.left:
+        """Tell the other nodes that this one makes no further selection, unless one of them has said so."""
+        if not self.channel.left:
             self._key = None
-            with self.link.parting(MOST_LEAVE_S):
+            with self.channel.parting(MOST_LEAVE_S):
                 self._hello(None, True)
-        self.link.note_left(False)
+        self.channel.note_left(False)
 
     def _record(self) -> np.ndarray:
         """Return what the others must know of this node's part."""
@@ -130,7 +130,7 @@ class SelectionAgreement(LocalSelector):
                 words[StatusMessage.HIGHEST] = priorities.counts[UpdateCount.HIGHEST_PRIORITY]
                 if priorities.rule.normalize == "table":
                     words[StatusMessage.LEAST] = priorities.least
-        words[StatusMessage.WAITED_US] = int(self.link.last_wait_s * 1e6)
+        words[StatusMessage.WAITED_US] = int(self.channel.last_wait_s * 1e6)
         return words
 
     def _note_waits(self, waited_us: np.ndarray) -> None:
@@ -152,23 +152,23 @@ class SelectionAgreement(LocalSelector):
         self._add_waits()
         return self._late_us * 1e-6
 
-    def _raise_stop(self, heard: np.ndarray) -> None:
+    def _raise_stop(self, records: np.ndarray) -> None:
         if self.state.stop.is_set() or self._key is None:
             name = f"stream {self.spec.name}"
             raise StoreError(name, "must be open", None, "it was closed while it waited")
-        node = int(np.nonzero(heard[:, StatusMessage.STOP])[0][0])
-        self.link.raise_ended(node, f"it ended before global batch {self._key}")
+        node = int(np.nonzero(records[:, StatusMessage.STOP])[0][0])
+        self.channel.raise_ended(node, f"it ended before global batch {self._key}")
 
-    def _raise_failure(self, heard: np.ndarray, error: Exception | None) -> None:
+    def _raise_failure(self, records: np.ndarray, error: Exception | None) -> None:
         """Raise if a node says that it has failed: its own error there, its text elsewhere."""
-        if not heard[:, StatusMessage.STATUS].any():
+        if not records[:, StatusMessage.STATUS].any():
             return
         text = "" if error is None else node_messages.text_of(error)
-        texts = self.link.gather(node_messages.pack_text(text, TEXT_WORDS))
+        texts = self.channel.gather(node_messages.pack_text(text, TEXT_WORDS))
         if error is not None:
             raise error
-        node = int(np.nonzero(heard[:, StatusMessage.STATUS])[0][0])
-        raise relayed(PeerError, node_messages.unpack_text(texts[node]), self.link.name(node))
+        node = int(np.nonzero(records[:, StatusMessage.STATUS])[0][0])
+        raise relayed(PeerError, node_messages.unpack_text(texts[node]), self.channel.name(node))
 
     def _apply_together(self, action: Callable[[], None]) -> None:
         """Change this node's masses, and hear what all have then."""
@@ -180,9 +180,9 @@ class SelectionAgreement(LocalSelector):
             error = caught
         words = self._record()
         words[StatusMessage.STATUS] = StatusMessage.FINE if error is None else StatusMessage.FAILED
-        heard = self.link.gather(words)
-        self._raise_failure(heard, error)
-        self._records, self._totals = heard, heard[:, StatusMessage.TOTAL].copy()
+        records = self.channel.gather(words)
+        self._raise_failure(records, error)
+        self._records, self._totals = records, records[:, StatusMessage.TOTAL].copy()
 
     def fail(self, key: int, error: Exception) -> None:
         assert self.state.failure is not None

@@ -1,8 +1,8 @@
-"""Cuts over the nodes that hold a table: each resolves its own draws, and sends what others lack.
+"""Selections over the nodes that hold a table: each resolves its own draws, and sends what others lack.
 
 Every node computes all coordinates; those that fall into its own part of the total mass it resolves. Then
 each node gets the resolutions of the samples that its ranks train on, and the rows of them that their windows
-read (`delivery`). What a node says first in a cut carries its status (`meeting`).
+read (`ResolutionExchange`). Each selection begins with an agreement (`SelectionAgreement`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from deepspeed_gear.sampling.top_priorities import merge_top
 
 
 class ShardedSelector(SelectionAgreement):
-    """The items of all nodes, asked by the one process of this node that makes its cuts.
+    """The items of all nodes, asked by the one process of this node that makes its selections.
 
     One thread at a time. It takes the table's lock itself, and never while it waits for other nodes.
 
     Args:
         state: Of the stream, in this node's part of the table.
-        link: To the other nodes; shared by the streams of one thread.
-        routes: Who needs what.
-        carrier: Moves rows.
+        channel: To the other nodes; shared by the streams of one thread.
+        plan: Who needs what.
+        row_exchange: Moves rows.
         goals: Draws the achieved goals of samples, or None.
         verify_every: As the config's.
-        freight: Takes the rows; None: the link does.
+        transport: Takes the rows; None: the channel does.
     """
 
     counts_draws = False
@@ -49,23 +49,23 @@ class ShardedSelector(SelectionAgreement):
     def __init__(
         self,
         state: StreamState,
-        link: NodeChannel,
-        routes: ExchangePlan,
-        carrier: RowExchange,
+        channel: NodeChannel,
+        plan: ExchangePlan,
+        row_exchange: RowExchange,
         goals: Goals,
         verify_every: int,
-        freight: DeviceTransport | None = None,
+        transport: DeviceTransport | None = None,
     ) -> None:
-        super().__init__(state, link)
-        self._routes, self._verify_every = routes, verify_every
-        self._delivery = ResolutionExchange(state, link, routes, carrier, goals, freight)
-        self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest cut
+        super().__init__(state, channel)
+        self._plan, self._verify_every = plan, verify_every
+        self._exchange = ResolutionExchange(state, channel, plan, row_exchange, goals, transport)
+        self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest selection
         self._is_first = True
-        self._cut: NodeSelection | None = None
+        self._selection: NodeSelection | None = None
         self._heard: list[np.ndarray] = []  # reports from each node, packed
         self._drawn = np.empty(
             (0, Resolution.NUM_WORDS), np.int64
-        )  # resolutions of the latest cut that lie here
+        )  # resolutions of the latest selection that lie here
 
     # ---- phases ----------------------------------------------------------------------------------
 
@@ -74,16 +74,16 @@ class ShardedSelector(SelectionAgreement):
         return int(self._totals.sum())
 
     def begin(self, key: int, entry: int, count: int, check: Check) -> None:
-        """Agree with the other nodes to make a cut.
+        """Agree with the other nodes to make a selection.
 
         Raises:
             StoreError: The stream is being closed.
             PeerError: A node has failed, ended, or asks for another global batch.
         """
-        self._cut, self._key = self._new_cut(key, entry, count), key
+        self._selection, self._key = self._new_selection(key, entry, count), key
         reports: list[np.ndarray] | None = None
         error: Exception | None = None
-        joint, said = self.state.joint_limiter, NO_WORDS
+        joint, records = self.state.joint_limiter, NO_WORDS
         try:
             if self.state.priorities is not None:
                 reports = self._take_reports(key)
@@ -91,10 +91,10 @@ class ShardedSelector(SelectionAgreement):
                 if self._applies_first:
                     self.masses.apply(key)
                 if joint is not None:  # of what was applied, so that it says what can be drawn
-                    said = joint.say(count)
+                    records = joint.record(count)
         except Exception as caught:
             error = caught
-        self._heard = self._hello(error, self.state.stop.is_set(), reports, said)
+        self._heard = self._hello(error, self.state.stop.is_set(), reports, records)
         if joint is not None:
             self._pass_gate(joint, key, count)
         self.num_cuts += 1
@@ -112,19 +112,19 @@ class ShardedSelector(SelectionAgreement):
             GateClosedError: They may not.
             NotReadyError: They may not, and a node waits no longer.
         """
-        said = np.stack([words[: NodeRate.NUM_WORDS] for words in self._heard])
+        records = np.stack([words[: NodeRate.NUM_WORDS] for words in self._heard])
         self._heard = [words[NodeRate.NUM_WORDS :] for words in self._heard]
         with self._table.lock:
-            if joint.hear(said, count):
+            if joint.apply(records, count):
                 return
-            error = joint.given_up(said, key, count)
+            error = joint.given_up(records, key, count)
         raise RateLimitedError if error is None else error
 
-    def _new_cut(self, key: int, entry: int, count: int) -> NodeSelection:
+    def _new_selection(self, key: int, entry: int, count: int) -> NodeSelection:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)
-        turn = count, offset % self._routes.data_world
+        turn = count, offset % self._plan.data_world
         if turn not in self._wanted:
-            self._wanted = {turn: self._routes.wanted(*turn)}
+            self._wanted = {turn: self._plan.wanted(*turn)}
         wanted = self._wanted[turn]
         verifies = (
             not self.spec.sampler.is_pass and bool(self._verify_every) and key % self._verify_every == 0
@@ -154,7 +154,7 @@ class ShardedSelector(SelectionAgreement):
         assert self.spec.rule.window is not None
         with self._table.lock:
             contents = masses.contents()
-        edge = edge_over_nodes(self.link, self.spec.rule.window, *contents)
+        edge = edge_over_nodes(self.channel, self.spec.rule.window, *contents)
 
         def change() -> None:
             masses.apply_window(edge)
@@ -213,17 +213,13 @@ class ShardedSelector(SelectionAgreement):
         return owner.numpy(), own, records
 
     def _keep(self, done: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor) -> None:
-        """Take draws into the cut, of which `done` are in it."""
-        cut = self._cut
-        assert cut is not None
+        """Take draws into the selection, of which `done` are in it."""
+        selection = self._selection
+        assert selection is not None
         if len(own):
             with self._table.lock:
-                self.state.pin(cut.key, records)
-        cut.first = first - done
-        cut.own.append(own + done if done else own)
-        cut.records.append(records)
-        begin, end = np.searchsorted(cut.asked, [done, done + len(owner)])
-        cut.owner[begin:end] = owner[cut.asked[begin:end] - done]
+                self.state.pin(selection.key, records)
+        selection.draw(first, own, records, owner, done)
 
     def resolve_until(
         self,
@@ -259,12 +255,12 @@ class ShardedSelector(SelectionAgreement):
         uses_up, masses = before < len(own), self.masses
         at = int(own[before]) if uses_up else count
         mass = int(masses.leaves[slots[before]]) if uses_up else 0
-        heard = self.link.gather(np.array([at, mass, self._record()[StatusMessage.LEAST]]))
-        self._records[:, StatusMessage.LEAST] = heard[:, 2]
-        node = int(heard[:, 0].argmin())
-        standing = min(int(heard[node, 0]) + 1, count)
+        received = self.channel.gather(np.array([at, mass, self._record()[StatusMessage.LEAST]]))
+        self._records[:, StatusMessage.LEAST] = received[:, 2]
+        node = int(received[:, 0].argmin())
+        standing = min(int(received[node, 0]) + 1, count)
         if standing < count:
-            self._totals[node] -= heard[node, 1]
+            self._totals[node] -= received[node, 1]
             self._records[node, StatusMessage.ITEMS] -= 1
             if node == self._index:
                 with self._table.lock:
@@ -286,7 +282,7 @@ class ShardedSelector(SelectionAgreement):
                 ],
                 axis=1,
             )
-        found = self.link.gather_ragged(own)
+        found = self.channel.gather_ragged(own)
         priorities = [rows[:, 0].astype(np.int32).view(np.float32) for rows in found]
         if self._table.spec.dataset is None:  # equal priorities by the age of their trajectories
             shards, which = node_messages.merge_by_id(priorities, [rows[:, 1] for rows in found], count)
@@ -300,7 +296,7 @@ class ShardedSelector(SelectionAgreement):
         masses = self.state.with_ages
         with self._table.lock:
             own = np.stack(masses.ends(count, newest), axis=1)
-        found = self.link.gather_ragged(own)
+        found = self.channel.gather_ragged(own)
         before = np.cumsum(self._totals) - self._totals
         for rows, start in zip(found, before, strict=True):
             rows[:, 2] += start
@@ -312,41 +308,41 @@ class ShardedSelector(SelectionAgreement):
     # ---- what travels ----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Swap the resolutions and the rows of the cut."""
-        cut = self._cut
-        assert cut is not None
-        if len(cut.own) == 1:
-            own, records = cut.own[0], cut.records[0]
+        """Swap the resolutions and the rows of the selection."""
+        selection = self._selection
+        assert selection is not None
+        if len(selection.own) == 1:
+            own, records = selection.own[0], selection.records[0]
         else:
-            own = np.concatenate([np.empty(0, np.int64), *cut.own])
-            records = torch.cat([torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *cut.records])
+            own = np.concatenate([np.empty(0, np.int64), *selection.own])
+            records = torch.cat([torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *selection.records])
         self._drawn = records.numpy()
         if self.state.counts is not None and len(own):
             with self._table.lock:
                 self.state.counts.count(records.numpy())
-        self._delivery.fill(cut, own, records)
+        self._exchange.fill(selection, own, records)
 
     def deliver(
         self, key: int, entry: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor
     ) -> None:
-        """Fill an entry of the ring with a cut of a checkpoint, as `finish` does with a new one.
+        """Fill an entry of the ring with a selection of a checkpoint, as `finish` does with a new one.
 
         Args:
             key: Number of the global batch.
             entry: Of the ring.
-            first: Sample number of the cut's first sample.
+            first: Sample number of the selection's first sample.
             owner: Which node holds each sample. [count], int64.
             own: Samples that this node holds, ascending. [n], int64.
             records: Their resolutions. [n, 8], int64.
         """
-        cut = self._cut = self._new_cut(key, entry, len(owner))
+        selection = self._selection = self._new_selection(key, entry, len(owner))
         self._key = key
-        cut.first, cut.owner = first, owner[cut.asked]
+        selection.place(first, owner)
         self.state.pin(key, records)
-        self._delivery.fill(cut, own, records)
+        self._exchange.fill(selection, own, records)
 
     def restart(self) -> None:
-        """Ask what a window admits anew at the next cut: the table holds something else."""
+        """Ask what a window admits anew at the next selection: the table holds something else."""
         self._is_first = True
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
@@ -354,7 +350,7 @@ class ShardedSelector(SelectionAgreement):
         masses = self.state.with_priorities
         beta = masses.beta_at(key)
         if masses.rule.normalize == "batch":
-            return self._delivery.least_drawn, 1, beta
+            return self._exchange.least_drawn, 1, beta
         if masses.rule.normalize == "table":
             least = self._records[:, StatusMessage.LEAST]
             return int(least[least > 0].min()), 1, beta

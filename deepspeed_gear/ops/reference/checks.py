@@ -32,7 +32,7 @@ def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | Non
     """Check that every resolution has an anchor and that the rows that are read lie in the columns.
 
     Step t of a trajectory is row first_row + t. A trajectory of which only some steps are there may begin
-    before its column, at a negative row, and end behind it. Of a record that is no sample nothing is read.
+    before its column, at a negative row, and end after it. Of a record that is no sample nothing is read.
 
     Args:
         resolutions: [B, 8], int64.

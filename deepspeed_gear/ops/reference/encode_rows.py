@@ -71,18 +71,18 @@ def pack_rows_(
 ) -> None:
     """Pack the rows of some samples into messages, each row once.
 
-    A message holds, behind its head, the rows of one peer: column by column, of each those of its
+    A message holds, after its head, the rows of one peer: column by column, of each those of its
     trajectories by slot, in their order.
 
     Args:
-        message: Gets the rows of all messages, which lie one behind the other, each from a word on; nothing
+        message: Gets the rows of all messages, which lie one after the other, each from a word on; nothing
             where it is too short. Heads stay as they are. [words], int64.
         sizes: Gets the bytes of rows in each peer's message. [S], int64.
         stored: The bytes of each column. [n] each, uint8.
         samples: `constants.S_*`. [n, 7], int64.
         windows: `constants.W_*`: rows [anchor + first, anchor + end) that a trajectory has, by groups of
             columns that are read alike. [W, 7], int64.
-        members: Which needs have each window, and behind them each set of columns of one row per trajectory.
+        members: Which needs have each window, and after them each set of columns of one row per trajectory.
             [W or more, needs], bool.
         columns: `constants.C_*`: group of windows, or -1 and the row of members. [C, 3], int64.
         heads: Bytes in front of the rows in each peer's message. [S], int64.
@@ -154,8 +154,8 @@ def unpack_rows_(
         ring[at, Resolution.SLOT] = base_slot + first_slot + number
     if len(place) > num_rows or len(plan.known) > num_slots:
         return
-    said = [message.view(torch.uint8) for message in messages]
-    for message, head, size in zip(said, heads.tolist(), plan.sizes, strict=True):
+    as_bytes = [message.view(torch.uint8) for message in messages]
+    for message, head, size in zip(as_bytes, heads.tolist(), plan.sizes, strict=True):
         if size and len(message) < head + size:
             raise ShapeError("messages", "must hold the rows of samples", len(message))
 
@@ -163,7 +163,7 @@ def unpack_rows_(
         return first_slot + number if single else first_row + place[number, row]
 
     for column, at, peer, begin, size in list(_places(plan, columns, heads, arrivals, row_of)):
-        arrivals[column][at : at + size] = said[peer][begin : begin + size]
+        arrivals[column][at : at + size] = as_bytes[peer][begin : begin + size]
 
 
 def _plan(samples: Tensor, windows: Tensor, members: Tensor, columns: Tensor, num_peers: int) -> _Plan:
@@ -222,7 +222,7 @@ def _rows_read(
             if has[sample.need]:
                 read, nearest = _read(sample, window)
                 rows[window.group].update((which, row) for row in read)
-                every.update(read, nearest)  # ops check the row that is nearest, even if nobody reads it
+                every.update(read, nearest)  # ops check the row that is nearest, even if it is not read
         spans.append((min(every), max(every) + 1) if every else (0, 0))
     return rows, spans
 

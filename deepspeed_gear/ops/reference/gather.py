@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: Tensor) -> Span:
-    """Cut windows to their trajectories.
+    """Clip windows to their trajectories.
 
     The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none. `place` is the
     first one's place in the window; `before` and `after` are the rows that pad it on both sides where the pad

@@ -143,7 +143,7 @@ def resolve_rows_(
 
 
 def top_k_(items: Tensor, priorities: Tensor, sums: Tensor) -> None:
-    """Set items to the leaves with a mass of highest priority: falling, equal ones by number, -1 behind."""
+    """Set items to the leaves with a mass of highest priority: falling, equal ones by number, -1 after."""
     leaves = torch.nonzero(sums[: len(priorities)] > 0)[:, 0]
     order = torch.sort(priorities[leaves], descending=True, stable=True).indices[: len(items)]
     items.fill_(-1)[: len(order)] = leaves[order]

@@ -68,12 +68,12 @@ def send_draws_(
         packed: Gets their packed resolutions. [n * most or more, 4, or 5 where steps travel], int64.
         ends: Gets the samples up to and with those of each node. [S], int64.
         records: Resolutions of this node's draws. [n, 8], int64.
-        own: Their indices in the cut, ascending. [n], int64.
+        own: Their indices in the selection, ascending. [n], int64.
         steps: Steps of their n-step returns, where windows follow them. [n], int64.
         goals: Their rows of achieved goals, -1 for none, where some are drawn. [n], int64.
         readers: Nodes that read a replica's samples, then -1. [replicas, most], int64.
         need_of: What is read at each node of each replica's samples, -1 for nothing. [S, replicas], int16.
-        offset: Of the cut's first sample among those of all tables: replicas take turns.
+        offset: Of the selection's first sample among those of all tables: replicas take turns.
         index: This node.
         takes_own: Whether it copies rows for itself as well.
     """
@@ -97,7 +97,7 @@ def take_draws_(
     samples: Tensor,
     which: Tensor,
     found: Tensor,
-    heard: Sequence[Tensor],
+    received: Sequence[Tensor],
     records: Tensor,
     own: Tensor,
     steps: Tensor | None,
@@ -109,33 +109,33 @@ def take_draws_(
     index: int,
     takes_own: int,
 ) -> None:
-    """Put the resolutions of a cut into the ring, and find the samples whose rows this node needs.
+    """Put the resolutions of a selection into the ring, and find the samples whose rows this node needs.
 
     Args:
         ring: Gets the resolutions; `UNKNOWN` as id where there is none. [B, 8], int64.
         origins: Gets shard << 32 | slot of each. [B], int64.
         samples: Gets the samples whose rows are wanted, as of `unpack_rows_`. [n + a or more, 7], int64.
-        which: Gets their indices in the cut. [n + a or more], int64.
+        which: Gets their indices in the selection. [n + a or more], int64.
         found: Gets how many these are. [1], int64.
-        heard: Packed resolutions from each node, one behind the other, and more. [words] each.
+        received: Packed resolutions from each node, one after the other, and more. [words] each.
         records: As of `send_draws_`.
         own: Likewise.
         steps: Likewise.
         owner: Node that holds each sample that was asked for. [a], int64.
-        asked: Their indices in the cut, ascending. [a], int64.
+        asked: Their indices in the selection, ascending. [a], int64.
         need_of: As `send_draws_`.
-        first: Sample number of the cut's first sample.
+        first: Sample number of the selection's first sample.
         offset: As of `send_draws_`.
         index: Likewise.
         takes_own: Likewise.
     """
     ring.zero_()
     ring[:, Resolution.ID] = UNKNOWN
-    size, at, begins = 4 if steps is None else 5, 0, [0] * len(heard)
+    size, at, begins = 4 if steps is None else 5, 0, [0] * len(received)
     for node, sample in zip(owner.tolist(), asked.tolist(), strict=True):
         if node == index:
             continue
-        words = heard[node][begins[node] : begins[node] + size]
+        words = received[node][begins[node] : begins[node] + size]
         begins[node] += size
         ring[sample] = _unpack(words, first + sample)
         origins[sample] = node << SHARD_BITS | int(ring[sample, Resolution.SLOT])

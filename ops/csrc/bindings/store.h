@@ -143,7 +143,7 @@ inline PyObject* OpenStoreAt(PyObject* const* given, Py_ssize_t count) {
     store->control = AddressOf<int64_t>(words[2]);
     store->links = AddressOf<int64_t>(words[3]);
     store->log = AddressOf<int64_t>(words[4]);
-    store->life = AddressOf<int64_t>(words[5]);
+    store->retention = AddressOf<int64_t>(words[5]);
     store->slots = AddressOf<Slot>(words[6]);
     store->num_slots = AsInt(words[7]);
     store->num_rows = AsInt(words[8]);
@@ -183,9 +183,9 @@ inline PyObject* SetColumns(PyObject* const* given, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// store_life(store, pins, removal, rate) -> None; pins: (last_drawn, consumed, num_peers);
+// store_retention(store, pins, removal, rate) -> None; pins: (last_drawn, consumed, num_peers);
 // rate: () or (per_step, min_size, samples_per_insert, most)
-inline PyObject* SetLife(PyObject* const* given, Py_ssize_t count) {
+inline PyObject* SetRetention(PyObject* const* given, Py_ssize_t count) {
   CheckCount(count, 4);
   cpu::Store& store = StoreOf(given[0]);
   store.pins.clear();

@@ -16,7 +16,7 @@ int64_t& LinkOf(Store& store, int64_t slot, Link word) {
   return store.links[slot * kLinkWords + word];
 }
 
-int64_t& OpenOf(const Store& store, int64_t slot) { return store.life[slot * kLifeWords + kOpen]; }
+int64_t& OpenOf(const Store& store, int64_t slot) { return store.retention[slot * kRetentionWords + kOpen]; }
 
 // Counts what a slot is reserved for, or no longer is.
 void CountPending(Store& store, const Slot& record, int64_t sign) {
@@ -187,7 +187,7 @@ int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, 
   record.born = born;
   record.id = store.control[kNextId] * store.id_count + store.id_index;
   ++store.control[kNextId];
-  std::fill_n(store.life + slot * kLifeWords, kOpen, 0);
+  std::fill_n(store.retention + slot * kRetentionWords, kOpen, 0);
   // The commit point: pairs with the acquire of whoever reads the state without the lock.
   __atomic_store_n(&record.state, kCommitted, __ATOMIC_RELEASE);
   InsertBehind(store, LinkOf(store, store.num_slots, kOlder), slot, kOlder, kNewer);

@@ -48,7 +48,7 @@ enum Control : int64_t {
 enum Link : int64_t { kBefore, kAfter, kOlder, kNewer, kLinkWords };
 
 // Of a slot: how often it was drawn and so on, 0 at first. kOpen: its trajectory still grows.
-inline constexpr int64_t kLifeWords = 4, kOpen = 3;
+inline constexpr int64_t kRetentionWords = 4, kOpen = 3;
 
 // What `Reserve` and `Add` return instead of a slot or an id.
 enum Refusal : int64_t {
@@ -91,7 +91,7 @@ struct Rate {
 struct Store {
   SharedMutex* mutex;
   int64_t* holder;
-  int64_t *control, *links, *log, *life;
+  int64_t *control, *links, *log, *retention;
   Slot* slots;
   int64_t num_slots, num_rows, log_size, id_index, id_count, peer;
   int64_t most_trajectories, most_steps;  // limits below what there is room for

@@ -31,11 +31,13 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Return what makes the stores of some nodes."""
     made: list[StoreScene] = []
 
-    def of(count: int, **life: Any) -> list[StoreScene]:
+    def of(count: int, **retention: Any) -> list[StoreScene]:
         for index in range(count):
             spec = stream_spec(batch=BATCH, num_shards=count)
             shard = Shard(index, count)
-            made.append(StoreScene(request.param, [spec], life=Retention("fifo", **life), shard=shard))
+            made.append(
+                StoreScene(request.param, [spec], retention=Retention("fifo", **retention), shard=shard)
+            )
         meet(made)
         return made
 
@@ -51,13 +53,13 @@ def joint(scene: StoreScene) -> JointSelectionLimiter:
 
 
 def say(scenes: list[StoreScene]) -> np.ndarray:
-    return np.stack([joint(scene).say(BATCH) for scene in scenes])
+    return np.stack([joint(scene).record(BATCH) for scene in scenes])
 
 
 def meet(scenes: list[StoreScene]) -> bool:
     """Let the nodes meet; a batch is drawn if they may."""
     said = say(scenes)
-    found = {joint(scene).hear(said, BATCH) for scene in scenes}
+    found = {joint(scene).apply(said, BATCH) for scene in scenes}
     assert len(found) == 1
     if found == {True}:
         for scene in scenes:
@@ -86,7 +88,7 @@ def test_a_queue_of_all_nodes(count: int, make: Make) -> None:
     last, added = scenes[-1], 0
     for _ in range(8):
         added += fill(last)
-        joint(last).hear(say(scenes), BATCH)
+        joint(last).apply(say(scenes), BATCH)
     assert added <= 8
 
 
@@ -115,7 +117,7 @@ def test_a_trajectory_longer_than_a_part_gets_through_in_its_turn(make: Make) ->
         said = say(scenes)
         for scene in scenes:
             joint(scene)._is_open = False
-            joint(scene).hear(said, 1000)
+            joint(scene).apply(said, 1000)
         added.append(sum(fill(scene, 12) for scene in scenes))
     assert sum(added) == 1
 
@@ -126,7 +128,7 @@ def test_what_is_being_written_counts(make: Make) -> None:
     added = 0
     for _ in range(3):
         said = say(scenes)
-        assert not any(joint(scene).hear(said, 1000) for scene in scenes)
+        assert not any(joint(scene).apply(said, 1000) for scene in scenes)
         added += sum(fill(scene) for scene in scenes)
     assert added == 3
     scenes[0].table.commit(slot)
@@ -153,5 +155,5 @@ def test_a_node_that_would_wait_for_itself_ends_the_wait_of_all(make: Make) -> N
     said = say(scenes)
     for scene in scenes:
         assert isinstance(joint(scene).given_up(said, 0, BATCH), NotReadyError)
-        assert not joint(scene).hear(said, BATCH)
+        assert not joint(scene).apply(said, BATCH)
     assert joint(scenes[0]).hear(said, 0)

@@ -32,10 +32,12 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[StoreScene] = []
 
     def of(removal: Any = "fifo", specs: Any = (), **options: Any) -> StoreScene:
-        life = Retention(
+        retention = Retention(
             removal, **{k: options.pop(k) for k in list(options) if k in Retention.__dataclass_fields__}
         )
-        scene = StoreScene(request.param, specs, **{"num_slots": 5, "num_rows": 20, **options}, life=life)
+        scene = StoreScene(
+            request.param, specs, **{"num_slots": 5, "num_rows": 20, **options}, retention=retention
+        )
         made.append(scene)
         return scene
 
@@ -140,7 +142,7 @@ def test_nan_goes_before_every_number(make: Make, monkeypatch: pytest.MonkeyPatc
     values = np.array([5.0, -np.inf, np.nan, np.nan])
     monkeypatch.setattr(scene.table, "values", lambda _, slots: values[scene.table.slots[slots, Slot.ID]])
     with scene.table.lock:
-        victim = inserter(scene).room._victim()
+        victim = inserter(scene).evictor._victim()
     assert scene.table.slots[victim, Slot.ID] == 1  # as bad as NaN, and older
 
 
@@ -168,7 +170,7 @@ def test_open_trajectories_stay(make: Make) -> None:
     scene = make("uniform")
     for _ in range(4):
         add(scene, 4)
-    scene.table.views["life"][scene.table.slots_of(np.array([0, 1, 3])), SlotRetention.OPEN] = 1
+    scene.table.views["retention"][scene.table.slots_of(np.array([0, 1, 3])), SlotRetention.OPEN] = 1
     add(scene, 4)
     assert ids(scene) == [0, 1, 3, 4]
 
@@ -302,7 +304,7 @@ def test_writers_wait_as_the_rate_says(make: Make) -> None:
 @pytest.mark.parametrize("removal", ["none", "fifo", "lifo"])
 def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_rows: int) -> None:
     sizes = {"num_slots": 9, "num_rows": 60, "spare_rows": spare_rows}
-    scenes = [StoreScene("cpu", [stream_spec()], **sizes, life=Retention(removal)) for _ in range(2)]
+    scenes = [StoreScene("cpu", [stream_spec()], **sizes, retention=Retention(removal)) for _ in range(2)]
     ways = [inserter(scene) for scene in scenes]
     for way, scene in zip(ways, scenes, strict=True):
         way._native = scene.ops.native
@@ -319,9 +321,9 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(removal: Any, spare_
                 table_edits.remove(scene.table, [number])
         assert found[0] == found[1]
         check_rows(scenes[0])
-    assert (ways[0].room.mover.rows_copied > 0) == (spare_rows > 0)
+    assert (ways[0].evictor.mover.rows_copied > 0) == (spare_rows > 0)
     views = [scene.table.views for scene in scenes]
-    for name in ("slots", "links", "log", "life", *(n for n in views[0] if n.startswith("column/"))):
+    for name in ("slots", "links", "log", "retention", *(n for n in views[0] if n.startswith("column/"))):
         assert (views[0][name] == views[1][name]).all(), name
     words = np.arange(len(views[0]["control"])) != Control.RECOVERIES
     assert (views[0]["control"][words] == views[1]["control"][words]).all()

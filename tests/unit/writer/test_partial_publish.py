@@ -305,7 +305,7 @@ def test_who_is_dropped_without_being_closed_keeps_no_room() -> None:
             vector.step(**vector_step(0, 2, []), publish=True)
         with vector:
             pass
-        assert found.tables["main"].views["life"][:, SlotRetention.OPEN].sum() == 0
+        assert found.tables["main"].views["retention"][:, SlotRetention.OPEN].sum() == 0
 
 
 def test_a_reset_that_is_refused_changes_nothing() -> None:

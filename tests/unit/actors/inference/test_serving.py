@@ -212,7 +212,7 @@ def test_wrong_answers_are_refused(scene: tuple[InferenceLoader, InferenceClient
 def test_wrong_steps_are_refused(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     loader, simulators = scene
     columns = Envs(range(4), "next_step", short).step(np.arange(4))
-    with pytest.raises(StoreError, match="step must come behind the answers"):
+    with pytest.raises(StoreError, match="step must come after the answers"):
         simulators.step(**columns)
     simulators.post()
     serve(loader, lambda: False)
