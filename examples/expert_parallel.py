@@ -65,7 +65,7 @@ def main() -> None:
             engine.backward(loss + BALANCE * sum(block.mlp.imbalance for block in model.blocks))
             engine.step()
 
-    replicas = engine.gear.topology.data_world
+    replicas = engine.gear.num_replicas
     report(lambda: held_out_loss(engine, errors), train, steps=steps, replicas=replicas, experts=EXPERTS)
     engine.destroy()
     dist.destroy_process_group()

@@ -87,7 +87,7 @@ def main() -> None:
     curve = [(0.0, mean_return(target, SEED, engine.device))]
     begin = time.perf_counter()
     with ExitStack() as stack:
-        if replay.topology.leads_node:  # one rank of each node publishes, and starts the node's actors
+        if replay.is_node_leader:  # one rank of each node publishes, and starts the node's actors
             board = stack.enter_context(PolicyBoard.create(q, replay.config.shared_memory.prefix))
             started = start_actors(
                 "CartPole-v1",
@@ -96,7 +96,7 @@ def main() -> None:
                 num_actors=ACTORS,
                 num_envs=ENVS,
                 board=board,
-                seed=args.seed + 1000 * replay.topology.node,
+                seed=args.seed + 1000 * replay.node,
             )
             actors = stack.enter_context(started)
         bar = stack.enter_context(tqdm(total=args.steps, disable=not is_first, unit="step", mininterval=5.0))

@@ -88,7 +88,7 @@ def main() -> None:
         for _ in range(steps):
             engine.train_batch(data_iter=engine.gear_iterator())
 
-    replicas = engine.gear.topology.data_world
+    replicas = engine.gear.num_replicas
     report(evaluate, train, steps=steps, replicas=replicas)
     engine.destroy()
     dist.destroy_process_group()

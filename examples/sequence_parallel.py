@@ -70,7 +70,7 @@ def main() -> None:
             engine.backward(loss)
             engine.step()
 
-    replicas = engine.gear.topology.data_world
+    replicas = engine.gear.num_replicas
     report(lambda: held_out_loss(engine, errors), train, steps=steps, replicas=replicas)
     engine.destroy()
     dist.destroy_process_group()

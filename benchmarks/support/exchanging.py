@@ -443,7 +443,7 @@ def training(data: str, config_path: str, steps: int, prefetch: int) -> dict[str
     hopper.train(engine, average, None, quiet, steps)
     step_ms = (time.perf_counter() - begin) / steps * 1e3
     metrics = engine.gear.take_metrics()
-    num_nodes = engine.gear.topology.num_nodes
+    num_nodes = engine.gear._topology.num_nodes
     engine.destroy()
     return {
         "step_ms": step_ms,

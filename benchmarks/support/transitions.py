@@ -66,7 +66,7 @@ class Gear:
             "batch_size": ranks * batch,
         }
         self.replay = Replay(section, schemas={"main": content.schema})
-        if self.replay.topology.rank == 0:
+        if self.replay._topology.rank == 0:
             for trajectory in content.trajectories():
                 self.replay.add(trajectory)
         if dist.is_initialized():
@@ -80,7 +80,7 @@ class Gear:
         values = first_priorities(num_items)
         for begin in range(0, num_items, _CHUNK):
             self.replay.sample()
-            if self.replay.topology.rank == 0:
+            if self.replay._topology.rank == 0:
                 items = np.arange(begin, min(begin + _CHUNK, num_items))
                 ids, steps = (torch.from_numpy(x) for x in np.divmod(items, num_steps))
                 self.replay.set_priorities(ids, torch.from_numpy(values[items]), steps)

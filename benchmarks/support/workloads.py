@@ -69,7 +69,7 @@ class Workload:
     def replay(self, window: str, batch_size: int, **options: Any) -> Replay:
         """Make a Replay that holds the workload. Collective; rank 0 adds the trajectories."""
         replay = Replay(self.section(window, batch_size, **options), schemas={"main": self.schema})
-        if replay.topology.rank == 0:
+        if replay._topology.rank == 0:
             for trajectory in self.trajectories():
                 replay.add(trajectory)
         if dist.is_initialized():

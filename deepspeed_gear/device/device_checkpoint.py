@@ -16,6 +16,7 @@ from deepspeed_gear.ops.records import RingState, UpdateCount
 
 FORMAT = 2
 CONTENT = "content.pt"
+_POSITION = {"global_batches": RingState.BATCH, "samples": RingState.SAMPLES}
 T = TypeVar("T")
 
 
@@ -80,6 +81,24 @@ def check_drawn(table: RingTable) -> None:
         raise DataError("the table on the device", rule, f"{empty} global batches without samples", remedy)
 
 
+def position_of(plan: ReplayPlan, table: RingTable) -> dict[str, Any]:
+    """Return how many global batches and samples were selected, and of what. JSON-able."""
+    state = table.state.tolist()
+    return {**_facts(plan), **{name: state[word] for name, word in _POSITION.items()}}
+
+
+def seek(plan: ReplayPlan, table: RingTable, state: Mapping[str, Any]) -> None:
+    """Continue at a position.
+
+    Raises:
+        CheckpointError: It is of another format, config or data set; nothing has changed.
+    """
+    _check_facts(plan, state)
+    position = {word: save_folders.entry(state, name, int, "the state") for name, word in _POSITION.items()}
+    for word, value in position.items():
+        table.state[word] = value
+
+
 def state_of(plan: ReplayPlan, table: RingTable) -> dict[str, Any]:
     """Return the content of a table and what it is of, in host memory."""
     content = {name: tensor.to("cpu", copy=True) for name, tensor in _content(plan, table).items()}
@@ -138,7 +157,7 @@ def save(plan: ReplayPlan, table: RingTable, folder: Path, kept: save_folders.St
     agree(lambda: save_folders.begin(folder, [name], kept) if first else None)
     manifests = {path: digest for part in exchange.gather(agree(write)) for path, digest in part.items()}
     agree(lambda: save_folders.publish(folder, [name]) if first else None)
-    state = {**_facts(plan), "save": {"id": save_id, "tables": {name: manifests}}}
+    state = {**position_of(plan, table), "save": {"id": save_id, "tables": {name: manifests}}}
     agree(lambda: save_folders.write_position(folder, state) if first else None)
     return state
 

@@ -24,6 +24,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.register_builders import register
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
+from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.schema import Schema
 
 _plain_initialize = deepspeed.initialize
@@ -56,7 +57,7 @@ def initialize(
 
 def attach(
     engine: Any,
-    replay: Replay | DeviceReplay | None = None,
+    replay: ReplayBase | None = None,
     config: Any = None,
     schemas: Mapping[str, Schema] | None = None,
     checkpoint: engine_checkpoint.Checkpoint = None,
@@ -95,7 +96,7 @@ def attach(
     else:
         _check_shared(engine, replay, checkpoint)
     engine.gear = replay
-    engine.gear_sample = replay.sample if replay.topology.place.reads else nothing
+    engine.gear_sample = replay.sample if replay._topology.place.reads else nothing
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
     keep_sizes(engine)
@@ -171,7 +172,7 @@ def _section_in(config: Mapping[str, Any]) -> Any:
 
 def _make_replay(
     engine: Any, config: Any, schemas: Mapping[str, Schema] | None, checkpoint: engine_checkpoint.Checkpoint
-) -> Replay | DeviceReplay:
+) -> ReplayBase:
     section = _section_in({"gear": deepspeed_compat.gear_section(engine) if config is None else config})
     exchange = ControlPlane()
 
@@ -213,22 +214,23 @@ def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
     return place, BatchInfo(micro, deepspeed_compat.accumulation_of(engine), *worlds)
 
 
-def _check_shared(
-    engine: Any, replay: Replay | DeviceReplay, checkpoint: engine_checkpoint.Checkpoint
-) -> None:
+def _check_shared(engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint.Checkpoint) -> None:
     """Refuse a Replay whose batches are sized for another engine, and a second position for it."""
     if checkpoint is not None:
         remedy = "the engine that the Replay was made for loads and saves its position"
         raise ConfigError("checkpoint", "must not be given with a shared replay", str(checkpoint), remedy)
     place, info = _sizes_of(engine)
-    if (place, info) != (replay.topology.place, replay.batch_info):
+    if (place, info) != (replay._topology.place, replay.batch_info):
         rule = f"must be of an engine like this one ({place}; {info})"
         raise ConfigError(
-            "replay", rule, f"{replay.topology.place}; {replay.batch_info}", "let it have a Replay of its own"
+            "replay",
+            rule,
+            f"{replay._topology.place}; {replay.batch_info}",
+            "let it have a Replay of its own",
         )
 
 
-def _log_sizes(engine: Any, replay: Replay | DeviceReplay) -> None:
+def _log_sizes(engine: Any, replay: ReplayBase) -> None:
     """Write the sizes to the log, once. It is ours, as DeepSpeed's own shows warnings only."""
     log = logging.getLogger("deepspeed_gear")
     if not log.handlers:
@@ -237,7 +239,7 @@ def _log_sizes(engine: Any, replay: Replay | DeviceReplay) -> None:
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False
-    if replay.topology.rank == 0:
+    if replay._topology.rank == 0:
         counted, wanted = engine.train_batch_size(), replay.batch_info.global_batch
         wrong = "" if counted == wanted else f" (train_batch_size says {counted})"
         log.info("gear: %s%s", replay.batch_info, wrong)
@@ -249,7 +251,7 @@ def _wrap(engine: Any, name: str, make: Callable[[Callable[..., Any]], Callable[
     setattr(engine, name, functools.wraps(original)(make(original)))
 
 
-def _carry_state(engine: Any, replay: Replay | DeviceReplay) -> None:
+def _carry_state(engine: Any, replay: ReplayBase) -> None:
     """Let checkpoints hold the replay's position."""
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -284,7 +286,7 @@ def _carry_state(engine: Any, replay: Replay | DeviceReplay) -> None:
     _wrap(engine, "load_checkpoint", loading)
 
 
-def _report_metrics(engine: Any, replay: Replay | DeviceReplay) -> None:
+def _report_metrics(engine: Any, replay: ReplayBase) -> None:
     """Write metrics to DeepSpeed's monitor after each optimizer step, where one is enabled."""
     if not replay.config.metrics or not getattr(getattr(engine, "monitor", None), "enabled", False):
         return
@@ -306,7 +308,7 @@ def _report_metrics(engine: Any, replay: Replay | DeviceReplay) -> None:
     _wrap(engine, "train_batch" if deepspeed_compat.is_pipeline(engine) else "step", stepping)
 
 
-def _close_with(engine: Any, replay: Replay | DeviceReplay) -> None:
+def _close_with(engine: Any, replay: ReplayBase) -> None:
     def destroying(original: Callable[..., Any]) -> Callable[..., Any]:
         def destroy(*arguments: Any, **options: Any) -> Any:
             replay.close()

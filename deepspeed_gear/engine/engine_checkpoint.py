@@ -17,7 +17,7 @@ import torch
 from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, ConfigError
-from deepspeed_gear.replay import DeviceReplay, Replay
+from deepspeed_gear.replay.replay_base import ReplayBase
 
 CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state
 TABLES = "gear"  # our folder in a tag's folder
@@ -26,7 +26,7 @@ _POSITION, _FOLDER, _HAS_TABLES = "position", "folder", "has_tables"
 Checkpoint = str | Path | Literal[False] | None
 
 
-def save(replay: Replay | DeviceReplay, folder: Path) -> dict[str, Any]:
+def save(replay: ReplayBase, folder: Path) -> dict[str, Any]:
     """Write the tables into a tag's folder. Collective.
 
     Returns:
@@ -37,7 +37,7 @@ def save(replay: Replay | DeviceReplay, folder: Path) -> dict[str, Any]:
     return {_POSITION: position, _FOLDER: str(folder.absolute()), _HAS_TABLES: has_tables}
 
 
-def load(replay: Replay | DeviceReplay, folder: Path, saved: Mapping[str, Any] | None) -> bool:
+def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> bool:
     """Load what `save` has returned, and the tables that belong to it. Collective.
 
     Args:
@@ -115,7 +115,7 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
     )
 
 
-def load_late(engine: Any, replay: Replay | DeviceReplay, checkpoint: Checkpoint) -> None:
+def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint) -> None:
     """Load the replay's part of the checkpoint that an engine has loaded already. Collective.
 
     Args:

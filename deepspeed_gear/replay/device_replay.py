@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,19 +35,19 @@ from deepspeed_gear.errors import (
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.clamp_warnings import ClampWarning
+from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.process_bound import ProcessBound
 
 
-class DeviceReplay(ProcessBound):
+class DeviceReplay(ReplayBase):
     """The replay system of a config whose table has `"placement": "device"`.
 
     Table, tree, cursors and counters lie in the memory of this rank's device. `sample_`, `add_` and
     `update_priorities_` mutate fixed tensors, never wait for the device, and take everything that changes
     from its memory: they can be captured in a CUDA graph together with the training step, and traced by
-    `torch.compile`. The content is lost with the process unless `state_dict` or `save` keeps it.
+    `torch.compile`. The content is lost with the process unless `save` keeps it.
 
     A data set is copied to the device of each rank. Trajectories that are added lie on the devices of this
     rank's replica; its tensor and sequence ranks add the same ones. All replicas draw from one distribution:
@@ -84,9 +83,9 @@ class DeviceReplay(ProcessBound):
     ) -> None:
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         plan = make_plan(config, process_group, schemas, info, place)
-        self._plan, self.config, self.topology, self.batch_info = plan, plan.config, plan.topology, plan.info
+        self._plan = plan
         try:
-            self.device = plan.exchange.agree("the device", lambda: device_of(device))
+            super().__init__(plan, plan.exchange.agree("the device", lambda: device_of(device)))
             is_shared = shares_gpus(plan.exchange, plan.topology, self.device)
             spec = plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
             draws, reports = join(plan, self._sharing, self._selection, spec, is_shared)
@@ -103,10 +102,8 @@ class DeviceReplay(ProcessBound):
             info=plan.info,
             owner=self,
         )
-        self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
-        self._closed, self._clamp_warning = False, self._new_clamp_warning()
-        #: As `Replay.transform`; `sample` calls it, `sample_` does not.
-        self.transform: Transform | None = None
+        self._clamp_warning = self._new_clamp_warning()
+        self._transform: Transform | None = None
 
     def _build(self, plan: ReplayPlan, engine_dtype: torch.dtype) -> StreamSpec:
         config, name = plan.config, plan.config.sampled_tables[0]
@@ -121,7 +118,7 @@ class DeviceReplay(ProcessBound):
         self.table = table_of(plan, name, spec, ops, self.device, *spread)
         numbers = (plan.info.data_world, place.data_rank) if options.scope == "shard" else (1, 0)
         self._selection = RingSelection(self.table, spec, betas_of(config, spec, self.device), *numbers)
-        self.schema, self.datasets = self.table.schema, plan.datasets
+        self.schema = self.table.schema
         needs = plan.needs
         self._gatherer = Gatherer(
             needs.fields,
@@ -164,6 +161,15 @@ class DeviceReplay(ProcessBound):
             raise DataError("out", "must be from new_batch", type(out).__name__)
         self._loader.fill_(out)
 
+    @property
+    def transform(self) -> Transform | None:
+        """As `ReplayBase.transform`; `sample` calls it, `sample_` does not."""
+        return self._transform
+
+    @transform.setter
+    def transform(self, transform: Transform | None) -> None:
+        self._transform = None if transform is None else arguments.function("transform", transform)
+
     def sample(self) -> Batch:
         """Return this rank's next micro batch; its tensors are used again max(2, accumulation) calls on."""
         self._check_filled()
@@ -174,30 +180,11 @@ class DeviceReplay(ProcessBound):
         keys = position.transform_keys(selection.seed, selection.key, batch.sample_number)
         return self.transform(batch.again(), keys)
 
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            yield self.sample()
+    def _begin_pass(self, split: str) -> Iterator[Batch]:
+        return self._passes.batches(split)
 
-    def iterator(self, stream: str = TRAIN) -> Iterator[Batch]:
-        """Return an iterator over batches: endless for training, one pass over every item for a split.
-
-        In the last batches of a pass `valid` is False, and `weight` 0, for samples that only fill them up.
-
-        Raises:
-            ConfigError: There is no such stream.
-        """
-        self._check_open()
-        arguments.one_of("stream", stream, str, "a name")
-        return iter(self) if stream == TRAIN else self._passes.batches(stream)
-
-    def num_batches(self, stream: str) -> int:
-        """Return how many batches of each rank one pass over a split has.
-
-        Raises:
-            ConfigError: There is no such split.
-        """
-        self._check_open()
-        return self._passes.num_batches(arguments.one_of("stream", stream, str, "a name"))
+    def _num_batches(self, split: str) -> int:
+        return self._passes.num_batches(split)
 
     # ---- adding ----------------------------------------------------------------------------------
 
@@ -248,7 +235,7 @@ class DeviceReplay(ProcessBound):
             raise ShapeError("ids", "must be a tensor [n], int64", form)
         self.table.check_fill(ids, columns)
         if self._sharing.is_spread:
-            replica, replicas = self.topology.data_rank, self.batch_info.data_world
+            replica, replicas = self._topology.data_rank, self.batch_info.data_world
             ids = torch.where(ids % replicas == replica, ids // replicas, -1)
         self.table.fill_(ids, columns)
 
@@ -341,7 +328,27 @@ class DeviceReplay(ProcessBound):
             self._clamp_warning.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the content and the position, in host memory. Waits for the device.
+        """Return the position: the global batches that were selected. JSON-able. Waits for the device.
+
+        Raises:
+            StoreError: Some micro batches of a global batch were used, and not all.
+        """
+        self._settle()
+        return device_checkpoint.position_of(self._plan, self.table)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position; the table keeps its content, and graphs that were captured stay good.
+
+        Raises:
+            CheckpointError: It is of another format, config or data set; nothing has changed.
+        """
+        self._check_open()
+        arguments.mapping("state", state, "give what state_dict has returned")
+        device_checkpoint.seek(self._plan, self.table, state)
+        self._go_on()
+
+    def export_table(self) -> dict[str, Any]:
+        """Return a copy of the table and the position, in host memory. Waits for the device.
 
         Raises:
             StoreError: Some micro batches of a global batch were used, and not all.
@@ -349,53 +356,26 @@ class DeviceReplay(ProcessBound):
         self._settle()
         return device_checkpoint.state_of(self._plan, self.table)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a state was taken, in the same tensors: graphs that were captured stay good.
+    def import_table(self, exported: Mapping[str, Any]) -> None:
+        """Continue where a table was exported, in the same tensors: graphs that were captured stay good.
 
         Raises:
             CheckpointError: It is of another format, config, size or data set; nothing has changed.
         """
         self._check_open()
-        arguments.mapping("state", state, "give what state_dict has returned")
-        arguments.tensors("the state's content", state.get("content"))
-        device_checkpoint.restore(self._plan, self.table, state)
+        arguments.mapping("exported", exported, "give what export_table has returned")
+        arguments.tensors("the exported content", exported.get("content"))
+        device_checkpoint.restore(self._plan, self.table, exported)
         self._go_on()
 
-    def save(self, folder: str | Path) -> dict[str, Any]:
-        """Write the tables of all replicas; return what `load` needs, JSON-able. Collective.
-
-        As `Replay.save`: the save that the folder holds stays until the next one begins.
-
-        Args:
-            folder: On a file system that all replicas share.
-        Raises:
-            CheckpointError: A file cannot be written; the save before this one stays.
-            StoreError: Some micro batches of a global batch were used, and not all.
-        """
-        self._check_open()
-        path = arguments.folder("folder", folder)
+    def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
         self._settle()
-        at = os.path.realpath(path)
-        state = device_checkpoint.save(self._plan, self.table, Path(at), self._last_saves.get(at))
-        self._last_saves[at] = state
-        return state
+        return device_checkpoint.save(self._plan, self.table, folder, kept)
 
-    def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
-        """Continue where `save` was called, on as many replicas. Collective.
-
-        Args:
-            folder: That of `save`.
-            state: What that save has returned; None: that of the newest save of the folder.
-        Raises:
-            CheckpointError: A file is missing, changed or of another save, or the state does not fit; on
-                every rank.
-        """
-        self._check_open()
-        at = os.path.realpath(arguments.folder("folder", folder))
-        if state is not None:
-            arguments.mapping("state", state, "give what save has returned")
-        self._last_saves[at] = device_checkpoint.load(self._plan, self.table, Path(at), state)
+    def _load(self, folder: Path, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        loaded = device_checkpoint.load(self._plan, self.table, folder, state)
         self._go_on()
+        return loaded
 
     def _go_on(self) -> None:
         self._is_filled = self._has_data or self.num_trajectories > 0
@@ -404,7 +384,7 @@ class DeviceReplay(ProcessBound):
 
     def _new_clamp_warning(self) -> ClampWarning | None:
         """Return what `check` logs of this table on the first rank of a node; None: nothing."""
-        if not self._selection.is_prioritized or not self.topology.leads_node:
+        if not self._selection.is_prioritized or not self._topology.leads_node:
             return None
         reported, table = device_checkpoint.Reported(self.table), self.config.sampled_tables[0]
         counts = reported.num_clamped, reported.recent
@@ -444,18 +424,8 @@ class DeviceReplay(ProcessBound):
         if not self._is_filled and not self._sharing.is_spread:
             raise StoreError("the table on the device", "must hold a trajectory", None, "add_ comes first")
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreError("the replay", "must be open", None, "it was closed")
-
     def close(self) -> None:
         """Leave the process group; safe to call twice."""
         if not self._closed:
             self._closed = True
             self._plan.exchange.close()
-
-    def __enter__(self) -> DeviceReplay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

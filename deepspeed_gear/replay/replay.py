@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,12 +28,11 @@ from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.clamp_warnings import warnings_of
 from deepspeed_gear.replay.evaluation import Evaluation
 from deepspeed_gear.replay.metrics import Metrics
+from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.table_access import TableAccess
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
-from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.late_columns import fill
@@ -52,11 +50,12 @@ class Closes(Protocol):
         """Let go of what it uses; safe to call twice."""
 
 
-class Replay(ProcessBound):
+class Replay(ReplayBase):
     """The replay system of a config, on the ranks of a process group.
 
-    Construction, `iterator` of a split, `state_dict`, `load_state_dict` and `close` are collective. One
-    thread per process uses a Replay; other processes of the node may add and sample at the same time.
+    Construction, `iterator` of a split, `state_dict`, `load_state_dict`, `save`, `load` and `close` are
+    collective. One thread per process uses a Replay; other processes of the node may add and sample at the
+    same time.
 
     Args:
         config: The `gear` section: a mapping, a GearConfig, or the path of a JSON file (a whole ds_config
@@ -91,16 +90,14 @@ class Replay(ProcessBound):
         if not isinstance(turns, str) or turns not in get_args(Turns):
             raise ConfigError("turns", f"must be one of {', '.join(get_args(Turns))}", turns)
         plan = make_plan(config, process_group, schemas, info, place)
-        self.config, self.topology, self.batch_info = plan.config, plan.topology, plan.info
         refuse_device(plan)
-        self.datasets, self.schemas, self.fields = plan.datasets, plan.schemas, plan.fields
-        self.device = to
+        super().__init__(plan, to)
+        self.schemas, self.fields = plan.schemas, plan.fields
         parts = self._parts = build(plan, None if info is None else turns, engine_dtype, to)
-        self.tables, self._place, self._closed = parts.tables, plan.topology.place, False
+        self.tables, self._place = parts.tables, plan.topology.place
         self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
         self._access = TableAccess(parts)
         self._closes_too: weakref.WeakSet[Closes] = weakref.WeakSet()
-        self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
         self.metrics, self._late_updates = Metrics(), parts.resources.late_updates
         self._passes = Evaluation(parts)
@@ -110,10 +107,6 @@ class Replay(ProcessBound):
         )  # each for its own store
         self._questions = Readiness(parts, self._loader)
         self._finalizer = weakref.finalize(self, parts.resources.release)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreError("the Replay", "must be open", None, "it was closed")
 
     def _table(self, name: str | None) -> Table:
         self._check_open()
@@ -125,18 +118,8 @@ class Replay(ProcessBound):
         return self._access.sampled
 
     @property
-    def streams(self) -> dict[str, BatchStream]:
-        """The streams of the first sampled table by name: "train", and one for each split."""
-        self._check_open()
-        return self._parts.streams[self.config.sampled_tables[0]]
-
-    @property
     def transform(self) -> Transform | None:
-        """A program's own last step: (batch, key per sample [B] int64) -> batch; set it before sampling.
-
-        The keys are random words that depend on seed, stream and sample number only, so what is derived from
-        them is the same for any number of ranks. They are on the batch's device.
-        """
+        """As `ReplayBase.transform`."""
         self._check_open()
         return self._parts.assembler.transform
 
@@ -322,7 +305,7 @@ class Replay(ProcessBound):
         self._check_reads()
         return self._questions.ask(self._loader.next_key)
 
-    def agree(self, action: Callable[[], T]) -> T:
+    def _take_turn(self, action: Callable[[], T]) -> T:
         """Take a turn of the ranks that an engine trains together; alone, only do it.
 
         Args:
@@ -336,34 +319,11 @@ class Replay(ProcessBound):
         status = self._parts.barrier
         return action() if status is None else status.agree(action, self._loader.take_digest)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self.iterator()
+    def _begin_pass(self, split: str) -> Iterator[Batch]:
+        return self._passes.batches(split, self._check_open)
 
-    def iterator(self, stream: str = TRAIN) -> Iterator[Batch]:
-        """Return an iterator over batches: endless for training, one pass over every item for a split.
-
-        All ranks iterate over a split together and get equally many batches; in the last ones `valid` is
-        False, and `weight` 0, for samples that only fill up the batch.
-
-        Raises:
-            ConfigError: There is no such stream.
-        """
-        self._check_reads()
-        arguments.one_of("stream", stream, str, "a name")
-        return self._endless() if stream == TRAIN else self._passes.batches(stream, self._check_open)
-
-    def num_batches(self, stream: str) -> int:
-        """Return how many batches of each rank one pass over a split has.
-
-        Raises:
-            ConfigError: There is no such split.
-        """
-        self._check_open()
-        return self._passes.num_batches(arguments.one_of("stream", stream, str, "a name"))
-
-    def _endless(self) -> Iterator[Batch]:
-        while True:
-            yield self.sample()
+    def _num_batches(self, split: str) -> int:
+        return self._passes.num_batches(split)
 
     # ---- priorities ------------------------------------------------------------------------------
 
@@ -475,54 +435,17 @@ class Replay(ProcessBound):
         self._check_open()
         return checkpoint.state_of(self._parts, self._loader, self._passes.begun)
 
-    def save(self, folder: str | Path) -> dict[str, Any]:
-        """Write what was added to tables, priorities and the position; return the position. Collective.
-
-        The save is written beside the one that the folder holds, brought to the disk and exchanged with it;
-        that one stays until the next save into the folder begins. Ended at any time, it leaves one of both to
-        be loaded: by the state that was returned and kept elsewhere, or without one by the folder's own.
-
-        Args:
-            folder: Gets `position.json` and a folder for each table with a capacity or with priorities;
-                other files in it stay as they are.
-        Returns:
-            `state_dict()`, with the id and the checksums of this save.
-        Raises:
-            CheckpointError: A file cannot be written; the save before this one stays.
-        """
-        self._check_open()
-        path = arguments.folder("folder", folder)
+    def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
         self._parts.plan.exchange.agree("what was reported", self._late_updates.drain)
-        at = os.path.realpath(path)
-        kept = self._last_saves.get(at)
-        state = checkpoint.save(self._parts, self._loader, self._passes.begun, Path(at), kept)
-        self._last_saves[at] = state
-        return state
+        return checkpoint.save(self._parts, self._loader, self._passes.begun, folder, kept)
 
-    def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
-        """Continue where `save` was called: replace what it has written. Collective.
-
-        A batch from before must not report priorities afterwards: its trajectories may lie elsewhere.
-
-        Args:
-            folder: That of `save`.
-            state: What that save has returned; None: that of the newest save of the folder.
-        Raises:
-            CheckpointError: A file is missing, changed or of another save than the state, or the state does
-                not fit; nothing has changed.
-            StoreFullError: A table is too small; nothing has changed.
-        """
-        self._check_open()
-        at = Path(os.path.realpath(arguments.folder("folder", folder)))
-        if state is not None:
-            arguments.mapping("state", state, "give what save has returned")
-        known = checkpoint.newest_state(self._parts, at) if state is None else state
+    def _load(self, folder: Path, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        known = checkpoint.newest_state(self._parts, folder) if state is None else state
         self._drain_and_check(known)
-        loading = checkpoint.read(self._parts, at, known)
+        loading = checkpoint.read(self._parts, folder, known)
         self._passes.continue_from(checkpoint.go_on(self._parts, self._loader, known))
         checkpoint.replace(self._parts, loading)
-        if known["save"] is not None:
-            self._last_saves[str(at)] = dict(known)
+        return None if known["save"] is None else dict(known)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken, on any number of ranks; tables keep their content. Collective.
@@ -605,9 +528,3 @@ class Replay(ProcessBound):
         self.__dict__.pop("_all_priorities", None)
         self.tables, self._warnings = {}, []
         del self._parts, self._access, self._passes, self._loader, self._questions
-
-    def __enter__(self) -> Replay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -34,7 +34,7 @@ DEVICE = "cuda"
 
 def captured(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> Callable[[], None]:
     """Capture a step; what the warm-up has changed is put back."""
-    before = replay.state_dict()
+    before = replay.export_table()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -44,7 +44,7 @@ def captured(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> Call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(replay, batch, added)
-    replay.load_state_dict(before)
+    replay.import_table(before)
     return graph.replay
 
 
@@ -96,10 +96,10 @@ def test_a_table_without_masses_gives_batches_without_samples(sampler: str) -> N
                 if sampler != "uniform":
                     replay.update_priorities_(batch, batch["reward"].abs() + 0.5)
 
-            before = replay.state_dict()
+            before = replay.export_table()
             for _ in range(3):
                 whole()
-            replay.load_state_dict(before)
+            replay.import_table(before)
             replay.add_(added, lengths)
             step = wrap(whole)
             for steps in (0, 0, STEPS):

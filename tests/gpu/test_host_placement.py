@@ -15,6 +15,7 @@ import pytest
 import torch
 from device_support import AT_ONCE_S, no_garbage
 from gear_support import config_of
+from replay_support import streams_of
 
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.batching.transfer.cuda_streams import CudaStream
@@ -117,7 +118,7 @@ def assert_same(got: Batch, expected: Batch) -> None:
 def page_bytes_of(column: str) -> int:
     """The whole pages that a column lies in; a table begins with a page on every device."""
     with replay_of("cpu") as replay:
-        span = span_of(replay.streams["train"].table.gather_source(column))
+        span = span_of(streams_of(replay)["train"].table.gather_source(column))
     return (-(-span.end // mmap.PAGESIZE) - span.begin // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -272,7 +273,7 @@ def test_a_cut_is_kept_until_the_lane_has_read_it(way: str) -> None:
     with replay_of("cuda", {"way": way}) as replay:
         placing = replay._parts.assembler._placing
         assert placing is not None
-        consumed = replay.streams["train"].state.consumed
+        consumed = streams_of(replay)["train"].state.consumed
         replay.sample()
         with placing.lane.running():
             torch.cuda._sleep(SLEEP // 20)

@@ -14,6 +14,7 @@ from gear_support import SCHEMA, STEP, config_of, trajectory
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from replay_support import streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
@@ -214,7 +215,7 @@ class ReplayMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "replay"):
-            check_whole(self.replay.tables["main"], list(self.replay.streams.values()))
+            check_whole(self.replay.tables["main"], list(streams_of(self.replay).values()))
             self.replay.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from replay_support import streams_of
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.config import parse
@@ -116,7 +117,7 @@ def run_case(section: dict[str, Any], steps: int, accumulation: int) -> dict[str
                 by_id(replay)
             found["train"].append(seen)
         found["digest"] = replay.metrics.digest
-        for split in (name for name in replay.streams if name != "train"):
+        for split in (name for name in streams_of(replay) if name != "train"):
             found["eval"]["batches"] = replay.num_batches(split)
             batches: Iterable[Batch] = replay.iterator(split)
             found["eval"].update({key: d for batch in batches for key, d in digests(batch).items()})

@@ -9,6 +9,7 @@ import torch
 from gear_support import SCHEMA, config_of, lengths_of
 
 from deepspeed_gear import Batch, Replay
+from deepspeed_gear.sampling.batch_stream import BatchStream
 
 LENGTHS = lengths_of(40)
 FIELDS = {"code": {"offset": -2, "length": 4}, "observation": {"normalize": "mean_std"}, "task": {}}
@@ -21,6 +22,11 @@ def offline(data: Path, /, **options: Any) -> Replay:
 
 def online(**options: Any) -> Replay:
     return Replay(config_of(**{"batch_size": 8, **options}), schemas={"main": SCHEMA})
+
+
+def streams_of(replay: Replay) -> dict[str, BatchStream]:
+    """Return the batch streams of the first sampled table by name: "train", and one for each split."""
+    return replay._parts.streams[replay.config.sampled_tables[0]]
 
 
 def take(replay: Replay, count: int) -> list[Batch]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gear_support import SCHEMA, lengths_of, prefix, trajectory
+from replay_support import streams_of
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.batch import Batch
@@ -133,7 +134,7 @@ class Run:
 
     def evaluate(self) -> str:
         """Return a digest of a pass over the evaluation split."""
-        if "eval" not in self.replay.streams:
+        if "eval" not in streams_of(self.replay):
             return ""
         mine = []
         for batch in self.replay.iterator("eval"):

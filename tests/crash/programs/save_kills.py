@@ -59,9 +59,7 @@ def digest_of(replay: Replay) -> str:
     """Return a digest of the ids that all stores of the run hold. Collective."""
     slots = replay.tables["main"].slots
     ids = (
-        slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist()
-        if replay.topology.leads_node
-        else []
+        slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist() if replay.is_node_leader else []
     )
     gathered = [ids]
     if dist.is_initialized():

@@ -40,12 +40,12 @@ if rank == 0:  # the other replica's part stays empty
         "task": torch.zeros(2, dtype=torch.int64),
     }
     replay.add_(columns)
-begin = replay.state_dict()
+begin = replay.export_table()
 assert set(replay.sample()["code"].tolist()) <= set(range(8))
-middle = replay.state_dict()
-replay.load_state_dict(begin if rank == 0 else middle)
+middle = replay.export_table()
+replay.import_table(begin if rank == 0 else middle)
 assert "must stand at the same global batch" in error_of(PeerError)
-replay.load_state_dict(middle)
+replay.import_table(middle)
 replay.sample()
 if rank == 1:
     os._exit(0)

@@ -87,7 +87,7 @@ def run(replay: DeviceReplay) -> list[list[dict[str, torch.Tensor]]]:
             if batch.holders is not None:
                 check_names(batch, replay.batch_info.data_world)
             if replay.config.sampler.kind == "prioritized" and turn != 3:  # nobody has to report
-                noise = 0.0 if replay.topology.place.reports else 100.0
+                noise = 0.0 if replay._topology.place.reports else 100.0
                 replay.update_priorities_(batch, priorities(batch, turn, noise))
     return found
 
@@ -101,13 +101,13 @@ def highest_of(replay: DeviceReplay) -> int:
 
 def check_compiled(replay: DeviceReplay) -> None:
     """`torch.compile` leaves out what ranks say to each other, and gives the same batch."""
-    state, out = replay.state_dict(), replay.new_batch()
+    state, out = replay.export_table(), replay.new_batch()
     replay.sample_(out)
     expected = told(out)
-    replay.load_state_dict(state)
+    replay.import_table(state)
     torch.compile(replay.sample_, backend="eager")(out)
     assert all(torch.equal(values, expected[name]) for name, values in told(out).items())
-    replay.load_state_dict(state)
+    replay.import_table(state)
 
 
 def check_clear_is_refused(replay: DeviceReplay) -> None:

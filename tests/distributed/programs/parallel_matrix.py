@@ -202,7 +202,7 @@ def evaluate(engine: Any, losses: Losses) -> int:
     first = min(2, len(iterator))
     engine.eval_batch(iterator, num_micro_batches=first)
     engine.eval_batch(iterator, num_micro_batches=len(iterator))
-    if engine.gear.topology.place.is_last_stage:
+    if engine.gear._topology.place.is_last_stage:
         assert losses.checked - before == first + len(iterator)
     return len(iterator)
 
@@ -247,11 +247,11 @@ def train_cases(wanted: dict[str, Any], mode: str, replicas: int, out: Path) -> 
             if number == SAVED:
                 engine.save_checkpoint(f"{out}/{name}")
         replay = engine.gear
-        place, known = replay.topology.place, replay.statistics()
+        place, known = replay._topology.place, replay.statistics()
         check_resume(engine, f"{out}/{name}", rows)
         found_here = {
             "coordinates": dict(zip(("pipe", "data", "sequence", "tensor"), place.coordinates, strict=True)),
-            "node": replay.topology.node,
+            "node": replay.node,
             "reads": place.reads,
             "reports": place.reports,
             "global_batch": replay.batch_info.global_batch,

@@ -114,7 +114,7 @@ def parts_of_the_world() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for _ in range(3):
         with Replay(section, process_group=pairs[rank // 2]) as replay:
-            assert replay.topology.data_world == 2
+            assert replay.num_replicas == 2
             found = recorded(replay, 6)
     np.savez(folder / f"pair.{rank}.npz", **found)
 

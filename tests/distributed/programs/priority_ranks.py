@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gear_support import SCHEMA, trajectory
+from replay_support import streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
@@ -125,7 +126,7 @@ def running(name: str, case: dict[str, Any]) -> None:
         np.savez(folder / f"{name}.{world}.{rank}.npz", **found)
         dist.barrier()
         if rank == 0:
-            check_whole(replay.tables["main"], list(replay.streams.values()))
+            check_whole(replay.tables["main"], list(streams_of(replay).values()))
         dist.barrier()
 
 

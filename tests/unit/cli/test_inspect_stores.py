@@ -16,6 +16,7 @@ import pytest
 import torch
 from gear_support import SCHEMA, config_of, shared_files, trajectory
 from process_support import environment
+from replay_support import streams_of
 from snapshot_support import into_shards
 
 from deepspeed_gear import Replay
@@ -47,7 +48,7 @@ for line in sys.stdin:
     if "prioritized" in sys.argv[1]:
         replay.update_priorities(batch, 0.1 + 8 * torch.rand(16))
         replay.sample()
-    masses = replay.streams["train"].masses
+    masses = streams_of(replay)["train"].masses
     found = {"draws": replay.statistics()["drawn"]["main"]["draws"]}
     found["masses"] = masses.leaves[masses.leaves > 0].tolist()
     if "prioritized" in sys.argv[1]:
@@ -162,7 +163,7 @@ def test_a_saved_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
             batch = replay.sample()
             if "alpha" in SAMPLERS[name]:
                 replay.update_priorities(batch, 0.1 + 8 * torch.rand(16))
-        masses = replay.streams["train"].masses
+        masses = streams_of(replay)["train"].masses
         known: dict[str, Any] = {"masses": masses.leaves[masses.leaves > 0].tolist()}
         known["draws"] = replay.statistics()["drawn"]["main"]["draws"]
         if "alpha" in SAMPLERS[name]:

@@ -105,7 +105,7 @@ def test_what_is_added_between_micro_batches_changes_none_of_them() -> None:
             assert_same(got, expected)
             if micro < 3:
                 with pytest.raises(StoreError, match="between two global batches"):
-                    replay.state_dict()
+                    replay.export_table()
             values = torch.rand(8)
             for each, batch in ((replay, got), (quiet, expected)):
                 each.update_priorities_(batch, values)

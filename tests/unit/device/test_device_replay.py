@@ -25,14 +25,14 @@ from deepspeed_gear.errors import (
 
 def test_an_empty_state_is_empty() -> None:
     with DeviceReplay(online(), "cpu") as replay:
-        empty = replay.state_dict()
+        empty = replay.export_table()
         replay.add_(trajectories(2, 3))
-        replay.load_state_dict(empty)
+        replay.import_table(empty)
         with pytest.raises(StoreError, match="must hold a trajectory"):
             replay.sample()
         half = {**empty, "content": {k: v for k, v in empty["content"].items() if k != "sums"}}
         with pytest.raises(CheckpointError, match="content"):
-            replay.load_state_dict(half)
+            replay.import_table(half)
 
 
 def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
@@ -41,22 +41,37 @@ def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
         replay.add_(trajectories(6, 5))
         for _ in range(3):
             replay.update_priorities_(replay.sample(), torch.rand(32))
-        state = replay.state_dict()
+        state = replay.export_table()
         expected = [replay.sample().clone() for _ in range(3)]
         addresses = [tensor.data_ptr() for tensor in other.table.content.values()]
-        other.load_state_dict(state)
+        other.import_table(state)
         for batch in expected:
             assert_same(other.sample(), batch)
         assert addresses == [tensor.data_ptr() for tensor in other.table.content.values()]
         with pytest.raises(CheckpointError, match="format"):
-            other.load_state_dict({**state, "format": 0})
+            other.import_table({**state, "format": 0})
         with pytest.raises(CheckpointError, match="digest"):
-            other.load_state_dict({**state, "digest": "x"})
+            other.import_table({**state, "digest": "x"})
     with (
         DeviceReplay(online(SAMPLERS["by the table"], seed=2, table={"capacity_steps": 80}), "cpu") as larger,
         pytest.raises(CheckpointError, match="must be of a table of this size"),
     ):
-        larger.load_state_dict(state)
+        larger.import_table(state)
+
+
+def test_a_position_continues_with_the_content_that_is_there() -> None:
+    with DeviceReplay(online(), "cpu") as replay:
+        replay.add_(trajectories(6, 5))
+        for _ in range(3):
+            replay.sample()
+        position = json.loads(json.dumps(replay.state_dict()))
+        expected = [replay.sample().clone() for _ in range(2)]
+        replay.load_state_dict(position)
+        for batch in expected:
+            assert_same(replay.sample(), batch)
+        assert len(replay) == 6
+        with pytest.raises(CheckpointError, match=r"the state must have the entry 'samples'"):
+            replay.load_state_dict({name: value for name, value in position.items() if name != "samples"})
 
 
 def test_a_save_does_not_destroy_the_one_before(tmp_path: Path) -> None:

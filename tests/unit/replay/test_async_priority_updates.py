@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gear_support import config_of, lengths_of, wait_until, write_dataset
+from replay_support import streams_of
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.batching.transfer.cuda_streams import HostEvent
@@ -96,7 +97,7 @@ def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, devic
         replay.update_priorities(first, there(priorities(first)))
         second = replay.sample()
         replay.update_priorities(second, there(priorities(second)))  # who waited would wait for ever
-        masses = replay.streams["train"].masses
+        masses = streams_of(replay)["train"].masses
         assert isinstance(masses, PriorityMasses)
         assert masses.reports.asked[0] == 0, "others wait for what was promised for global batch 0"
         device.given[0].finish()
@@ -156,7 +157,7 @@ def test_what_is_wrong_is_raised_later_and_holds_nobody_up(data: Path, device: D
 def test_more_than_the_log_holds_is_refused_at_once(data: Path, device: Device) -> None:
     with made(data, device) as replay:
         batch = replay.sample()
-        masses = replay.streams["train"].masses
+        masses = streams_of(replay)["train"].masses
         assert isinstance(masses, PriorityMasses)
         for _ in range(masses.rule.log_size // 16):
             replay.update_priorities(batch, there(priorities(batch)))
@@ -200,7 +201,7 @@ def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(data: Path, 
     with made(data, device, prefetch=1) as replay:
         batch = replay.sample()
         ids, steps = batch.trajectory_id, batch.anchor
-        masses = replay.streams["train"].masses
+        masses = streams_of(replay)["train"].masses
         assert isinstance(masses, PriorityMasses)
         replay.update_priorities(batch, there(priorities(batch)))
         masses.give_up()

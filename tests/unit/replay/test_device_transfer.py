@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
+from replay_support import streams_of
 
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest
@@ -266,7 +267,7 @@ def test_the_way_is_the_node_s_own_business() -> None:
 
 
 def consumed(replay: Replay) -> int:
-    return int(replay.streams["train"].state.consumed[0])
+    return int(streams_of(replay)["train"].state.consumed[0])
 
 
 @pytest.mark.parametrize("way", ["direct", "copies"])
@@ -297,7 +298,7 @@ def in_thread(action: Callable[[], Any]) -> threading.Thread:
 def test_sampling_waits_for_the_device_only_when_the_ring_of_cuts_is_full(late: LateLane) -> None:
     with online("direct", n_step={"n": 1, "gamma": 1.0}) as replay:
         late.is_late = True
-        depth = replay.streams["train"].spec.depth
+        depth = streams_of(replay)["train"].spec.depth
         for _ in range(depth):
             replay.sample()
         assert consumed(replay) == 0
@@ -350,7 +351,7 @@ def test_closing_waits_for_the_device(late: LateLane) -> None:
     replay = online("direct", n_step={"n": 1, "gamma": 1.0})
     late.is_late = True
     replay.sample()
-    read = replay.streams["train"].state.consumed
+    read = streams_of(replay)["train"].state.consumed
     thread = in_thread(replay.close)
     thread.join(0.2)
     assert thread.is_alive()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from gear_support import trajectory
-from replay_support import offline, online, same, split, take
+from replay_support import offline, online, same, split, streams_of, take
 from store_support import check_whole
 
 from deepspeed_gear import Batch
@@ -69,7 +69,7 @@ def test_adding_while_batches_are_prepared() -> None:
             batch = replay.sample()
             assert torch.equal(batch["task"], batch.trajectory_id)
             assert torch.equal(batch["code"] // 1000, batch.trajectory_id)
-        check_whole(replay.tables["main"], list(replay.streams.values()))
+        check_whole(replay.tables["main"], list(streams_of(replay).values()))
 
 
 # ---- transform -----------------------------------------------------------------------------------

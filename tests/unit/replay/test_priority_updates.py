@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import SCHEMA, config_of, lengths_of, trajectory, write_dataset
+from replay_support import streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
@@ -78,7 +79,7 @@ def test_the_next_batch_is_drawn_with_what_was_reported(replays: Any, unit: str)
     assert torch.equal(of(replay, batch), wanted)
     assert replay.statistics()["priorities_applied"] == 8
     assert sorted(set(everything(replay).tolist())) == sorted({1.0, *wanted.tolist()})
-    check_whole(replay.tables["main"], list(replay.streams.values()))
+    check_whole(replay.tables["main"], list(streams_of(replay).values()))
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,7 @@ def test_by_id_only_what_the_sampler_admits(replays: Any, unit: str) -> None:
     assert set(batch.trajectory_id.tolist()) <= set(range(6, 12))
     if unit == "step":
         assert not (batch.anchor % 2).any()
-    check_whole(replay.tables["main"], list(replay.streams.values()))
+    check_whole(replay.tables["main"], list(streams_of(replay).values()))
 
 
 def test_by_id_wins_against_its_batch(replays: Any) -> None:

@@ -88,7 +88,6 @@ def test_a_closed_replay_says_so() -> None:
     replay.close()
     replay.close()
     for ask in (
-        lambda: replay.streams,
         lambda: replay.transform,
         lambda: replay.fingerprint,
         lambda: len(replay),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
 from process_support import exit_status, in_child
+from replay_support import streams_of
 
 from deepspeed_gear import Batch, Replay
 
@@ -61,7 +62,7 @@ def test_against_a_loop(sampler: dict[str, Any]) -> None:
             if sampler.get("kind") in ("prioritized", "top_k"):
                 replay.update_priorities(batch, 0.25 + torch.rand(16) * 20)
         found = replay.statistics()
-        last = batches[-replay.streams["train"].spec.depth :]
+        last = batches[-streams_of(replay)["train"].spec.depth :]
         assert len(last) == 4
     assert found["effective_samples"] == pytest.approx(np.mean([effective(b) for b in last]), rel=1e-6)
     doubles = [1 - len(set(items_of(b, by_step))) / 16 for b in last]
@@ -195,7 +196,7 @@ def test_processes_count_into_one_table() -> None:
     """A cut is counted by whoever makes it, whatever a dead process has left."""
     with replay_of() as replay:
         replay.sample()
-        draws = replay.streams["train"].state.counts
+        draws = streams_of(replay)["train"].state.counts
         child = in_child(lambda: draws.count(np.ones((1, 8), np.int64)))  # type: ignore[union-attr]
         assert exit_status(child) == 0
         assert replay.statistics()["drawn"]["main"]["draws"]["mean"] == 17 / 6

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gear_support import config_of
 from process_support import environment
+from replay_support import streams_of
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.cli.inspect_distribution import of_living
@@ -157,7 +158,7 @@ def test_who_waits_goes_on_when_items_come() -> None:
         adder.start()
         found.sample()
         adder.join()
-        assert found.streams["train"].state.limiter_wait.total_s > 0.2
+        assert streams_of(found)["train"].state.limiter_wait.total_s > 0.2
 
 
 def test_a_wait_ends_with_an_error() -> None:

@@ -13,6 +13,7 @@ import torch
 from gear_support import SCHEMA, config_of, lengths_of, trajectory, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
+from replay_support import streams_of
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear import Column, DatasetWriter, Replay, Schema
@@ -376,7 +377,7 @@ def test_a_saved_table_goes_on_alike(unit: str, kind: str, tmp_path: Path) -> No
             assert torch.equal(again.trajectory_id, batch.trajectory_id)
             assert torch.equal(again.anchor, batch.anchor)
             assert torch.equal(again.is_weight, batch.is_weight)
-        check_whole(replay.tables["main"], list(replay.streams.values()))
+        check_whole(replay.tables["main"], list(streams_of(replay).values()))
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
@@ -389,7 +390,7 @@ def test_prepared_batches_of_what_is_gone_are_not_saved(kind: str, tmp_path: Pat
             replay.add(trajectory(number, 5))
         replay.sample()
         ahead = 4 if kind == "uniform" else 3
-        wait_until(lambda: replay.streams["train"].state.consumed[0] == ahead, "preparing")
+        wait_until(lambda: streams_of(replay)["train"].state.consumed[0] == ahead, "preparing")
         replay.remove([0, 1, 2, 3])
         for number in (4, 5):
             replay.add(trajectory(number, 5))

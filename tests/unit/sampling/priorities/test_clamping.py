@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import config_of
+from replay_support import streams_of
 from ring_cases import PRIORITIZED, trajectories
 from ring_cases import online as on_device
 from scipy import stats
@@ -82,7 +83,7 @@ def test_a_full_table_of_the_largest_masses_does_not_overflow() -> None:
         for _ in range(32):
             replay.add({"x": np.zeros(size >> 5, np.uint8)})
         batch = replay.sample()
-        masses = replay.streams["train"].masses
+        masses = streams_of(replay)["train"].masses
         assert size << 36 < masses.total < 1 << MOST_TOTAL_BITS
         assert (masses.leaves[masses.leaves > 0] == masses.total >> 22).all()
         assert (batch.probability * size == 1).all()
@@ -104,7 +105,7 @@ def test_frequencies_follow_masses_over_all_magnitudes() -> None:
                 assert replay.set_priorities(torch.full((chunk,), i), taken, steps) == chunk
                 replay.sample()
             replay.sample()
-            masses = replay.streams["train"].masses
+            masses = streams_of(replay)["train"].masses
             leaves = masses.leaves[masses.leaves > 0].copy()
             assert len(leaves) == size, "an item of positive priority has no mass"
             assert masses.total == sum(map(int, np.add.reduceat(leaves, np.arange(0, size, chunk))))
@@ -131,7 +132,7 @@ def test_frequencies_follow_masses_over_all_magnitudes() -> None:
 
 def draw_masses(replay: Replay, count: int) -> np.ndarray:
     """Sample; return the masses of what was drawn. [n], int64."""
-    masses, found = replay.streams["train"].masses, []
+    masses, found = streams_of(replay)["train"].masses, []
     for _ in range(count):
         batch = replay.sample()
         slots = masses.table.slots_of(batch.trajectory_id.numpy())

@@ -1,0 +1,228 @@
+"""What a Replay and a DeviceReplay have in common."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.distributed.replay_plan import ReplayPlan
+from deepspeed_gear.errors import StoreError
+from deepspeed_gear.replay.batch_assembler import Transform
+from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.store.process_bound import ProcessBound
+
+Self = TypeVar("Self", bound="ReplayBase")
+
+
+class ReplayBase(ProcessBound, ABC):
+    """Batches, priorities, checkpoints and statistics of the tables of a config.
+
+    Construction, `state_dict`, `load_state_dict`, `save`, `load` and `close` are collective. One thread per
+    process uses a replay.
+
+    Args:
+        plan: What the ranks have agreed on.
+        device: Where batches go.
+    """
+
+    def __init__(self, plan: ReplayPlan, device: torch.device) -> None:
+        self.config, self.batch_info, self.device = plan.config, plan.info, device
+        self.datasets, self._topology = plan.datasets, plan.topology
+        self._closed = False
+        self._last_saves: dict[str, Mapping[str, Any]] = {}  # state of each folder's, loaded or made
+
+    # ---- ranks -----------------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that share a global batch, each with its tensor, sequence and pipeline ranks."""
+        return self._topology.data_world
+
+    @property
+    def node(self) -> int:
+        """Index of this rank's node."""
+        return self._topology.node
+
+    @property
+    def is_node_leader(self) -> bool:
+        """Whether this rank acts for its node: one rank of each does, as to start the node's actors."""
+        return self._topology.leads_node
+
+    # ---- sampling --------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def transform(self) -> Transform | None:
+        """A program's own last step: (batch, key per sample [B] int64) -> batch; set it before sampling.
+
+        The keys are random words that depend on seed, stream and sample number only, so what is derived from
+        them is the same for any number of ranks. They are on the batch's device.
+        """
+
+    @transform.setter
+    @abstractmethod
+    def transform(self, transform: Transform | None) -> None: ...
+
+    @abstractmethod
+    def sample(self) -> Batch:
+        """Return this rank's next micro batch of the training stream."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.iterator()
+
+    def iterator(self, stream: str = TRAIN) -> Iterator[Batch]:
+        """Return an iterator over batches: endless for training, one pass over every item for a split.
+
+        All ranks iterate over a split together and get equally many batches; in the last ones `valid` is
+        False, and `is_weight` 0, for samples that only fill up the batch.
+
+        Raises:
+            ConfigError: There is no such stream.
+        """
+        self._check_reads()
+        arguments.one_of("stream", stream, str, "a name")
+        return self._endless() if stream == TRAIN else self._begin_pass(stream)
+
+    def num_batches(self, stream: str) -> int:
+        """Return how many batches of each rank one pass over a split has.
+
+        Raises:
+            ConfigError: There is no such split.
+        """
+        self._check_open()
+        return self._num_batches(arguments.one_of("stream", stream, str, "a name"))
+
+    def _endless(self) -> Iterator[Batch]:
+        while True:
+            yield self.sample()
+
+    @abstractmethod
+    def _begin_pass(self, split: str) -> Iterator[Batch]: ...
+
+    @abstractmethod
+    def _num_batches(self, split: str) -> int: ...
+
+    # ---- priorities ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def update_priorities(
+        self, batch: Batch, priorities: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> None:
+        """Report the priorities of a batch's items; later selections see them.
+
+        Args:
+            batch: From `sample`.
+            priorities: [B], or [B, T] to be reduced over a window as `sampler.reduce` says.
+            mask: Which steps count. [B, T], bool.
+        """
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: whole global batches that were used. JSON-able."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position; tables keep their content.
+
+        Raises:
+            CheckpointError: It is of another format, of other data or of options that select other samples.
+        """
+
+    def save(self, folder: str | Path) -> dict[str, Any]:
+        """Write what was added to tables, priorities and the position; return the position. Collective.
+
+        The save is written beside the one that the folder holds, brought to the disk and exchanged with it;
+        that one stays until the next save into the folder begins. Ended at any time, it leaves one of both to
+        be loaded: by the state that was returned and kept elsewhere, or without one by the folder's own.
+
+        Args:
+            folder: Gets `position.json` and a folder for each table with a capacity or with priorities;
+                other files in it stay as they are. On a file system that the nodes share.
+        Returns:
+            `state_dict()`, with the id and the checksums of this save.
+        Raises:
+            CheckpointError: A file cannot be written; the save before this one stays.
+            StoreError: Of a DeviceReplay: only some micro batches of a global batch were used.
+        """
+        self._check_open()
+        at = os.path.realpath(arguments.folder("folder", folder))
+        state = self._save(Path(at), self._last_saves.get(at))
+        self._last_saves[at] = state
+        return state
+
+    def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
+        """Continue where `save` was called: replace what it has written. Collective.
+
+        A batch from before must not report priorities afterwards: its trajectories may lie elsewhere.
+
+        Args:
+            folder: That of `save`.
+            state: What that save has returned; None: that of the newest save of the folder.
+        Raises:
+            CheckpointError: A file is missing, changed or of another save than the state, or the state does
+                not fit; nothing has changed.
+            StoreFullError: A table is too small; nothing has changed.
+        """
+        self._check_open()
+        at = os.path.realpath(arguments.folder("folder", folder))
+        if state is not None:
+            arguments.mapping("state", state, "give what save has returned")
+        loaded = self._load(Path(at), state)
+        if loaded is not None:
+            self._last_saves[at] = loaded
+
+    @abstractmethod
+    def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Save; `kept` is the state of the save that was loaded or made last in this folder."""
+
+    @abstractmethod
+    def _load(self, folder: Path, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Load; return the state of the save that is to be kept, None for a position alone."""
+
+    # ---- statistics ------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Steps that are stored here."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many trajectories are stored here."""
+
+    @abstractmethod
+    def statistics(self) -> dict[str, Any]:
+        """Return sizes of the store, and what sampling and updates did: docs/how-to/statistics.md."""
+
+    @abstractmethod
+    def take_metrics(self) -> dict[str, float]:
+        """Return what goes to DeepSpeed's monitor, since the last call."""
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"the {type(self).__name__}", "must be open", None, "it was closed")
+
+    def _check_reads(self) -> None:
+        """Raise where this rank reads no batches."""
+        self._check_open()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the other ranks and release what the replay holds; safe to call twice."""
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
