@@ -12,7 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Turn one or more sources into a data set that training maps in place."
     parser.add_argument("source", nargs="+", metavar="SOURCE", help="D4RL HDF5 file, Minari folder or HDF5")
     parser.add_argument("dest", metavar="DEST", help="folder to make")
-    parser.add_argument("--format", default="auto", help="auto (by the content, default), d4rl or minari")
+    parser.add_argument(
+        "--format", default="auto", help="auto (by the content, default), d4rl, minari or module:Class"
+    )
     parser.add_argument(
         "--split",
         action="append",

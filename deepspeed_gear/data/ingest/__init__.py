@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.reader import EpisodeSelection, Reader
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column, Schema
 
 READERS: dict[str, type[Reader]] = {reader.format: reader for reader in (D4rlReader, MinariReader)}
@@ -33,7 +34,7 @@ def open_source(path: str | Path, format: str = "auto", columns: Sequence[str] |
 
     Args:
         path: File or folder.
-        format: A key of `READERS`, or "auto".
+        format: A key of `READERS`, "module:Class" of a reader of one's own, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
     Raises:
         DataError: The source is missing, unknown or malformed.
@@ -42,14 +43,34 @@ def open_source(path: str | Path, format: str = "auto", columns: Sequence[str] |
     if not path.exists():
         raise DataError(str(path), "must exist", None, "check the path of the source")
     if format != "auto":
-        if format not in READERS:
-            raise DataError("format", f"must be one of auto, {', '.join(READERS)}", format)
-        return READERS[format].open(path, select)
+        return reader_class(format).open(path, select)
     for reader in READERS.values():
         if reader.recognises(path):
             return reader.open(path, select)
     remedy = f"known are {', '.join(READERS)}; see docs/how-to/data-sets.md for what each looks like"
     raise DataError(str(path), "must have a known layout", _content(path), remedy)
+
+
+def reader_class(format: str) -> type[Reader]:
+    """Return the reader of a format.
+
+    Args:
+        format: A key of `READERS`, or "module:Class" for a reader from outside of the package.
+    Raises:
+        DataError: It is neither.
+    """
+    if ":" not in format:
+        if format not in READERS:
+            rule = f"must be one of auto, {', '.join(READERS)}, or module:Class"
+            raise DataError("format", rule, format, "docs/how-to/add-an-ingest-format.md")
+        return READERS[format]
+    try:
+        found: Any = imported(format, "format")
+    except ConfigError as error:
+        raise DataError("format", error.rule, format, error.remedy) from error
+    if not (isinstance(found, type) and issubclass(found, Reader)):
+        raise DataError("format", "must name a subclass of Reader", format)
+    return found
 
 
 def _content(path: Path) -> str:

@@ -39,7 +39,8 @@ class Episode:
 class Reader(ABC):
     """One source in one format.
 
-    A new format is a subclass in a module of its own and an entry in `deepspeed_gear.store.ingest.READERS`.
+    A format of the package is a subclass in a module of its own and an entry in `READERS`; one from outside
+    is named by "module:Class" (docs/how-to/add-an-ingest-format.md).
     The constructor looks at the layout and refuses what is wrong with it; `episodes` streams the data once.
 
     Attributes:

@@ -155,7 +155,10 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         == f"{folder} must have a known layout, got 'a folder with episode.npz'; {known}"
     )
     assert refused(other, dest) == f"{other} must have a known layout, got 'HDF5 with images'; {known}"
-    assert refused(other, dest, format="rlds") == "format must be one of auto, d4rl, minari, got 'rlds'"
+    assert refused(other, dest, format="rlds") == (
+        "format must be one of auto, d4rl, minari, or module:Class, got 'rlds'; "
+        "docs/how-to/add-an-ingest-format.md"
+    )
     assert refused(other, dest, format="minari") == (
         f"{other} must hold at least one episode, got 0; the data set is empty, or not in Minari's layout"
     )

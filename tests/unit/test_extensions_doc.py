@@ -1,0 +1,122 @@
+"""The pages on extensions: a sampler and an ingest format outside of the package, as they are printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_gear import ConfigError, DataError, Replay, TrajectoryWriter
+from deepspeed_gear.config import parse
+from deepspeed_gear.data.ingest import ingest
+
+HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+MOST_LINES = 60
+
+
+def block(page: str, language: str) -> str:
+    """Return the first block of code of a page."""
+    found = re.search(rf"```{language}\n(.*?)```", (HOW_TO / page).read_text(), re.S)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Both modules of the pages, importable."""
+    pages = {"combined_replay": "add-a-sampler.md", "jsonl_episodes": "add-an-ingest-format.md"}
+    for name, page in pages.items():
+        source = block(page, "python")
+        assert len(source.splitlines()) <= MOST_LINES
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in pages:
+        sys.modules.pop(name, None)
+
+
+def section(backend: str = "cpu", **options: Any) -> dict[str, Any]:
+    sampler = json.loads(block("add-a-sampler.md", "json"))["sampler"]
+    sampler = {**sampler, "options": {**sampler["options"], **options}}
+    columns = {"code": {"dtype": "int64"}}
+    table = {"capacity_steps": 400, "schema": {"columns": columns}, "writers": 1}
+    return {"backend": backend, "batch_size": 16, "sampler": sampler, "tables": {"main": table}}
+
+
+@pytest.mark.usefixtures("modules")
+def test_the_sampler_of_the_page() -> None:
+    batches: dict[str, list[list[int]]] = {}
+    for backend in ("cpu", "reference"):
+        with Replay(section(backend)) as replay:
+            batches[backend] = []
+            for number in range(30):
+                replay.add({"code": np.arange(5) + 5 * number})
+                batches[backend].append(replay.sample()["code"].tolist())
+                newest = 5 * number + 4
+                assert batches[backend][-1][:4] == [newest, newest - 1, newest - 2, newest - 3]
+            counts = torch.bincount(
+                torch.cat([replay.sample()["code"][4:].clone() for _ in range(300)]), minlength=150
+            )
+            assert counts.min() > 0
+            assert counts.max() < 100  # 24 on average, where draws are uniform
+    assert batches["cpu"] == batches["reference"]
+
+
+@pytest.mark.usefixtures("modules")
+def test_its_options_are_checked_and_enter_the_digest() -> None:
+    assert parse(section()).digest != parse(section(newest=5)).digest
+    with pytest.raises(ConfigError, match=r"gear\.sampler\.options\.newest"):
+        parse(section(newest=0))
+    with pytest.raises(ConfigError, match=r"gear\.sampler\.options\.age"):
+        parse(section(age=1))
+    wrong = section()
+    for name, text in {
+        "combined_replay:Missing": "must name what can be imported",
+        "combined_replay:CombinedOptions": "must name a class with a pydantic model",
+    }.items():
+        wrong["sampler"]["kind"] = name
+        with pytest.raises(ConfigError, match=text):
+            parse(wrong)
+
+
+@pytest.mark.usefixtures("modules")
+def test_an_actor_attaches_to_a_table_with_it() -> None:
+    with Replay(section()) as replay, TrajectoryWriter.attach(section()) as writer:
+        writer.add({"code": np.arange(5)})
+        assert replay.sample()["code"][0] == 4
+
+
+def test_the_ingest_format_of_the_page(modules: Path) -> None:
+    source, format = modules / "episodes.jsonl", "jsonl_episodes:JsonlReader"
+    lines = [
+        {"observation": [[i, t] for t in range(i + 2)], "action": [1] * (i + 1), "reward": [0.5] * (i + 1)}
+        for i in range(4)
+    ]
+    source.write_text(
+        "".join(json.dumps({**line, "terminated": i % 2 == 0}) + "\n" for i, line in enumerate(lines))
+    )
+    dataset = ingest([source], modules / "set", format=format)
+    assert dataset.lengths.tolist() == [1, 2, 3, 4]
+    found = dataset.trajectory(3)
+    assert found["observation"].tolist() == lines[3]["observation"]
+    assert found["truncated"].tolist() == [False, False, False, True]
+    source.write_text(source.read_text().replace("[3, 4]]", "]").replace(", ]", "]"))
+    with pytest.raises(
+        DataError, match=r"episodes.jsonl: line 4 must have an observation after the last step"
+    ):
+        ingest([source], modules / "set", format=format, overwrite=True)
+    for name, text in {
+        "csv": "must be one of auto, d4rl, minari, or module:Class",
+        "json:JSONDecoder": "subclass of Reader",
+    }.items():
+        with pytest.raises(DataError, match=text):
+            ingest([source], modules / "other", format=name)
+    with pytest.raises(DataError, match="must name what can be imported"):
+        ingest([source], modules / "other", format="absent_module:Reader")
