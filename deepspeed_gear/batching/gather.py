@@ -17,6 +17,7 @@ from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.schema import DTYPES, Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
@@ -114,7 +115,7 @@ class Gatherer:
         self._shifts: list[torch.Tensor] = []
         self._gains: list[torch.Tensor] = []
         self._pads: list[float] = []
-        self._spec: list[int] = []
+        self._specs: list[GatherSpec] = []
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._mask_lengths: list[int | None] = []
         self._mask_of: dict[str, int] = {}
@@ -127,6 +128,7 @@ class Gatherer:
         )
         if n_step is not None:
             self._prepare_n_step(n_step)
+        self._words = lower(self._specs)  # once: an integer at a time costs microseconds
         self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
         self._turn = 0
@@ -165,18 +167,20 @@ class Gatherer:
         self._mask_of[field.name] = mask
         elements = int(np.prod(shape, dtype=np.int64))
         writes = mask if list(self._mask_of.values()).count(mask) == 1 else -1
-        self._spec += [
-            source,
-            offset,
-            length,
-            ALIGNS[field.align],
-            int(follows),
-            PADS[field.pad_kind],
-            elements,
-            writes,
-            field.part_first,
-            count,
-        ]
+        self._specs.append(
+            GatherSpec(
+                source,
+                offset,
+                length,
+                ALIGNS[field.align],
+                int(follows),
+                PADS[field.pad_kind],
+                elements,
+                writes,
+                field.part_first,
+                count,
+            )
+        )
         self._pads.append(float(field.pad_value) if field.pad_kind == "value" else 0.0)
         self._columns.append(column)
         self._shifts.append(shift)
@@ -300,7 +304,7 @@ class Gatherer:
                 records,
                 self._n_step.n,
             )
-        if self._spec:
+        if self._words:
             self._ops.gather_(
                 buffers.outs,
                 buffers.masks,
@@ -310,7 +314,7 @@ class Gatherer:
                 self._gains,
                 records,
                 steps,
-                self._spec,
+                self._words,
                 self._pads,
                 self._threads,
             )

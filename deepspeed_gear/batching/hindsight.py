@@ -16,6 +16,7 @@ import torch
 from deepspeed_gear.config import HindsightConfig
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import ONE_Q62
+from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.ops.philox import Words, below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution
 
@@ -95,10 +96,11 @@ class GoalRows:
     def __init__(self, fields: Sequence[GoalField], ops: Ops, num_samples: int, threads: int) -> None:
         self._fields, self._gather, self._threads = fields, ops.gather_, threads
         self._rows = [torch.zeros(num_samples, *field.shape, dtype=field.dtype) for field in fields]
-        self._spec: list[int] = []
-        for field in fields:  # one step at the anchor, moved by the vector of steps; no mask
-            elements = int(np.prod(field.shape, dtype=np.int64))
-            self._spec += [field.source, 0, 1, 0, 1, 0, elements, -1, 0, 1]
+        # One step at the anchor, moved by the vector of steps; no mask.
+        self._words = lower(
+            GatherSpec(field.source, after_n_step=1, elements=int(np.prod(field.shape, dtype=np.int64)))
+            for field in fields
+        )
 
     def fill(
         self,
@@ -131,7 +133,7 @@ class GoalRows:
             [field.gain for field in self._fields],
             some,
             goal_step[chosen] - some[:, Resolution.ANCHOR],
-            self._spec,
+            self._words,
             [0.0] * len(rows),
             self._threads,
         )

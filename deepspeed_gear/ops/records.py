@@ -129,22 +129,6 @@ class Pad:
     EDGE: Final = 1
 
 
-class GatherField:
-    """A field of a gather as the op takes it. Header: cpu/ops.h."""
-
-    SOURCE: Final = 0
-    OFFSET: Final = 1
-    LENGTH: Final = 2
-    ALIGN: Final = 3
-    AFTER_N_STEP: Final = 4  # 1: the window begins where the n-step return ends
-    PAD: Final = 5
-    NUM_ELEMENTS: Final = 6
-    MASK: Final = 7  # index of its mask
-    FIRST_ELEMENT: Final = 8  # of the part of a row that is copied
-    NUM_COPIED: Final = 9
-    NUM_WORDS: Final = 10
-
-
 class RowSample:
     """A sample of which another node needs rows. Header: cpu/ops.h."""
 

@@ -17,9 +17,9 @@ from deepspeed_gear.ops.constants import (
     tree_levels,
     tree_size,
 )
+from deepspeed_gear.ops.gather_spec import NUM_WORDS
 from deepspeed_gear.ops.records import (
     Align,
-    GatherField,
     LogEntry,
     MassUnit,
     Pad,
@@ -135,7 +135,7 @@ def gather(
     elements = math.prod(column.shape[1:])
     kind = Pad.EDGE if pad == "edge" else Pad.VALUE
     spec = [source, offset, steps, align, 0, kind, elements, 0, first, rows_wanted]
-    assert len(spec) == GatherField.NUM_WORDS
+    assert len(spec) == NUM_WORDS
     out = torch.empty(len(resolutions), rows_wanted, *column.shape[1:], dtype=target)
     mask = torch.empty(len(resolutions), rows_wanted, dtype=torch.bool)
     none = torch.empty(0)

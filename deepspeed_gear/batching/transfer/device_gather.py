@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ from deepspeed_gear.batching.transfer.cuda_streams import Event, Packing, Transf
 from deepspeed_gear.batching.transfer.methods import COPIES, DIRECT, STAGED, is_computed, ways_of
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.records import GatherField, Resolution
+from deepspeed_gear.ops.gather_spec import lower
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 _Key = tuple[str, int]  # "out", "mask" or "n_step", and its number
@@ -149,7 +150,7 @@ class DeviceGatherer(Gatherer):
         there = [self._there(i) for i in range(len(self._fields))]
         self._direct = self._group(chosen.get(DIRECT, []), there)
         self._divide_copies(chosen.get(COPIES, []), num_samples)
-        written = {mask for i in chosen.get(STAGED, []) if (mask := self._ints(i)[GatherField.MASK]) >= 0}
+        written = {mask for i in chosen.get(STAGED, []) if (mask := self._specs[i].mask) >= 0}
         self._is_staged: dict[_Key, bool] = {
             **{("out", i): way == STAGED for i, way in enumerate(self._ways)},
             **{("mask", m): m in written for m in range(len(self._mask_lengths))},
@@ -170,9 +171,6 @@ class DeviceGatherer(Gatherer):
         followed = any(way == STAGED and field.offset == "n_step" for field, way in ways)
         return self._carriage.way != STAGED and self._carriage.reaches_n_step and not followed
 
-    def _ints(self, index: int) -> list[int]:
-        return self._spec[index * GatherField.NUM_WORDS : (index + 1) * GatherField.NUM_WORDS]
-
     def _there(self, index: int) -> torch.Tensor:
         """Return a field's column on the device; nothing where it is not read there."""
         field = self._fields[index]
@@ -185,18 +183,13 @@ class DeviceGatherer(Gatherer):
         return RETURN_TO_GO if column is None else column.name
 
     def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> FieldGroup:
-        masks = [mask for i in which if (mask := self._ints(i)[GatherField.MASK]) >= 0]
-        spec: list[int] = []
-        for i in which:
-            ints = self._ints(i)
-            ints[GatherField.MASK] = (
-                masks.index(ints[GatherField.MASK]) if ints[GatherField.MASK] >= 0 else -1
-            )
-            spec += ints
+        masks = [mask for i in which if (mask := self._specs[i].mask) >= 0]
+        specs = [self._specs[i] for i in which]
+        own = [replace(spec, mask=masks.index(spec.mask) if spec.mask >= 0 else -1) for spec in specs]
         device = columns[which[0]].device if which else torch.device("cpu")
         shifts, gains = ([known[i].to(device) for i in which] for known in (self._shifts, self._gains))
         pads = [self._pads[i] for i in which]
-        return FieldGroup(which, masks, [columns[i] for i in which], shifts, gains, spec, pads)
+        return FieldGroup(which, masks, [columns[i] for i in which], shifts, gains, lower(own), pads)
 
     # ---- buffers ---------------------------------------------------------------------------------
 
@@ -337,19 +330,19 @@ class DeviceGatherer(Gatherer):
         """Give each field that is fetched a place in the scratch memory, which later batches use again."""
         by_window: dict[Window, list[int]] = {}
         for i in which:
-            ints = self._ints(i)
-            final = int(ints[GatherField.SOURCE] == SOURCES["T+1"])
+            spec = self._specs[i]
+            final = int(spec.source == SOURCES["T+1"])
             window = Window(
-                ints[GatherField.OFFSET],
-                ints[GatherField.LENGTH],
-                ints[GatherField.ALIGN],
+                spec.offset,
+                spec.length,
+                spec.align,
                 final,
-                ints[GatherField.FIRST_ELEMENT],
-                ints[GatherField.NUM_COPIED],
+                spec.part_first,
+                spec.part_count,
             )
             by_window.setdefault(window, []).append(i)
         columns = [self._there(i) for i in which]
-        rows = [num_samples * self._ints(i)[GatherField.NUM_COPIED] for i in which]
+        rows = [num_samples * self._specs[i].part_count for i in which]
         packing = Packing([((n, *c.shape[1:]), c.dtype) for n, c in zip(rows, columns, strict=True)])
         self._scratch = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._lane.device)
         views = dict(zip(which, packing.views(self._scratch), strict=True))
@@ -374,6 +367,6 @@ class DeviceGatherer(Gatherer):
 
     def _pieces(self, index: int, found: Fetched, records: torch.Tensor) -> np.ndarray:
         name, number = self._name(index), self._number[index]
-        row_bytes = self._ints(index)[GatherField.NUM_ELEMENTS] * self._sources[number].element_size()
+        row_bytes = self._specs[index].elements * self._sources[number].element_size()
         bounds = self._reach.bounds.get(name, _NO_BOUNDS)
         return pieces_of(found, records, number, row_bytes, self._scratch_at[index], bounds)

@@ -9,7 +9,7 @@ least mass, updates; their powers in `power`), `gather` (windows and padding), `
 from __future__ import annotations
 
 from deepspeed_gear.ops.reference.encode_rows import pack_rows_, unpack_rows_
-from deepspeed_gear.ops.reference.gather import FieldSpec, Span, bounds, check_windows, gather_, window_rows
+from deepspeed_gear.ops.reference.gather import Span, bounds, check_windows, gather_, window_rows
 from deepspeed_gear.ops.reference.ring_table import ring_add_, ring_select_, ring_update_, scatter_
 from deepspeed_gear.ops.reference.sharded_draws import (
     assign_draws_,
@@ -52,7 +52,6 @@ from .select import (
 )
 
 __all__ = [
-    "FieldSpec",
     "Span",
     "anchor_at",
     "arithmetic_dtype",

@@ -1,4 +1,4 @@
-"""What the op of collection means: windows of columns into the tensors of a batch."""
+"""What `gather_` means: windows of columns into the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,10 @@ from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import MOST_STEPS
-from deepspeed_gear.ops.records import Align, GatherField, Pad, Resolution, Source
+from deepspeed_gear.ops.gather_spec import GatherSpec, raised
+from deepspeed_gear.ops.records import Align, Pad, Resolution, Source
 from deepspeed_gear.ops.reference.checks import Reads, check_order, check_rows, is_no_sample
 from deepspeed_gear.ops.reference.convert import convert, narrow
-
-
-class FieldSpec(NamedTuple):
-    """How one field is gathered: `GatherField.NUM_WORDS` integers of the op's `spec`."""
-
-    source: int
-    offset: int
-    length: int
-    align: int
-    after_n_step: int
-    pad: int
-    elements: int
-    mask: int
-    part_first: int
-    part_count: int
 
 
 class Span(NamedTuple):
@@ -112,7 +98,7 @@ def gather_(
         gains: As shifts; both or none.
         resolutions: [B, 8], int64.
         n_steps: What a field with `after_n_step` adds to its offset. [B], int64.
-        spec: `GatherField.NUM_WORDS` integers for every field.
+        spec: Every field's GatherSpec, lowered.
         pad_values: Every field's padding, in units of its output.
         threads: Not used here. Of the host; on a GPU, above 1: the most blocks of a launch, then short.
         order: The order in which samples are taken, each index once; it changes the time alone. [B], int64.
@@ -120,9 +106,7 @@ def gather_(
         ShapeError: A row that is read lies outside its column, a part outside its window, there is no
             conversion between two dtypes, or an index is missing in the order.
     """
-    fields = [
-        FieldSpec(*spec[i : i + GatherField.NUM_WORDS]) for i in range(0, len(spec), GatherField.NUM_WORDS)
-    ]
+    fields = raised(spec)
     for field in fields:
         _check_field(field, n_steps)
     check_windows(fields, columns, resolutions, n_steps)
@@ -146,7 +130,7 @@ def gather_(
         counters[2] += out.numel() * out.element_size()
 
 
-def _check_field(field: FieldSpec, n_steps: Tensor | None) -> None:
+def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
     if not 1 <= field.length <= MOST_STEPS:
         raise ShapeError("length", f"must be in [1, {MOST_STEPS}]", field.length)
     end = field.part_first + field.part_count
@@ -162,7 +146,7 @@ def _check_field(field: FieldSpec, n_steps: Tensor | None) -> None:
 
 
 def check_windows(
-    fields: Sequence[FieldSpec], columns: Sequence[Tensor], resolutions: Tensor, n_steps: Tensor | None
+    fields: Sequence[GatherSpec], columns: Sequence[Tensor], resolutions: Tensor, n_steps: Tensor | None
 ) -> None:
     """Check that the rows that fill every part lie in the columns: the real ones, and the edges that pad.
 
@@ -185,7 +169,7 @@ def check_windows(
     check_rows(resolutions, reads, min(slots, default=None))
 
 
-def _rows_of(field: FieldSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
+def _rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the row of every place of the part, and where it is real. [B, count] each."""
     is_sample = ~is_no_sample(resolutions)
     if field.source == Source.TRAJECTORY:
@@ -201,7 +185,7 @@ def _rows_of(field: FieldSpec, resolutions: Tensor, n_steps: Tensor | None) -> t
 
 
 def _values(
-    field: FieldSpec,
+    field: GatherSpec,
     dtype: torch.dtype,
     column: Tensor,
     shift: Tensor,
