@@ -10,7 +10,6 @@ the tree out of the caches before the next call.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.select import SelectionMaker
 from deepspeed_gear.sampling.selection_readers import SelectionReaders
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.store_lock import StoreLock
@@ -33,15 +33,15 @@ from deepspeed_gear.store.store_lock import StoreLock
 OP = "the op: gather_"
 PARTS: tuple[tuple[type, str, str], ...] = (
     (BatchLoader, "next", "sample(): metrics, position"),
-    (BatchLoader, "_make", "which cut and part are next"),
-    (BatchStream, "take", "looking for the cut in the ring"),
+    (BatchLoader, "_make", "which selection and part are next"),
+    (BatchStream, "get", "looking for the selection in the ring"),
     (StoreLock, "__enter__", "taking the lock"),
     (StoreLock, "__exit__", "giving the lock back"),
-    (SelectionReaders, "late", "room in the ring of cuts"),
-    (BatchStream, "_cut", "the cut's words"),
-    (BatchStream, "_checked_total", "total mass"),
+    (SelectionReaders, "late", "room in the ring of selections"),
+    (SelectionMaker, "select", "the selection's words"),
+    (SelectionMaker, "_drawn", "draw_"),
     (ItemMasses, "resolve", "resolve_"),
-    (BatchAssembler, "make", "records, Batch"),
+    (BatchAssembler, "assemble", "records, Batch"),
     (Gatherer, "gather", "ring, autograd versions"),
     (Gatherer, "fill", OP),
 )
@@ -93,10 +93,6 @@ def measure(window: str, batch_size: int, count: int, scale: float) -> dict[str,
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in PARTS]
     timers = Timers()
     with workload("W1", scale).replay(window, batch_size) as replay:
-        stream = replay.streams["train"]
-        stream.table.ops = dataclasses.replace(
-            stream.table.ops, draw_=timers.wrap("draw_", stream.table.ops.draw_)
-        )
         try:
             for owner, name, part in PARTS:
                 setattr(owner, name, timers.wrap(part, getattr(owner, name)))
@@ -118,7 +114,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
         case: measure(window, 32 if quick else size, 20 if quick else count, scale)
         for case, (window, size, count) in CASES.items()
     }
-    parts = [*(part for _, _, part in PARTS if part != OP), "draw_"]
+    parts = [part for _, _, part in PARTS if part != OP]
     rows: list[dict[str, Any]] = [
         {"part": part, **{f"{case}_us": found[case][part] for case in CASES}} for part in parts
     ]

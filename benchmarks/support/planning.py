@@ -1,4 +1,4 @@
-"""One node of a cut over many, alone: it plans as it does in a run, and nothing is sent.
+"""One node of a selection over many, alone: it plans as it does in a run, and nothing is sent.
 
 Every node holds trajectories of equal length whose steps are equally likely. What the other nodes would say
 follows from the coordinates, so it is made beforehand.
@@ -7,6 +7,7 @@ follows from the coordinates, so it is made beforehand.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from fixed_cost import Timers
 
-from deepspeed_gear.config import check_against, parse
+from deepspeed_gear.config import UniformSampler, check_against, parse
 from deepspeed_gear.distributed.read_needs import grid
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, routes_of
 from deepspeed_gear.distributed.row_exchange.row_reads import layout_of
@@ -28,7 +29,9 @@ from deepspeed_gear.ops.constants import FAN_OUT, tree_size
 from deepspeed_gear.ops.records import Resolution, RowSample, Slot
 from deepspeed_gear.sampling.anchors import AnchorRule
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, MassRule
-from deepspeed_gear.sampling.selection import StreamSpec
+from deepspeed_gear.sampling.samplers import sampler_for
+from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
+from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.records import Control
@@ -73,12 +76,12 @@ class Items(ItemMasses):
 
 
 class Wire:
-    """Stands in for a Link: takes what is sent, and hands out what has been made beforehand."""
+    """Stands in for a NodeChannel: takes what is sent, and hands out what has been made beforehand."""
 
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count, self.last_wait_s, self.left = index, count, 0.0, False
         self.sent = np.zeros(count, np.int64)
-        self.heard: list[np.ndarray] = []
+        self.received: list[np.ndarray] = []
         self._begins_cut = False
 
     def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
@@ -86,7 +89,7 @@ class Wire:
         self.sent += [part.nbytes for part in messages]
         self._begins_cut = not self._begins_cut
         if not self._begins_cut:
-            return lambda: self.heard
+            return lambda: self.received
         said = messages[0][1:].copy()
         assert said.shape == (StatusMessage.NUM_WORDS,)
         said[StatusMessage.TOTAL] = TRAJECTORIES * STEPS
@@ -97,7 +100,7 @@ class Wire:
 
 
 class Planner:
-    """Stands in for a Carrier: plans the rows and copies none."""
+    """Stands in for a RowExchange: plans the rows and copies none."""
 
     takes_own = has_steps = False
 
@@ -166,25 +169,28 @@ class Node:
 
     def __init__(self, routes: ExchangePlan, batch: int, timers: Timers) -> None:
         rule = MassRule("step", False, AnchorRule.all())
-        self.spec = StreamSpec("train", "random", rule, SEED, KEY, batch, 1, num_shards=routes.num_nodes)
+        sampling = SamplerSpec(rule, NativeDraw.RANDOM)
+        sampler = sampler_for(UniformSampler(unit="step"))
+        self.spec = StreamSpec("train", sampler, sampling, SEED, KEY, batch, 1, num_shards=routes.num_nodes)
         self.routes, self.link = routes, Wire(routes.index, routes.num_nodes)
         self.planner = Planner(routes, timers)
-        stream: Any = SimpleNamespace(
+        state: Any = SimpleNamespace(
             pin=lambda key, records: None,
             spec=self.spec,
             masses=Items(self.spec, routes.index),
             table=SimpleNamespace(lock=contextlib.nullcontext()),
             ring=torch.empty(1, batch, 8, dtype=torch.int64),
             origins=torch.empty(1, batch, dtype=torch.int64),
-            draws=None,
-            joint=None,
-            notice=None,
+            counts=None,
+            priorities=None,
+            joint_limiter=None,
+            failure=None,
             ops=load_backend(),
-            stopped=False,
+            stop=threading.Event(),
         )
         link: Any = self.link
         planner: Any = self.planner
-        self.selector = ShardedSelector(stream, link, routes, planner, lambda *_: None, 0)
+        self.selector = ShardedSelector(state, link, routes, planner, lambda *_: None, 0)
         self._coordinates = torch.empty(batch, dtype=torch.int64)
         self._draw = timers.wrap("draw all coordinates: draw_", load_backend().draw_)
 
@@ -208,14 +214,14 @@ class Node:
         packed = resolutions.numpy()
         ends = np.cumsum(np.bincount(owner, minlength=routes.num_nodes))[:-1]
         parts = [part.reshape(-1) for part in np.split(packed, ends)]
-        self.link.heard = [np.concatenate([np.ones(HEAD_WORDS - 1, np.int64), part]) for part in parts]
+        self.link.received = [np.concatenate([np.ones(HEAD_WORDS - 1, np.int64), part]) for part in parts]
 
     def plan(self, key: int) -> None:
-        """Make the cut of a global batch up to what is sent."""
+        """Make the selection of a global batch up to what is sent."""
         selector, count = self.selector, self.spec.batch
-        if self.routes.num_nodes == 1:  # the node's own store makes the cut, as without other nodes
+        if self.routes.num_nodes == 1:  # the node's own store makes the selection, as without other nodes
             self._draw(self._coordinates, SEED, KEY, key * count, TRAJECTORIES * STEPS)
-            selector.masses.resolve(selector.stream.state.ring[0], self._coordinates, key * count)
+            selector.masses.resolve(selector.state.ring[0], self._coordinates, key * count)
             return
         selector.begin(key, 0, count, lambda: None)
         total = selector.apply(key)

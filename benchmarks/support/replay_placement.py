@@ -96,11 +96,11 @@ def _chosen(clock: Clock, replay: Replay, case: str) -> Row:
 
 def _gather(replay: Replay) -> Any:
     """Return what gathers the samples of records by the chosen way; this stream waits for them."""
-    maker, stream = replay._parts.assembler, replay.streams["train"]
+    maker, stream = replay._parts.assembler, replay._parts.streams["main"]["train"]
     placing = maker._placing
     assert placing is not None, "batches go to no device, and no way is named"
     reach = placing.reach(stream.table)
-    gatherer: DeviceGatherer = maker._placed(stream, placing.carriage(placing.way), reach, 2)
+    gatherer: DeviceGatherer = maker._placed(stream.table, placing.carriage(placing.way), reach, 2)
 
     def gather(records: Tensor) -> None:
         gatherer.gather(records)

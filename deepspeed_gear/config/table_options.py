@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from deepspeed_gear.config.types import (
     Count,
@@ -28,7 +28,8 @@ from deepspeed_gear.errors import SchemaError
 from deepspeed_gear.schema import Column, Schema
 
 Writers = Annotated[Int, Ge(0), Le(1024)]
-RemoveKind = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
+EVICTION_POLICIES = ("none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best")
+_POLICY_WORDS = (*(f'"{name}"' for name in EVICTION_POLICIES), '"module:Class"')
 
 
 class RateLimiterConfig(GearModel):
@@ -211,12 +212,13 @@ class TableConfig(GearModel):
             "keeps its name in /dev/shm until the last process detaches."
         ),
     )
-    remove: RemoveKind = Field(
+    remove: Annotated[Text, Words(*_POLICY_WORDS)] = Field(
         default="none",
         description=(
             'Who goes when there is no room: the oldest trajectory ("fifo"), the newest ("lifo"), any one '
             '("uniform"), the one of the lowest priority, or of the lowest value of the column `keep_best`. '
-            '"none": adding to a full table is an error.'
+            '"none": adding to a full table is an error. "module:Class": a subclass of EvictionPolicy, '
+            "importable in every process that writes."
         ),
     )
     keep_best: Name | None = Field(
@@ -256,6 +258,13 @@ class TableConfig(GearModel):
         alias="schema",
         description="Columns of a table without data. null: the program gives it to `Replay(schemas=...)`.",
     )
+
+    @field_validator("remove")
+    @classmethod
+    def _known_policy(cls, remove: str) -> str:
+        if remove not in EVICTION_POLICIES and ":" not in remove:
+            raise refuse(f"must be {', '.join(_POLICY_WORDS[:-1])} or {_POLICY_WORDS[-1]}")
+        return remove
 
     @property
     def schema(self) -> Schema | None:  # type: ignore[override]  # pydantic's is deprecated

@@ -1,4 +1,4 @@
-"""Room for new trajectories: who goes, and who waits."""
+"""Room for new trajectories: what is evicted, and what waits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import NotReadyError, StoreError
-from deepspeed_gear.ops.philox import below, philox
-from deepspeed_gear.ops.records import RandomPurpose, Slot, SlotState
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.store.compaction import Compactor
+from deepspeed_gear.store.eviction_policies import policy_of
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Refusal, SlotRetention
 from deepspeed_gear.store.stream_records import Head
@@ -48,6 +48,7 @@ class Evictor:
         )
         self._samples = samples
         self.retention = table.spec.retention
+        self.policy = policy_of(self.retention)
         self.mover = Compactor(table, readers)
         self.waited_s = 0.0  # of this process
         self._position = table.views.get("stream/train/position")
@@ -97,11 +98,11 @@ class Evictor:
                 continue
             if found == Refusal.SCATTERED and self.mover.pays(num_rows) and self.mover.make_run(num_rows):
                 continue
-            if self.retention.removal == "none":
+            if not self.policy.evicts:
                 return self._unless_waiting(found)
             if self.table.control[Control.SELECTING] or self._will_fit(num_rows, num_steps):
                 return Refusal.PINNED
-            victim = self._victim()
+            victim = self.policy.victim(self.table, self.readers)
             if victim < 0:
                 return self._unless_waiting(found)
             self.retire(victim)
@@ -115,7 +116,7 @@ class Evictor:
 
     def _unless_waiting(self, refusal: int) -> int:
         """Return Refusal.PINNED where room comes as soon as trajectories are read no more, or are written."""
-        is_written = self.retention.removal != "none" and self.table.control[Control.PENDING] > 0
+        is_written = self.policy.evicts and self.table.control[Control.PENDING] > 0
         is_read = len(self._being_read()) > 0 and not self._samples
         return Refusal.PINNED if is_written or is_read else refusal
 
@@ -147,35 +148,6 @@ class Evictor:
         for slot in unread.tolist():
             self.readers.forget(slot)
         self.table.free(unread)
-
-    # ---- who goes --------------------------------------------------------------------------------
-
-    def _victim(self) -> int:
-        """Return the committed slot that goes next, -1 if there is none."""
-        extents, kind = self.table.extents, self.retention.removal
-        assert extents is not None
-        if kind in ("fifo", "lifo"):
-            return extents.oldest() if kind == "fifo" else extents.newest()
-        slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        slots = slots[self.table.views["retention"][slots, SlotRetention.OPEN] == 0]
-        if not len(slots):
-            return -1
-        if kind == "uniform":
-            return int(slots[self._drawn(len(slots))])
-        values = self._values(slots)
-        ids = self.table.slots[slots, Slot.ID]
-        return int(slots[np.lexsort((ids, values))[0]])
-
-    def _drawn(self, count: int) -> int:
-        number = np.array([self.table.control[Control.NEXT_ID]], np.uint64)
-        words = philox(0, number, 0, np.array([[RandomPurpose.EVICTION]], np.uint64))
-        return int(below(tuple(quarter[0] for quarter in words), np.array([count]))[0])
-
-    def _values(self, slots: np.ndarray) -> np.ndarray:
-        if self.retention.column is not None:
-            values = np.asarray(self.table.values(self.retention.column, slots), np.float64)
-            return np.where(np.isnan(values), -np.inf, values)
-        return self.readers.highest_priorities(slots)
 
     # ---- waiting ---------------------------------------------------------------------------------
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from deepspeed_gear.store.rate_limiter import RateLimiter
-from deepspeed_gear.store.records import EvictionCode
 
-Removal = Literal["none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best"]
-REMOVAL_CODES = {"none": EvictionCode.NONE, "fifo": EvictionCode.OLDEST, "lifo": EvictionCode.NEWEST}
 UNLIMITED = (1 << 62) - 1
 
 
@@ -18,7 +15,7 @@ class Retention:
     """How long trajectories stay.
 
     Args:
-        removal: Who goes when there is no room.
+        eviction: Name of the eviction policy, or "module:Class".
         column: Per-trajectory column whose lowest values go first, with "keep_best".
         max_steps, max_trajectories: Limits below what there is room for.
         max_times_sampled: Trajectories go when they were drawn so often; 0: never.
@@ -28,7 +25,7 @@ class Retention:
         waits: Whether a new version waits for open trajectories that would fall behind.
     """
 
-    removal: Removal = "none"
+    eviction: str = "none"
     column: str | None = None
     max_steps: int = UNLIMITED
     max_trajectories: int = UNLIMITED
@@ -38,11 +35,6 @@ class Retention:
     version_column: str | None = None
     max_lag: int = 0
     waits: bool = False
-
-    @property
-    def removal_code(self) -> int:
-        """Return what C++ does by itself."""
-        return REMOVAL_CODES.get(self.removal, EvictionCode.BY_CALLER)
 
     @property
     def rate_words(self) -> tuple[Any, ...]:

@@ -176,7 +176,7 @@ def spare_rows_for(retention: Retention, capacity_rows: int, longest_rows: int |
         capacity_rows: Rows that trajectories can fill.
         longest_rows: Of the longest trajectory that may be added; None: not known.
     """
-    if retention.removal == "none":
+    if retention.eviction == "none":
         return 0
     most = -(-capacity_rows // MOST_SPARE)
     return most if longest_rows is None else min(longest_rows, most)

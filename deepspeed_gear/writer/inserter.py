@@ -69,11 +69,8 @@ class Inserter:
             return None
         plain = not self._readers.have_step_priorities and not self._readers.orders
         rate = retention.rate_words
-        code = (
-            retention.removal_code
-            if plain
-            else (EvictionCode.BY_CALLER if retention.removal != "none" else retention.removal_code)
-        )
+        policy = self.evictor.policy
+        code = policy.code if plain or not policy.evicts else EvictionCode.BY_CALLER
         native.store_retention(self.table.handle, self._readers.pins, code, rate)
         whole = (
             plain

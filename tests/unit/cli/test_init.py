@@ -120,7 +120,7 @@ def test_observations_and_actions_by_type(tmp_path: Path) -> None:
     assert mixed["action.arm"] == {**window, "as": "engine"}
     assert mixed["action.grip"] == window
     renamed = init.make_config(make_dataset(tmp_path / "reserved", "reserved_names"))["gear"]["fields"]
-    assert renamed["weight_field"] == {"column": "weight", **window, "normalize": "mean_std", "as": "engine"}
+    assert renamed["weight"] == {**window, "normalize": "mean_std", "as": "engine"}
     assert renamed["mask_field"] == {"column": "mask", **window, "as": "float32"}  # has values below 0
 
 

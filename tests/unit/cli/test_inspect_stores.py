@@ -48,7 +48,7 @@ for line in sys.stdin:
     if "prioritized" in sys.argv[1]:
         replay.update_priorities(batch, 0.1 + 8 * torch.rand(16))
         replay.sample()
-    masses = streams_of(replay)["train"].masses
+    masses = replay._parts.streams["main"]["train"].masses
     found = {"draws": replay.statistics()["drawn"]["main"]["draws"]}
     found["masses"] = masses.leaves[masses.leaves > 0].tolist()
     if "prioritized" in sys.argv[1]:

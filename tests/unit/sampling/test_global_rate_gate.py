@@ -156,4 +156,4 @@ def test_a_node_that_would_wait_for_itself_ends_the_wait_of_all(make: Make) -> N
     for scene in scenes:
         assert isinstance(joint(scene).given_up(said, 0, BATCH), NotReadyError)
         assert not joint(scene).apply(said, BATCH)
-    assert joint(scenes[0]).hear(said, 0)
+    assert joint(scenes[0]).apply(said, 0)

@@ -142,7 +142,8 @@ def test_nan_goes_before_every_number(make: Make, monkeypatch: pytest.MonkeyPatc
     values = np.array([5.0, -np.inf, np.nan, np.nan])
     monkeypatch.setattr(scene.table, "values", lambda _, slots: values[scene.table.slots[slots, Slot.ID]])
     with scene.table.lock:
-        victim = inserter(scene).evictor._victim()
+        by = inserter(scene).evictor
+        victim = by.policy.victim(by.table, by.readers)
     assert scene.table.slots[victim, Slot.ID] == 1  # as bad as NaN, and older
 
 

@@ -1,0 +1,142 @@
+"""Eviction policies: which trajectory is evicted when a table is full. One class each, found by their names.
+
+A policy from outside of the package is named by "module:Class" (`gear.tables.<name>.remove`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from deepspeed_gear.config.schedules import imported
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops.philox import below, philox
+from deepspeed_gear.ops.records import RandomPurpose, Slot, SlotState
+from deepspeed_gear.store.pins import SelectionPins
+from deepspeed_gear.store.records import Control, EvictionCode, SlotRetention
+from deepspeed_gear.store.retention import Retention
+from deepspeed_gear.store.table import Table
+
+
+class EvictionPolicy(ABC):
+    """Decides which trajectory is evicted when there is no room for another one.
+
+    Args:
+        retention: Of the table.
+    """
+
+    evicts: ClassVar[bool] = True
+    code: ClassVar[int] = EvictionCode.BY_CALLER  # what the native module does without asking `victim`
+
+    def __init__(self, retention: Retention) -> None:
+        self.retention = retention
+
+    @abstractmethod
+    def victim(self, table: Table, pins: SelectionPins) -> int:
+        """Return the slot of the committed trajectory that goes next, -1 if there is none. Holds the lock."""
+
+
+class NoEviction(EvictionPolicy):
+    """Adding to a full table is an error."""
+
+    evicts = False
+    code = EvictionCode.NONE
+
+    def victim(self, table: Table, pins: SelectionPins) -> int:
+        return -1
+
+
+class EvictOldest(EvictionPolicy):
+    """First in, first out."""
+
+    code = EvictionCode.OLDEST
+
+    def victim(self, table: Table, pins: SelectionPins) -> int:
+        assert table.extents is not None
+        return table.extents.oldest()
+
+
+class EvictNewest(EvictionPolicy):
+    """Last in, first out."""
+
+    code = EvictionCode.NEWEST
+
+    def victim(self, table: Table, pins: SelectionPins) -> int:
+        assert table.extents is not None
+        return table.extents.newest()
+
+
+class EvictByChoice(EvictionPolicy):
+    """Base of policies that choose among all trajectories that do not grow any more."""
+
+    def victim(self, table: Table, pins: SelectionPins) -> int:
+        slots = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        slots = slots[table.views["retention"][slots, SlotRetention.OPEN] == 0]
+        return int(slots[self.choose(table, pins, slots)]) if len(slots) else -1
+
+    @abstractmethod
+    def choose(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> int:
+        """Return an index into slots. [n], int64, at least one."""
+
+
+class EvictUniform(EvictByChoice):
+    """Any trajectory, each with the same probability; keyed by the next id, so that runs repeat."""
+
+    def choose(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> int:
+        number = np.array([table.control[Control.NEXT_ID]], np.uint64)
+        words = philox(0, number, 0, np.array([[RandomPurpose.EVICTION]], np.uint64))
+        return int(below(tuple(quarter[0] for quarter in words), np.array([len(slots)]))[0])
+
+
+class EvictLowest(EvictByChoice):
+    """Base of policies that evict the lowest value; of equal ones the lowest id."""
+
+    def choose(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> int:
+        return int(np.lexsort((table.slots[slots, Slot.ID], self.values(table, pins, slots)))[0])
+
+    @abstractmethod
+    def values(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> np.ndarray:
+        """Return the value of each trajectory. [n], float64."""
+
+
+class EvictLowestPriority(EvictLowest):
+    """The trajectory whose highest priority is the lowest."""
+
+    def values(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> np.ndarray:
+        return pins.highest_priorities(slots)
+
+
+class KeepBest(EvictLowest):
+    """The lowest value of a per-trajectory column; NaN is lower than all."""
+
+    def values(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> np.ndarray:
+        assert self.retention.column is not None
+        values = np.asarray(table.values(self.retention.column, slots), np.float64)
+        return np.where(np.isnan(values), -np.inf, values)
+
+
+POLICIES: dict[str, type[EvictionPolicy]] = {
+    "none": NoEviction,
+    "fifo": EvictOldest,
+    "lifo": EvictNewest,
+    "uniform": EvictUniform,
+    "lowest_priority": EvictLowestPriority,
+    "keep_best": KeepBest,
+}
+
+
+def policy_of(retention: Retention) -> EvictionPolicy:
+    """Return the eviction policy of a table.
+
+    Raises:
+        ConfigError: A class from outside cannot be imported, or is no EvictionPolicy.
+    """
+    name = retention.eviction
+    if ":" not in name:
+        return POLICIES[name](retention)
+    found = imported(name, "remove")
+    if not (isinstance(found, type) and issubclass(found, EvictionPolicy)):
+        raise ConfigError("remove", "must name a subclass of EvictionPolicy", name)
+    return found(retention)
