@@ -127,16 +127,23 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 }
 
 
-def policy_of(retention: Retention) -> EvictionPolicy:
-    """Return the eviction policy of a table.
+def policy_class(name: str, option: str = "remove") -> type[EvictionPolicy]:
+    """Return the class of an eviction policy.
 
+    Args:
+        name: A key of `POLICIES`, or "module:Class".
+        option: Its name in errors.
     Raises:
         ConfigError: A class from outside cannot be imported, or is no EvictionPolicy.
     """
-    name = retention.eviction
     if ":" not in name:
-        return POLICIES[name](retention)
-    found = imported(name, "remove")
+        return POLICIES[name]
+    found = imported(name, option)
     if not (isinstance(found, type) and issubclass(found, EvictionPolicy)):
-        raise ConfigError("remove", "must name a subclass of EvictionPolicy", name)
-    return found(retention)
+        raise ConfigError(option, "must name a subclass of EvictionPolicy", name)
+    return found
+
+
+def policy_of(retention: Retention) -> EvictionPolicy:
+    """Return the eviction policy of a table; raises as `policy_class`."""
+    return policy_class(retention.eviction)(retention)

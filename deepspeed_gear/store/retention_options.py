@@ -7,6 +7,7 @@ from dataclasses import replace
 from deepspeed_gear.config import GearConfig, TableConfig
 from deepspeed_gear.config.table_options import RateLimiterConfig
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.store.eviction_policies import policy_class
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 
@@ -20,9 +21,10 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
         capacity: Steps and trajectories that a store holds.
         batch: Samples of a global batch that come from the table.
     Raises:
-        ConfigError: The rate limiter leaves no room for a batch.
+        ConfigError: The rate limiter leaves no room for a batch, or there is no such eviction policy.
     """
     table, at = config.resolved_tables[name], f"gear.tables.{name}"
+    policy_class(table.remove, f"{at}.remove")
     queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
     times = table.max_times_sampled or int(queue)
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)

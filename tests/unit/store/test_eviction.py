@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from gear_support import STEP, trajectory, wait_until
 from process_support import in_child, kill
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
+from deepspeed_gear import Replay
 from deepspeed_gear.context import Context
-from deepspeed_gear.errors import NotReadyError, StoreFullError
+from deepspeed_gear.errors import ConfigError, NotReadyError, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_edits
 from deepspeed_gear.store.pins import SelectionPins
@@ -372,3 +374,32 @@ def test_what_is_being_written_counts(make: Make) -> None:
         table.commit(slot)
     assert add(scene, 5) == 1
     assert ids(scene) == [1]
+
+
+POLICY = """
+from deepspeed_gear.ops.records import Slot
+from deepspeed_gear.store.eviction_policies import EvictLowest
+
+class EvictShortest(EvictLowest):
+    def values(self, table, pins, slots):
+        return table.slots[slots, Slot.NUM_STEPS].astype(float)
+"""
+
+
+def test_a_policy_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_policy.py").write_text(POLICY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    columns = {"code": {"dtype": "int64"}}
+    table = {"capacity_steps": 12, "remove": "my_policy:EvictShortest", "schema": {"columns": columns}}
+    with Replay({"batch_size": 1, "tables": {"main": table}}) as replay:
+        for steps in (4, 2, 5, 3):
+            replay.add({"code": np.full(steps, steps)})
+        assert sorted(len(found["code"]) for found in replay.read([0, 2, 3])) == [3, 4, 5]
+    with pytest.raises(
+        ConfigError, match=r"gear.tables.main.remove must name what can be imported, got 'my_policy:Absent'"
+    ):
+        Replay({"batch_size": 1, "tables": {"main": {**table, "remove": "my_policy:Absent"}}})
+    with pytest.raises(ConfigError, match="gear.tables.main.remove must name a subclass of EvictionPolicy"):
+        Replay({"batch_size": 1, "tables": {"main": {**table, "remove": "json:JSONDecoder"}}})
+    with pytest.raises(ConfigError, match=r'gear.tables.main.remove must be "none", .* or "module:Class"'):
+        Replay({"batch_size": 1, "tables": {"main": {**table, "remove": "oldest"}}})
