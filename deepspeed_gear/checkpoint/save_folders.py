@@ -10,7 +10,7 @@ also has the SHA-256 of each manifest, and a manifest that of each of its files.
 
 and `position.json`, the state of the newest save. A program that persists states elsewhere does that after
 the save has returned, so the state on disk may name the save before the newest: `find` takes the folder that
-holds the save which the state names. docs/design/0019-checkpoints.md has the kill points.
+holds the save which the state names. docs/design/0007-checkpoints.md has the kill points.
 """
 
 from __future__ import annotations

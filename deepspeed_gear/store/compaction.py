@@ -29,7 +29,7 @@ class Compactor:
     Cost: of all neighbours that would do, those with the fewest rows move. Where one of n rows is free, they
     have at most about n rows for each row of the run, and those whose gap is too short are copied twice. A
     table moves as long as more than one of 32 rows is free: 2.8 rows were copied for each row added, where
-    anybody goes and lengths are random (docs/design/0013-room.md).
+    anybody goes and lengths are random (docs/design/0003-data-and-store.md).
 
     Args:
         table: With a capacity.

@@ -44,7 +44,7 @@ def main() -> None:
     width, height = LEFT + 4 * (WIDTH + GAP) + 2 * GAP, TOP + 2 * HEIGHT + 56 + 20
     lines = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' {FONT}>"]
     lines.append(f"<rect width='{width}' height='{height}' fill='white'/>")
-    lines.append(text(LEFT, 24, "one global batch, cut once", "font-size='15' font-weight='bold'"))
+    lines.append(text(LEFT, 24, "one global batch, selected once", "font-size='15' font-weight='bold'"))
     for data in range(2):
         x = LEFT + data * (2 * (WIDTH + GAP) + GAP)
         lines.append(

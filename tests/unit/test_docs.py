@@ -55,3 +55,23 @@ def test_the_site_and_the_api_reference_build(checkout: Path, tmp_path: Path) ->
 
 def test_the_readme_is_short(checkout: Path) -> None:
     assert len((checkout / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_README_LINES
+
+
+NOT_OURS = {  # what programs write, or others have
+    *("schema.json", "stats.json", "position.json", "manifest.json", "metadata.json", "ds_config.json"),
+    *("result.json", "runner.py", "combined_replay.py", "jsonl_episodes.py"),
+}
+
+
+def test_files_that_pages_name_are_there(checkout: Path) -> None:
+    """A path in backticks is one of the checkout, or its end."""
+    listed = subprocess.check_output(["git", "ls-files"], cwd=checkout, text=True).split()
+    ends = {"/".join(name.split("/")[at:]) for name in listed for at in range(name.count("/") + 1)}
+    pages = [checkout / name for name in listed if name.endswith(".md") and name != "CHANGELOG.md"]
+    lost = [
+        f"{page.relative_to(checkout)}: {name}"
+        for page in pages
+        for name in re.findall(r"`([\w./-]+\.(?:py|h|cpp|cu|sh|json|md))`", page.read_text(encoding="utf-8"))
+        if name not in ends | NOT_OURS
+    ]
+    assert lost == []
