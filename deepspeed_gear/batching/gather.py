@@ -21,7 +21,7 @@ from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.schema import DTYPES, Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
-SOURCES = {"T": 0, "T+1": 1, "1": 2}  # enum Source of ops/csrc/cpu/ops.h
+SOURCES = {"T": 0, "T+1": 1, "1": 2}  # enum Source of ops/csrc/gather/gather.h
 COMPUTED = {"timestep": 3, "position": 4}
 ALIGNS = {"in_place": 0, "left": 1, "right": 2}
 PADS = {"zero": 0, "value": 0, "edge": 1}

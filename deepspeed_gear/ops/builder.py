@@ -36,7 +36,7 @@ class _DeepSpeedOp(NativeOp):
         super().__init__(name=name or self.NAME)
 
     def include_paths(self) -> list[str]:
-        """Headers resolve as "common/x.h", "cpu/x.h"."""
+        """Headers resolve as "common/x.h", "gather/gather.h"."""
         return [str(self.csrc)]
 
     def is_compatible(self, verbose: bool = False) -> bool:
@@ -91,7 +91,7 @@ class _DeepSpeedOp(NativeOp):
 
 
 class GearBuilder(_DeepSpeedOp, CpuOp, CPUOpBuilder):
-    """Builds the CPU op: the store's arithmetic, selection and collection in C++."""
+    """Builds the CPU op: the store, selection and gather in C++."""
 
     BUILD_VAR = "DS_BUILD_GEAR"
 
@@ -105,17 +105,14 @@ class GearCudaBuilder(_DeepSpeedOp, CUDAOpBuilder):
 
     BUILD_VAR = "DS_BUILD_GEAR_CUDA"
     NAME = "gear_cuda"
-    FOLDERS = ("bindings", "common", "cpu", "cuda")
 
     def sources(self) -> list[str]:
-        """List the bindings and everything in `csrc/cuda`."""
-        cuda = self.csrc / "cuda"
+        """List the bindings for CUDA, and the kernels of every op."""
         return existing(
             [
                 self.csrc / "bindings" / "library_cuda.cpp",
                 *sorted((self.csrc / "bindings").glob("library_cuda_*.cpp")),
-                *sorted(cuda.glob("*.cpp")),
-                *sorted(cuda.glob("*.cu")),
+                *sorted(self.csrc.glob("*/*.cu")),
             ]
         )
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 # common/slot.h: a row of the slot table, and what a draw resolves to.
 
-# cpu/ops.h: what travels between nodes.
+# draws/draws.h: what travels between nodes.
 SHARD_BITS = 32  # where several nodes hold a table, the slot of a report has its shard above these
 ANY_SLOT = (1 << SHARD_BITS) - 1  # in place of the slot in a report by id that only its shard knows
 UNKNOWN = -1  # id of a sample that a node knows nothing of
-
-# cpu/ops.h: what updates of priorities did.
 
 # common/power.h: masses are Q24, exponents Q62.
 MASS_BITS, MOST_MASS_BITS = 24, 40
@@ -30,11 +28,8 @@ def most_mass_bits(num_items: int) -> int:
 
 # common/philox.h: what a random word is for.
 
-# common/slot.h, common/window.h and cpu/ops.h: a field of a gather.
+# common/slot.h, common/window.h and gather/gather.h: a field of a gather.
 MOST_STEPS = 1 << 40  # of trajectories, offsets and lengths
-# Source, offset, length, align, after_n_step, pad, elements, index of the mask, first and count of the part.
-
-# cpu/ops.h: what rows that travel are planned from.
 
 # common/tree.h
 FAN_OUT = 32

@@ -10,7 +10,7 @@ from deepspeed_gear.ops.records import Align, Pad
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """How one field is gathered. In the order of the words of `struct Field` in cpu/ops.h.
+    """How one field is gathered. In the order of the words of `struct Field` in gather/gather.h.
 
     Args:
         source: Where its rows come from (Source).

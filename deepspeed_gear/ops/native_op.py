@@ -28,8 +28,6 @@ class NativeOp(ABC):
     """A native op: its sources, the key of its builds, and the builds that fit this process."""
 
     NAME: ClassVar[str]
-    #: Folders of `csrc` whose headers the op may include.
-    FOLDERS: ClassVar[tuple[str, ...]]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)  # of a DeepSpeed op builder, where it is one
@@ -49,8 +47,12 @@ class NativeOp(ABC):
 
     def source_digest(self) -> str:
         """Hash every file that the compiler reads from `csrc`."""
-        headers = (h for f in (".", *self.FOLDERS) for h in (self.csrc / f).glob("*.h"))
+        headers = (h for h in self.csrc.rglob("*.h") if self.reads(h))
         return toolchain.digest_of(self.csrc, {*map(Path, self.sources()), *headers})
+
+    def reads(self, header: Path) -> bool:
+        """Whether a header of `csrc` may be included: a change of it then makes another build."""
+        return True
 
     def key_parts(self) -> dict[str, Any]:
         """Everything that decides what a JIT build gives."""
@@ -140,17 +142,19 @@ class NativeOp(ABC):
 
 
 class CpuOp(NativeOp):
-    """The CPU op: the store's arithmetic, selection and collection in C++."""
+    """The CPU op: the store, selection and gather in C++."""
 
     NAME = "gear"
-    FOLDERS = ("bindings", "common", "cpu")
+
+    def reads(self, header: Path) -> bool:
+        return not header.stem.endswith("_cuda")
 
     def sources(self) -> list[str]:
-        """List the bindings and everything in `csrc/cpu`."""
+        """List the bindings, and the C++ sources of every op and of the store."""
         folder = self.csrc / "bindings"
         more = sorted(set(folder.glob("library_*.cpp")) - set(folder.glob("library_cuda*.cpp")))
         bindings = [folder / "library.cpp", *more, folder / "module.cpp"]
-        return existing([*bindings, *sorted((self.csrc / "cpu").glob("*.cpp"))])
+        return existing([*bindings, *sorted(set(self.csrc.glob("*/*.cpp")) - set(folder.glob("*.cpp")))])
 
     def registered_op(self) -> str | None:
         """Name an op of the namespace `gear`, whose schemas this library defines."""

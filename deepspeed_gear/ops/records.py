@@ -81,7 +81,7 @@ class LogEntry:
 
 
 class UpdateCount:
-    """Counts of what priority updates did. Header: cpu/ops.h."""
+    """Counts of what priority updates did. Header: priorities/priorities.h."""
 
     APPLIED: Final = 0
     STALE: Final = 1  # ignored: the item was gone
@@ -105,7 +105,7 @@ class RandomPurpose:
 
 
 class Source:
-    """Where the values of a field are from. Header: cpu/ops.h."""
+    """Where the values of a field are from. Header: gather/gather.h."""
 
     STEPS: Final = 0
     STEPS_PLUS_ONE: Final = 1
@@ -130,7 +130,7 @@ class Pad:
 
 
 class RowSample:
-    """A sample of which another node needs rows. Header: cpu/ops.h."""
+    """A sample of which another node needs rows. Header: rows/rows.h."""
 
     PEER: Final = 0
     NEED: Final = 1
@@ -143,7 +143,7 @@ class RowSample:
 
 
 class RowWindow:
-    """Rows of a column group that a need reads. Header: cpu/ops.h."""
+    """Rows of a column group that a need reads. Header: rows/rows.h."""
 
     GROUP: Final = 0
     IS_GOAL: Final = 1
@@ -156,7 +156,7 @@ class RowWindow:
 
 
 class RowColumn:
-    """A column of a message of rows. Header: cpu/ops.h."""
+    """A column of a message of rows. Header: rows/rows.h."""
 
     GROUP: Final = 0
     MEMBERS: Final = 1

@@ -15,7 +15,7 @@ from deepspeed_gear.store.table_spec import Shard, TableSpec
 
 ROWS_CODES = {"T": 0, "T+1": 1, "1": 2}
 _KINDS = {"f": "f", "i": "i", "u": "u", "b": "b"}
-_CHECKS = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # cpu/finite.h
+_CHECKS = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # store/finite.h
 TRAIN_POSITION = "stream/train/position"
 
 

@@ -1,4 +1,4 @@
-"""Records of a store's shared memory: one class of words per record. Header: cpu/store.h."""
+"""Records of a store's shared memory: one class of words per record. Header: store/store.h."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Two lists run through the slots, each with a sentinel: extents by address, between which the free rows lie,
 and trajectories by age, those that are committed and those that are retired. They lie in shared memory and
-follow from the slot table; `rebuild` derives them. `NativeRowAllocator` is the same in C++ (cpu/store.cpp).
+follow from the slot table; `rebuild` derives them. `NativeRowAllocator` is the same in C++ (store/store.cpp).
 """
 
 from __future__ import annotations

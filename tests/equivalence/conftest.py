@@ -102,11 +102,12 @@ def build_kernels_for_host(folder: Path) -> Path:
     launch = re.compile(
         r"([\w:]+(?:<[^<>;]*(?:<[^<>;]*>)?[^<>;]*>)?)\s*<<<(.+?), (\w+), 0, .+?>>>\((.*?)\);", re.DOTALL
     )
-    (folder / "cuda").mkdir()
-    for file in (CSRC / "cuda").iterdir():
+    for file in [*CSRC.glob("*/*.cu"), *CSRC.glob("*/*_cuda.h")]:
         text, launches = launch.subn(r"gear_host::Launch(\2, \3, [&] { \1(\4); });", file.read_text())
         assert launches == file.read_text().count("<<<")
-        (folder / "cuda" / file.with_suffix(".h" if file.suffix == ".h" else ".cpp").name).write_text(text)
+        copy = folder / file.relative_to(CSRC).with_suffix(".h" if file.suffix == ".h" else ".cpp")
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(text)
     stream = 'extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void**) { return 0; }\n'
     for file in (CSRC / "bindings").glob("library_cuda*.cpp"):
         binding = file.read_text()
@@ -129,7 +130,7 @@ def build_kernels_for_host(folder: Path) -> Path:
     ]
     flags += [f"-I{folder}", f"-I{HOST}", f"-I{CSRC}", f"-I{sysconfig.get_path('include')}"]
     flags += [f"-isystem{path}" for path in include_paths("cpu")]
-    sources = [*sorted(folder.glob("*.cpp")), *sorted((folder / "cuda").glob("*.cpp"))]
+    sources = [*sorted(folder.glob("*.cpp")), *sorted(folder.glob("*/*.cpp"))]
 
     def run(*arguments: str) -> None:
         found = subprocess.run([*toolchain.compiler(), *arguments], capture_output=True, text=True)

@@ -3,7 +3,7 @@
 #include <Python.h>
 
 #include "bindings/store.h"
-#include "cpu/bell.h"
+#include "store/bell.h"
 
 namespace gear::direct {
 

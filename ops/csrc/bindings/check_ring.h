@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "bindings/check_priorities.h"
-#include "cpu/ring.h"
+#include "ring/ring.h"
 
 namespace gear {
 

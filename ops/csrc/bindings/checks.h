@@ -9,7 +9,12 @@
 
 #include "common/convert.h"
 #include "common/tree.h"
-#include "cpu/ops.h"
+#include "draws/draws.h"
+#include "gather/gather.h"
+#include "priorities/priorities.h"
+#include "returns/returns.h"
+#include "rows/rows.h"
+#include "select/select.h"
 
 namespace gear {
 

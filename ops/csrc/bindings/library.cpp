@@ -14,7 +14,12 @@
 #include "bindings/checks.h"
 #include "bindings/ops.h"
 #include "common/convert.h"
-#include "cpu/ops.h"
+#include "draws/draws.h"
+#include "gather/gather.h"
+#include "priorities/priorities.h"
+#include "returns/returns.h"
+#include "rows/rows.h"
+#include "select/select.h"
 
 namespace gear {
 

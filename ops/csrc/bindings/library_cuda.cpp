@@ -13,7 +13,13 @@
 #include "bindings/check_rows.h"
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
-#include "cuda/ops.h"
+#include "copies/copies.h"
+#include "draws/draws.h"
+#include "gather/gather.h"
+#include "priorities/priorities.h"
+#include "returns/returns.h"
+#include "rows/rows.h"
+#include "select/select.h"
 
 namespace gear {
 namespace {

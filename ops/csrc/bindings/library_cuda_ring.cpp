@@ -4,7 +4,7 @@
 
 #include "bindings/check_ring.h"
 #include "bindings/on_device.h"
-#include "cuda/ring.h"
+#include "ring/ring_cuda.h"
 
 namespace gear {
 namespace {

@@ -7,7 +7,12 @@
 
 #include "bindings/checks.h"
 #include "bindings/ops.h"
-#include "cpu/ops.h"
+#include "draws/draws.h"
+#include "gather/gather.h"
+#include "priorities/priorities.h"
+#include "returns/returns.h"
+#include "rows/rows.h"
+#include "select/select.h"
 
 namespace gear {
 namespace {

@@ -6,7 +6,12 @@
 #include "bindings/check_rows.h"
 #include "bindings/checks.h"
 #include "bindings/ops.h"
-#include "cpu/ops.h"
+#include "draws/draws.h"
+#include "gather/gather.h"
+#include "priorities/priorities.h"
+#include "returns/returns.h"
+#include "rows/rows.h"
+#include "select/select.h"
 
 namespace gear {
 namespace {

@@ -3,7 +3,7 @@
 #include <Python.h>
 
 #include "bindings/store.h"
-#include "cpu/map_guard.h"
+#include "store/map_guard.h"
 
 namespace gear::direct {
 

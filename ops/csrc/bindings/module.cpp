@@ -6,7 +6,7 @@
 #include "bindings/map_guard.h"
 #include "bindings/ops.h"
 #include "bindings/store.h"
-#include "cpu/mutex.h"
+#include "store/mutex.h"
 
 namespace {
 
@@ -100,7 +100,8 @@ PyMethodDef kMethods[] = {
         "pad_values, threads, order) -> None"),
     Function<gear::direct::OpenStoreAt>("store_open", "store_open(words) -> store"),
     Function<gear::direct::SetColumns>("store_columns", "store_columns(store, columns) -> None"),
-    Function<gear::direct::SetRetention>("store_retention", "store_retention(store, pins, removal, rate) -> None"),
+    Function<gear::direct::SetRetention>("store_retention",
+                                         "store_retention(store, pins, removal, rate) -> None"),
     Function<gear::direct::ReserveRows>("store_reserve",
                                         "store_reserve(store, num_rows, num_steps) -> slot"),
     Function<gear::direct::MakeRoom>("store_make_room",

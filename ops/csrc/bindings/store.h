@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "bindings/direct.h"
-#include "cpu/step_rows.h"
-#include "cpu/store.h"
+#include "store/step_rows.h"
+#include "store/store.h"
 
 namespace gear::direct {
 

@@ -356,7 +356,9 @@ def test_python_repeats_the_headers_numbers() -> None:
         (CSRC / name).read_text()
         for name in ("common/slot.h", "common/philox.h", "common/window.h", "common/power.h", "common/ring.h")
     )
-    text += (CSRC / "cpu" / "ops.h").read_text() + (CSRC / "common" / "convert.h").read_text()
+    of_ops = ("draws", "gather", "priorities", "rows")
+    text += "".join((CSRC / op / f"{op}.h").read_text() for op in of_ops)
+    text += (CSRC / "common" / "convert.h").read_text()
     named = {k: int(v) for k, v in re.findall(r"\b(k\w+) = (\d+)", text)}
     expected = {
         "kForCoordinate": records.RandomPurpose.COORDINATE,

@@ -1,0 +1,339 @@
+// Collection: one launch for all fields of a batch, or several, for samples in turn, where blocks
+// are to be few and soon gone. Every field has blocks of its own, and in them a team of lanes for
+// each window.
+#include "common/launch_cuda.h"
+#include "gather/gather_cuda.h"
+
+namespace gear::cuda {
+namespace {
+
+inline constexpr int kMostFields = 16;  // of a launch
+
+// What a launch of few blocks moves: it is through in 0.1 to 0.2 ms at the 35 to 50 GB/s of PCIe 5,
+// and then its multiprocessors are free for others. Of eight windows at least, however large: each
+// may keep 16 KiB of reads under way, and the bus needs 75 KB.
+inline constexpr int64_t kLaunchBytes = 6 << 20, kFewestSamples = 8;
+
+// How the elements of a field get into the batch.
+enum Kind : int { kComputes = 0, kCopies1, kCopies2, kCopies4, kCopies8, kConverts };
+
+struct Task {
+  Field field;
+  int64_t held;  // rows of its column
+  uint64_t pad;  // bits of the value that pads it
+  int kind, team;
+  unsigned first_block, num_blocks;
+};
+
+struct Batch {
+  Task tasks[kMostFields];
+  int num_tasks;
+  const Resolution* resolutions;
+  const int64_t* n_steps;
+  const int64_t* order;
+  int64_t count;        // of all samples
+  int64_t first, last;  // of the order, that this launch takes
+  uint64_t* counters;
+  uint64_t rows, bytes;  // that the tasks write
+};
+static_assert(sizeof(Batch) <= 4096, "parameters of a kernel hold 4 KiB on every device");
+
+__device__ int64_t SampleAt(const Batch& batch, int64_t k) {
+  if (batch.order == nullptr) return k;
+  const int64_t sample = batch.order[k];
+  Require(sample >= 0 && sample < batch.count);
+  return sample;
+}
+
+__device__ Window WindowOf(const Batch& batch, const Field& field, int64_t sample) {
+  Window window = field.window;
+  if (field.after_n_step) window.offset += batch.n_steps[sample];
+  return window;
+}
+
+// Steps or places of windows: a thread for each. Returns the real ones.
+__device__ uint64_t Compute(const Batch& batch, const Task& task, int64_t thread, int64_t threads) {
+  const Field& field = task.field;
+  const int64_t length = field.part.count;
+  uint64_t real = 0;
+  for (int64_t i = batch.first * length + thread; i < batch.last * length; i += threads) {
+    const int64_t sample = SampleAt(batch, i / length), t = i % length;
+    const Resolution r = batch.resolutions[sample];
+    const Span span =
+        Cut(Bounds(WindowOf(batch, field, sample), r.anchor, r.num_steps), field.part);
+    const bool is_real = t >= span.place && t < span.place + span.end - span.begin;
+    const int64_t edge = t < span.place ? span.before : span.after;
+    const int64_t step = is_real ? span.begin + t - span.place
+                                 : (field.pad == kPadEdge ? edge : static_cast<int64_t>(task.pad));
+    const int64_t to = sample * length + t;
+    static_cast<int64_t*>(field.out)[to] =
+        field.source == cpu::kPosition ? field.part.first + t : step;
+    if (field.mask != nullptr) field.mask[to] = is_real;
+    real += is_real;
+  }
+  return real;
+}
+
+// Calls `body` with the types of a conversion: the pairs that IsConversion admits; others never
+// come here.
+template <typename From, typename Body>
+__device__ void WithTarget(const Field& field, const Body& body) {
+  if constexpr (std::is_integral_v<From> && sizeof(From) <= 4) {
+    if (field.to == kInt64) return body(ConvertedElements<From, int64_t>{});
+  }
+  if constexpr (std::is_integral_v<From> && sizeof(From) <= 2) {
+    if (field.to == kInt32) return body(ConvertedElements<From, int32_t>{});
+  }
+  switch (field.to) {
+    case kFloat16:
+      return body(ConvertedElements<From, Half>{});
+    case kBfloat16:
+      return body(ConvertedElements<From, Bfloat>{});
+    case kFloat32:
+      return body(ConvertedElements<From, float>{});
+    case kFloat64:
+      return body(ConvertedElements<From, double>{});
+  }
+}
+
+template <typename Body>
+__device__ void WithTypes(const Field& field, const Body& body) {
+  switch (field.from) {
+    case kBool:
+    case kUint8:
+      return WithTarget<uint8_t>(field, body);
+    case kInt8:
+      return WithTarget<int8_t>(field, body);
+    case kInt16:
+      return WithTarget<int16_t>(field, body);
+    case kInt32:
+      return WithTarget<int32_t>(field, body);
+    case kInt64:
+      return WithTarget<int64_t>(field, body);
+    case kFloat16:
+      return WithTarget<Half>(field, body);
+    case kBfloat16:
+      return WithTarget<Bfloat>(field, body);
+    case kFloat32:
+      return WithTarget<float>(field, body);
+    case kFloat64:
+      return WithTarget<double>(field, body);
+  }
+}
+
+// Pads first: what that knows of the window need not be kept while the run is converted. The types
+// are told apart for each unit, so that the code that reads is there once for all of them; all
+// lanes of a block have one field, so they go the same way.
+__device__ void Convert(const Task& task, const Read& read, Lane lane) {
+  const Field& field = task.field;
+  WithTypes(field,
+            [&](auto elements) { PadWindow<decltype(elements)>(field, task.pad, read, lane); });
+  const auto write = [&](uint4 unit, char* to, int first, int count, int scale) {
+    WithTypes(field, [&](auto elements) {
+      using Elements = decltype(elements);
+      auto* elements_to = reinterpret_cast<typename Elements::To*>(to);
+      Elements::Unit(field, unit, elements_to, first, count, scale);
+    });
+  };
+  ConvertWindow(field, task.held, read, lane, write);
+}
+
+__device__ void Write(const Task& task, const Read& read, Lane lane) {
+  if (task.kind == kConverts) return Convert(task, read, lane);
+  CopyWindow(task.field, task.held, read, lane);
+  switch (task.kind) {  // only the size of an element matters
+    case kCopies1:
+      return PadWindow<SameElements<uint8_t>>(task.field, task.pad, read, lane);
+    case kCopies2:
+      return PadWindow<SameElements<uint16_t>>(task.field, task.pad, read, lane);
+    case kCopies4:
+      return PadWindow<SameElements<uint32_t>>(task.field, task.pad, read, lane);
+    default:
+      return PadWindow<SameElements<uint64_t>>(task.field, task.pad, read, lane);
+  }
+}
+
+// Pads all of a sample that is none: byte by byte, as it is rare.
+__device__ void PadSample(const Task& task, int64_t sample, Lane lane) {
+  const Field& field = task.field;
+  const int64_t rows = field.part.count, bytes = rows * field.elements * field.to_bytes;
+  char* out = static_cast<char*>(field.out) + sample * bytes;
+  for (int64_t i = lane.index; i < bytes; i += lane.team)
+    out[i] = static_cast<char>(task.pad >> (i % field.to_bytes * 8));
+  if (field.mask == nullptr) return;
+  for (int64_t t = lane.index; t < rows; t += lane.team) field.mask[sample * rows + t] = false;
+}
+
+// Windows of a column: a team of lanes for each. Returns the real rows, in the first lanes.
+__device__ uint64_t Gather(const Batch& batch, const Task& task, int64_t thread, int64_t threads) {
+  const Field& field = task.field;
+  const Lane lane{static_cast<int>(threadIdx.x) & (task.team - 1), task.team};
+  const int64_t length = field.part.count;
+  uint64_t real = 0;
+  for (int64_t k = batch.first + thread / task.team; k < batch.last; k += threads / task.team) {
+    const int64_t sample = SampleAt(batch, k);
+    const Resolution r = batch.resolutions[sample];
+    if (IsNoSample(r)) {
+      PadSample(task, sample, lane);
+      continue;
+    }
+    Read read{sample, r.slot, {0, 1, 0, 0, 0}};
+    if (field.source != cpu::kTrajectoryRow) {
+      Require(IsAnchored(r));
+      const int64_t held = r.num_steps + (field.source == cpu::kStepRowsPlusOne ? 1 : 0);
+      read.span = Cut(Bounds(WindowOf(batch, field, sample), r.anchor, held), field.part);
+      read.first_row = r.first_row;
+    }
+    const Span& span = read.span;
+    Require(IsInside(read.first_row, span, length, field.pad, task.held));
+    const int64_t rows = span.end - span.begin;
+    if (field.mask != nullptr)
+      for (int64_t t = lane.index; t < length; t += lane.team)
+        field.mask[sample * length + t] = t >= span.place && t < span.place + rows;
+    if (lane.index == 0) real += static_cast<uint64_t>(rows);
+    Write(task, read, lane);
+  }
+  return real;
+}
+
+// Three blocks a multiprocessor: as many as keep its memory busy, in registers enough for every
+// pair.
+__global__ void __launch_bounds__(kThreads, 3) GatherKernel(const __grid_constant__ Batch batch) {
+  int t = 0;
+  while (t + 1 < batch.num_tasks && blockIdx.x >= batch.tasks[t + 1].first_block) ++t;
+  const Task& task = batch.tasks[t];
+  const int64_t thread = int64_t{blockIdx.x - task.first_block} * kThreads + threadIdx.x;
+  const int64_t threads = int64_t{task.num_blocks} * kThreads;
+  const uint64_t real = SumOfWarp(task.kind == kComputes ? Compute(batch, task, thread, threads)
+                                                         : Gather(batch, task, thread, threads));
+  if (threadIdx.x % kWarp == 0 && real != 0) AtomicAdd(batch.counters, real);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    batch.counters[1] += batch.rows;
+    batch.counters[2] += batch.bytes;
+  }
+}
+
+template <typename T>
+uint64_t PadBits(const Field& field) {
+  const T value = Store<T, double>::From(field.pad_value == 0 ? 0.0 : field.pad_value);
+  uint64_t bits = 0;
+  memcpy(&bits, &value, sizeof value);
+  return bits;
+}
+
+uint64_t PadOf(const Field& field) {
+  switch (field.to) {
+    case kBool:
+    case kUint8:
+      return PadBits<uint8_t>(field);
+    case kInt8:
+      return PadBits<int8_t>(field);
+    case kInt16:
+      return PadBits<int16_t>(field);
+    case kInt32:
+      return PadBits<int32_t>(field);
+    case kInt64:
+      return PadBits<int64_t>(field);
+    case kFloat16:
+      return PadBits<Half>(field);
+    case kBfloat16:
+      return PadBits<Bfloat>(field);
+    case kFloat32:
+      return PadBits<float>(field);
+    default:
+      return PadBits<double>(field);
+  }
+}
+
+int KindOf(const Field& field) {
+  if (cpu::IsComputed(field.source)) return kComputes;
+  if (field.from != field.to || field.gain != nullptr) return kConverts;
+  const int64_t bytes = field.to_bytes;
+  return bytes == 1 ? kCopies1 : bytes == 2 ? kCopies2 : bytes == 4 ? kCopies4 : kCopies8;
+}
+
+// Bytes that a sample's window moves: what is read of its column, or written where nothing is.
+int64_t BytesOf(const Field& field) {
+  const int64_t each = cpu::IsComputed(field.source) ? field.to_bytes : SizeOf(field.from);
+  return field.part.count * field.elements * each;
+}
+
+int64_t BytesOf(const Field* fields, int num_fields) {
+  int64_t bytes = 0;
+  for (int f = 0; f < num_fields; ++f) bytes += BytesOf(fields[f]);
+  return bytes;
+}
+
+Task TaskOf(const Field& field, int64_t held) {
+  const int kind = KindOf(field);
+  const int64_t elements = field.part.count * field.elements;
+  if (kind == kConverts && Max(elements, field.period) > kMostConverted)
+    throw std::runtime_error("gear: a window that is converted must have fewer elements");
+  return {field, held, PadOf(field), kind, TeamOf(BytesOf(field), kThreads), 0, 0};
+}
+
+// Samples of a launch: all, or those of about kLaunchBytes where blocks are to be few. Launches are
+// of about equal size then.
+int64_t SamplesOf(int64_t count, int64_t bytes, int64_t most_blocks) {
+  if (most_blocks == 0) return count;
+  const int64_t most = Max(kLaunchBytes / Max<int64_t>(bytes, 1), kFewestSamples);
+  const int64_t launches = (count + most - 1) / most;
+  return (count + launches - 1) / launches;
+}
+
+// Most blocks of a field: one, and its share of the others by the bytes that it moves.
+int64_t ShareOf(int64_t bytes, int64_t all_bytes, int64_t most_blocks, int num_fields) {
+  const auto others = static_cast<double>(Max<int64_t>(most_blocks - num_fields, 0));
+  const double share = static_cast<double>(bytes) / static_cast<double>(Max<int64_t>(all_bytes, 1));
+  return 1 + static_cast<int64_t>(others * share);
+}
+
+// Launches the samples [batch->first, batch->last) of the order.
+void Launch(Batch* batch, int64_t bytes, int64_t most_blocks, void* stream) {
+  const int64_t samples = batch->last - batch->first;
+  unsigned blocks = 0;
+  batch->rows = batch->bytes = 0;
+  for (int t = 0; t < batch->num_tasks; ++t) {
+    Task& task = batch->tasks[t];
+    const Field& field = task.field;
+    task.first_block = blocks;
+    task.num_blocks = Blocks(samples * (task.kind == kComputes ? field.part.count : task.team));
+    if (most_blocks > 0) {
+      const int64_t most = ShareOf(BytesOf(field), bytes, most_blocks, batch->num_tasks);
+      task.num_blocks = static_cast<unsigned>(Min<int64_t>(task.num_blocks, most));
+    }
+    blocks += task.num_blocks;
+    batch->rows += static_cast<uint64_t>(samples * field.part.count);
+    batch->bytes +=
+        static_cast<uint64_t>(samples * field.part.count * field.elements * field.to_bytes);
+  }
+  GatherKernel<<<blocks, kThreads, 0, AsStream(stream)>>>(*batch);
+  CheckLaunch("Gather");
+}
+
+}  // namespace
+
+void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
+            const Resolution* resolutions, const int64_t* n_steps, const int64_t* order,
+            int64_t count, int64_t most_blocks, int64_t* counters, void* stream) {
+  if (count == 0) return;
+  for (int64_t first = 0; first < num_fields; first += kMostFields) {
+    Batch batch{};
+    batch.num_tasks = static_cast<int>(Min<int64_t>(num_fields - first, kMostFields));
+    batch.resolutions = resolutions;
+    batch.n_steps = n_steps;
+    batch.order = order;
+    batch.count = count;
+    batch.counters = reinterpret_cast<uint64_t*>(counters);
+    for (int t = 0; t < batch.num_tasks; ++t)
+      batch.tasks[t] = TaskOf(fields[first + t], held[first + t]);
+    const int64_t bytes = BytesOf(fields + first, batch.num_tasks);
+    const int64_t samples = SamplesOf(count, bytes, most_blocks);
+    for (; batch.first < count; batch.first = batch.last) {
+      batch.last = Min(batch.first + samples, count);
+      Launch(&batch, bytes, most_blocks, stream);
+    }
+  }
+}
+
+}  // namespace gear::cuda

@@ -1,0 +1,66 @@
+// Windows of columns into the tensors of a batch.
+// gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
+// Every launch is followed by an error check, which throws std::runtime_error; an empty input
+// returns before it. Nothing waits for the device: what only the device can see (an index in
+// memory) is checked there, and a wrong one ends the kernel with an error before it reads or writes
+// outside.
+#pragma once
+#include <cstdint>
+
+#include "common/slot.h"
+#include "common/window.h"
+
+namespace gear::cpu {
+
+// How one field is gathered from one column.
+enum Source : int64_t {
+  kStepRows = 0,
+  kStepRowsPlusOne = 1,
+  kTrajectoryRow = 2,
+  kTimestep = 3,  // the step's number in its trajectory
+  kPosition = 4   // its place in the window, also where that is padded
+};
+
+// Whether a source is computed: it has no column, and its field is int64.
+constexpr bool IsComputed(int64_t source) { return source >= kTimestep; }
+
+constexpr bool IsStepRow(int64_t source) { return source <= kStepRowsPlusOne; }
+
+struct Field {
+  int64_t source;  // enum Source
+  Window window;
+  Part part;             // of the window
+  int64_t after_n_step;  // add the sample's number of n-step steps to the offset
+  int64_t pad;           // enum Pad
+  int64_t elements;      // of one row
+  int64_t from, to;      // enum Dtype
+  int64_t to_bytes;      // of one element
+  double pad_value;      // for kPadEdge 0: of what is no sample there is no edge
+  const void* column;
+  const void* shift;  // [period] of the arithmetic type, or null
+  const void* gain;
+  int64_t period;  // elements after which shift and gain repeat: 1 or a multiple of `elements`
+  void* out;       // [count, part.count, elements]
+  bool* mask;      // [count, part.count], or null
+};
+
+// Gathers the samples [begin, end) of all fields. Returns the number of real rows.
+int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolutions,
+               const int64_t* n_steps, int64_t begin, int64_t end);
+
+}  // namespace gear::cpu
+
+namespace gear::cuda {
+
+using cpu::Field;
+
+// Gathers all samples of all fields, in launches of up to 16 fields. `held`: rows of each column.
+// `order`: the samples in the order in which they are taken, or null; each is in it once.
+// `most_blocks`: of a launch; its fields share them by their bytes, with one each at least, and
+// launches are short, for some samples each. 0: as many as there is work for, for all samples at
+// once. counters += real rows, rows, bytes.
+void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
+            const Resolution* resolutions, const int64_t* n_steps, const int64_t* order,
+            int64_t count, int64_t most_blocks, int64_t* counters, void* stream);
+
+}  // namespace gear::cuda

@@ -1,0 +1,112 @@
+// Masses from priorities, PER weights, reports and what they change.
+// gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
+// Every launch is followed by an error check, which throws std::runtime_error; an empty input
+// returns before it. Nothing waits for the device: what only the device can see (an index in
+// memory) is checked there, and a wrong one ends the kernel with an error before it reads or writes
+// outside.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "common/power.h"
+#include "common/slot.h"
+
+namespace gear::cpu {
+
+// The mass of each priority. All are finite and at least 0.
+void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses);
+
+// weights[i] = (numerator / (count * mass of resolution i))^beta, for `size` resolutions.
+void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
+                uint64_t beta, float* weights);
+
+// Sets every node of the tree of minima above leaves that are set.
+void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima);
+
+// Mends the minima above leaves that have changed; items may repeat.
+void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
+                  uint64_t* minima);
+
+// The k leaves with a mass of highest priority, in falling order, equal ones by their number; -1
+// behind the last. Cost: about one pass over the priorities.
+void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int64_t k,
+          int64_t* items);
+
+// Writes the new priorities of samples into a ring of reports, from `tail` modulo its size on.
+void WriteReports(Report* log, int64_t size, const Resolution* resolutions, const float* priorities,
+                  int64_t count, int64_t tail, int64_t batch);
+
+// Brings reports into the order in which they count: by batch and sample number, equal ones as they
+// stand. Returns what is in order already, else a copy in `sorted`.
+const Report* InOrder(const Report* reports, int64_t count, std::vector<Report>* sorted);
+
+// Updates, each at the beginning of a row: a PriorityUpdate or a Report.
+struct Updates {
+  const int64_t* rows;
+  int64_t row_words;
+
+  const PriorityUpdate& operator[](int64_t i) const {
+    return *reinterpret_cast<const PriorityUpdate*>(rows + i * row_words);
+  }
+};
+
+// The item of each update, -1 where its trajectory is gone. Returns `count`, or the index of the
+// first one whose item would lie outside.
+int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Updates& updates,
+                int64_t count, int64_t num_items, int64_t* items);
+
+// What an update changes; `minima` is null where nobody keeps them.
+struct Priorities {
+  uint64_t* sums;
+  uint64_t* minima;
+  float* values;  // [num_items]
+  int64_t num_items;
+};
+
+// What updates did.
+enum UpdateCount {
+  kApplied = 0,          // += updates that were applied
+  kStale = 1,            // += updates whose trajectory is gone
+  kClamped = 2,          // += masses that were clamped
+  kHighestPriority = 3,  // float32 bits of the highest priority seen
+  kDrawable = 4,         // += items that got a mass, less those that lost it
+  kNumUpdateCounts = 5
+};
+
+// Sets priorities in order, so that the last of equal items wins, and mends sums and minima.
+void Prioritize(const Priorities& priorities, const Updates& updates, const int64_t* items,
+                int64_t count, MassScale scale, int64_t* counts);
+
+}  // namespace gear::cpu
+
+namespace gear::cuda {
+
+using cpu::Priorities;
+using cpu::Updates;
+
+void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses, void* stream);
+
+void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
+                uint64_t beta, float* weights, void* stream);
+
+void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima, void* stream);
+
+void MinimaUpdate(const uint64_t* sums, int64_t num_items, const int64_t* items, int64_t count,
+                  uint64_t* minima, void* stream);
+
+// Words of scratch memory that TopK needs.
+int64_t TopKScratch(int64_t num_items, int64_t k);
+void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int64_t k,
+          int64_t* items, int64_t* scratch, void* stream);
+
+void WriteReports(Report* log, int64_t size, const Resolution* resolutions, const float* priorities,
+                  int64_t count, int64_t tail, int64_t batch, void* stream);
+
+// Words of scratch memory that Prioritize needs: items, and a hash table of them.
+int64_t PrioritizeScratch(int64_t count);
+// Reports need not be in order: the last one of an item is found as it is.
+void Prioritize(const Priorities& priorities, const Slot* slots, int64_t num_slots, int64_t unit,
+                const Updates& updates, int64_t count, MassScale scale, int64_t* counts,
+                int64_t* scratch, void* stream);
+
+}  // namespace gear::cuda

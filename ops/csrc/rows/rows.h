@@ -1,0 +1,116 @@
+// Rows that travel between nodes or devices: packed into messages, and out of them.
+// gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
+// Every launch is followed by an error check, which throws std::runtime_error; an empty input
+// returns before it. Nothing waits for the device: what only the device can see (an index in
+// memory) is checked there, and a wrong one ends the kernel with an error before it reads or writes
+// outside.
+#pragma once
+#include <cstdint>
+
+#include "common/slot.h"
+
+namespace gear::cpu {
+
+// A sample whose rows travel between this node and a peer.
+struct RowSample {
+  int64_t peer, need, slot, num_steps, anchor;
+  int64_t n_steps;  // of its n-step return
+  int64_t goal;     // the row of its achieved goal, -1 for none
+};
+static_assert(sizeof(RowSample) == 56, "a sample is a row of 7 int64");
+
+// Rows [anchor + first, anchor + end) of the columns of a group that a sample reads, or the row of
+// its goal.
+struct RowWindow {
+  int64_t group, is_goal, first, end;
+  int64_t follows;    // they lie behind the sample's n-step steps
+  int64_t edge;       // the nearest row is read where the trajectory has none of them
+  int64_t final_row;  // 1 if the columns have T+1 rows
+};
+static_assert(sizeof(RowWindow) == 56, "a window is a row of 7 int64");
+
+// A column of steps that is read through the windows of a group, or (group -1) one of a row per
+// trajectory that is read by the samples of `members`.
+struct RowColumn {
+  int64_t group, members, row_bytes;
+};
+static_assert(sizeof(RowColumn) == 24, "a column is a row of 3 int64");
+
+struct RowLayout {
+  const RowWindow* windows;  // by group, from 0 on
+  int64_t num_windows;
+  const bool* members;  // [windows and more, num_needs]: which needs have each
+  int64_t num_needs;
+  const RowColumn* columns;
+  int64_t num_columns;
+};
+
+// The columns of a layout in memory.
+struct RowColumns {
+  char* const* data;        // of each column
+  const int64_t* num_rows;  // that it has
+};
+
+// Where arriving rows go, and the numbers that the first ones of all arrivals have.
+struct RowRoom {
+  int64_t first_row, num_rows, first_slot, num_slots, base_row, base_slot;
+};
+
+enum class RowsTaken { kAll, kNoRoom, kShort, kOutside };
+
+// Plans the rows of samples, each row once, and copies them from the columns of a store into
+// messages, one behind the other, each from a multiple of 8 bytes on: a head, and the rows column
+// by column. Sets the bytes of rows of each; copies nothing where `message` is too short. Returns
+// false, and copies nothing, if a row lies outside its column.
+bool PackRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
+              const RowColumns& columns, const int64_t* heads, int64_t num_peers, int64_t* sizes,
+              char* message, int64_t message_bytes);
+
+// Plans the same rows from what the receiver knows, and copies them from each peer's message into
+// the columns of arrivals, from the first row and slot of a room on. Sets the rows and slots that
+// are needed, the bytes of rows of each message, and in the ring, at `which`, the slot of each
+// sample and what is added to a step's number to find its row. Copies all rows, or none and says
+// why: there is no room, a message is too short, the room lies outside the arrivals.
+RowsTaken UnpackRows(const RowSample* samples, int64_t count, const RowLayout& layout,
+                     const RowColumns& columns, const RowRoom& room, const int64_t* heads,
+                     int64_t num_peers, char* const* messages, const int64_t* message_bytes,
+                     const int64_t* which, Resolution* ring, int64_t* sizes, int64_t* needed);
+
+}  // namespace gear::cpu
+
+namespace gear::cuda {
+
+using cpu::RowLayout;
+using cpu::RowSample;
+
+// What PackRows and UnpackRows know of the rows that travel. All of it lies on the device, and is
+// checked there.
+struct RowRequest {
+  const RowSample* samples;
+  int64_t count;
+  RowLayout layout;
+  int64_t num_member_rows;  // of layout.members
+  int64_t num_slots;        // that a sample may have
+  const int64_t* heads;
+  int64_t num_peers;
+};
+
+// A run of memory on the device.
+struct Bytes {
+  char* data;
+  int64_t size;
+};
+
+// Words of scratch memory that both need.
+int64_t RowsScratch(const RowRequest& request);
+
+// `columns` and `messages` lie on the host.
+void PackRows(const RowRequest& request, const Slot* slots, const Bytes* columns, int64_t* sizes,
+              char* message, int64_t message_bytes, int64_t* scratch, void* stream);
+
+// A message that is too short and a room that lies outside end the kernel.
+void UnpackRows(const RowRequest& request, const Bytes* columns, const Bytes* messages,
+                const cpu::RowRoom& room, const int64_t* which, int64_t ring_rows, Resolution* ring,
+                int64_t* sizes, int64_t* needed, int64_t* scratch, void* stream);
+
+}  // namespace gear::cuda

@@ -1,0 +1,77 @@
+// Draws, trees of masses, and what a coordinate hits.
+// gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
+// Every launch is followed by an error check, which throws std::runtime_error; an empty input
+// returns before it. Nothing waits for the device: what only the device can see (an index in
+// memory) is checked there, and a wrong one ends the kernel with an error before it reads or writes
+// outside.
+#pragma once
+#include <cstdint>
+
+#include "common/slot.h"
+
+namespace gear::cpu {
+
+// coordinates[i] = a point in [0, total) for sample first + i.
+void Draw(uint64_t seed, uint32_t stream, int64_t first, uint64_t total, int64_t count,
+          int64_t* coordinates);
+
+// coordinates[i] = where the epoch's permutation of [0, size) puts index first + i.
+void Permute(uint64_t seed, uint32_t stream, int64_t epoch, int64_t first, uint64_t size,
+             int64_t count, int64_t* coordinates);
+
+// Sums every inner node of a tree whose leaves are set.
+void TreeBuild(uint64_t* sums, int64_t num_items);
+
+// Sets leaves and mends the nodes above them; of equal items the last wins. Cost: levels additions
+// an item.
+void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const int64_t* masses,
+                int64_t count);
+// Sets the masses of the slots that entries [first, last) of a ring name.
+void SlotMasses(uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* log,
+                int64_t log_size, int64_t first, int64_t last, const AnchorRule& rule,
+                int64_t unit);
+
+// What each coordinate hits: slot, anchor, mass, and the sample number first + i.
+void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates,
+             int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed, uint32_t stream,
+             int64_t first, Resolution* resolutions);
+
+// What each coordinate hits in a tree whose items are the rows of the store. Returns `count`, or
+// the index of the first draw whose row is no step of its slot: the draws before it are written.
+int64_t ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
+                    const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
+                    int64_t count, int64_t first, Resolution* resolutions);
+
+}  // namespace gear::cpu
+
+namespace gear::cuda {
+
+void Draw(uint64_t seed, uint32_t stream_number, int64_t first, uint64_t total, int64_t count,
+          int64_t* coordinates, void* stream);
+
+void Permute(uint64_t seed, uint32_t stream_number, int64_t epoch, int64_t first, uint64_t size,
+             int64_t count, int64_t* coordinates, void* stream);
+
+void TreeBuild(uint64_t* sums, int64_t num_items, void* stream);
+
+// Words of scratch memory that TreeUpdate needs for `count` items: a hash table, to find the last
+// of equal items.
+int64_t TreeUpdateScratch(int64_t count);
+void TreeUpdate(uint64_t* sums, int64_t num_items, const int64_t* items, const int64_t* masses,
+                int64_t count, int64_t* scratch, void* stream);
+
+// Entries [first, last) of a ring that lies on the device; what they name is checked there.
+void SlotMasses(uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* log,
+                int64_t log_size, int64_t first, int64_t last, const AnchorRule& rule, int64_t unit,
+                void* stream);
+
+void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const int64_t* coordinates,
+             int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed,
+             uint32_t stream_number, int64_t first, Resolution* resolutions, void* stream);
+
+// A row that is no step of its slot ends the kernel.
+void ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
+                 const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
+                 int64_t count, int64_t first, Resolution* resolutions, void* stream);
+
+}  // namespace gear::cuda

@@ -1,0 +1,129 @@
+// The extents and slots of a store: what is free, in which order trajectories came, what has
+// changed.
+//
+// Everything lies in shared memory and follows from the slot table: after a death it is rebuilt
+// from there. The same in plain Python: deepspeed_gear/store/row_allocator.py.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "common/slot.h"
+#include "store/finite.h"
+#include "store/mutex.h"
+
+namespace gear::cpu {
+
+// States of a slot.
+enum : int64_t { kFree = 0, kReserved = 1, kRetired = 3 };  // kCommitted is 2
+
+// Control words.
+enum Control : int64_t {
+  kChanged,  // entries that were ever written to the log of changed slots
+  kNextId,
+  kNumCommitted,
+  kStepsCommitted,
+  kRover,     // the extent behind which the search for free rows begins
+  kFreeSlot,  // the first free slot; its kAfter is the next one
+  kFreeRows,
+  kInserted,  // trajectories, and steps, that were ever committed
+  kStepsInserted,
+  kRecoveries,  // how often derived state was rebuilt behind a death
+  kCutting,     // cuts over several nodes are under way: nothing may be retired
+  kPolicy,      // newest policy version
+  kRowsHeld,    // rows that are reserved or committed
+  kLoads,       // how often everything was replaced by a checkpoint
+  // Of rates: what is reserved and not committed, trajectories and steps; over several nodes, how
+  // many items this node's writers may ever add, by what all nodes have agreed on last, and the
+  // most that one of them has wanted to add since then, and could not.
+  kPending = 16,
+  kStepsPending,
+  kReach,
+  kWanted,
+  kListening,  // whether a sampler waits for a change; set and cleared with the lock held
+  kBell,       // what it waits for; store/bell.h
+};
+
+// Words of a slot's links. Two lists, each with a sentinel: extents by address, and trajectories
+// by age, those that are committed and those that are retired.
+enum Link : int64_t { kBefore, kAfter, kOlder, kNewer, kLinkWords };
+
+// Of a slot: how often it was drawn and so on, 0 at first. kOpen: its trajectory still grows.
+inline constexpr int64_t kRetentionWords = 4, kOpen = 3;
+
+// What `Reserve` and `Add` return instead of a slot or an id.
+enum Refusal : int64_t {
+  kNoSlot = -1,
+  kNoRows = -2,
+  kScattered = -3,  // enough rows are free, but no run is long enough
+  kPinned = -4,     // what would go is still read
+  kAhead = -5,      // writers are too far ahead of samplers
+  kLockTimeout = -6,
+  kLockBroken = -7,
+  kMustRecover = -8,  // a process died inside: lock as Python does, which repairs
+  kNotFinite = -9,    // a column holds NaN or an infinity and must not
+};
+
+// Of a stream: the last cut that drew from each slot, and what each process has consumed.
+struct Pins {
+  const int64_t* last_drawn;  // [slots]
+  const int64_t* consumed;    // [peers]
+  int64_t num_peers;
+};
+
+struct ColumnOf {
+  char* base;
+  int64_t row_bytes;
+  int64_t rows;  // of T steps: T, T + 1, or 1 per trajectory
+  Exponents checked;
+};
+enum : int64_t { kPerStep = 0, kPerStepAndEnd = 1, kPerTrajectory = 2 };
+
+// Who goes when a store is full.
+enum Removal : int64_t { kNobody = 0, kOldest = 1, kNewest = 2, kByCaller = 3 };
+
+// How far writers may be ahead, in units of `per_step` ? steps : trajectories.
+struct Rate {
+  bool limited = false, per_step = false;
+  int64_t min_size = 0;
+  double samples_per_insert = 0, most = 0;
+};
+
+struct Store {
+  SharedMutex* mutex;
+  int64_t* holder;
+  int64_t *control, *links, *log, *retention;
+  Slot* slots;
+  int64_t num_slots, num_rows, log_size, id_index, id_count, peer;
+  int64_t most_trajectories, most_steps;  // limits below what there is room for
+  const int64_t*
+      position;  // of the training stream: global batch that is cut next, samples; or null
+  int64_t least_free_rows;  // besides those that are wanted: from there on the caller moves extents
+  std::vector<ColumnOf> columns;
+  std::vector<Pins> pins;
+  Removal removal = kNobody;
+  Rate rate;
+};
+
+// ---- with the lock held
+int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps);  // a slot, or a refusal
+int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born);
+void Retire(Store& store, int64_t slot);
+void Free(Store& store, int64_t slot);
+bool IsPinned(const Store& store, int64_t slot);
+// Frees retired slots that nobody reads, then lets trajectories go until the rows fit; kScattered
+// where moving extents is cheaper.
+int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps);
+bool MayInsert(const Store& store, int64_t num_steps);
+
+// ---- takes the lock
+struct Added {
+  int64_t id;    // or a refusal
+  int64_t slot;  // reserved and written; -1 if nothing was
+};
+// Reserves, copies `sources` (one per column, its rows one after the other) and commits. Values are
+// checked while they are copied; after kNotFinite the slot is free again, but what was evicted for
+// it stays evicted. With a slot and another refusal the caller has to commit it; with a slot and
+// kNotFinite, to free it: the lock could not be taken.
+Added Add(Store& store, const void* const* sources, int64_t num_steps, double timeout_s);
+
+}  // namespace gear::cpu
