@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
 
@@ -32,12 +32,3 @@ class Context:
     num_nodes: int = 1
     timeout_s: float = DEFAULT_TIMEOUT_S
     check: Callable[[], None] = no_check
-
-    def checking(self, check: Callable[[], None]) -> Context:
-        """Return this context with another check before its own."""
-
-        def both() -> None:
-            check()
-            self.check()
-
-        return replace(self, check=both)

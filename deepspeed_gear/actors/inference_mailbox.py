@@ -45,7 +45,7 @@ from deepspeed_gear.writer.staged_rows import Staging
 LOADER = 0  # index of the process that answers
 CLOSED = 0  # word of `control`
 _SUFFIX = ".inference-"
-_LOOK_S = 0.1  # how often who waits looks whether the others live
+_LOOK_S = 0.1  # how often a waiting process checks that the others live
 
 
 class PlaceState:
@@ -114,11 +114,6 @@ class MailboxPlaces:
         told = layout.meaning["inference"]
         tuples = {name: tuple(told[name]) for name in ("asks", "answers")}
         return cls(**{**told, **tuples, "schema": Schema.from_json(told["schema"])})
-
-
-def is_request_file(name: str) -> bool:
-    """Return whether a file's name is one of places, not of a table."""
-    return _SUFFIX in name
 
 
 def request_files(store: str) -> list[str]:

@@ -143,7 +143,7 @@ class PolicyBoard(ProcessBound):
             raise DataError("version", f"must be more than {self.version}", number)
         state = self._check(module)
         slot = (int(self._words[_NEWEST + 1]) + 1) % _SLOTS
-        self._slots[slot, BoardSlot.VERSION] = 0  # who is reading it sees that it has changed
+        self._slots[slot, BoardSlot.VERSION] = 0  # a reader in the middle of it sees that it has changed
         values = self._views["values"][slot]
         _copy(self._parts(values), state)
         self._slots[slot, BoardSlot.CHECKSUM] = zlib.crc32(values)

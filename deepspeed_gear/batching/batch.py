@@ -393,7 +393,7 @@ def _refuse_overwritten() -> NoReturn:
 class BatchLifetime:
     """The time in which a ring entry holds the values of one batch.
 
-    Ended by the gatherer that fills the entry again, or earlier by who handed the batch out.
+    Ended by the gatherer that fills the entry again, or earlier by the loader that handed the batch out.
 
     Args:
         storages: Addresses of the entry's storages; see `storages_of`.

@@ -281,7 +281,7 @@ def part_of(
     Args:
         whole: What `merge` returns.
         name: Of the stream.
-        division: Who gets what.
+        division: Which shard gets which trajectories.
         index: Of the shard.
         items: Its rows among those of all trajectories, where items are steps; None: they are trajectories.
     """

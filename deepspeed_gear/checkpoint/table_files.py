@@ -193,7 +193,7 @@ def check_rows(found: SavedTable, division: ShardDivision | None = None, index: 
 
     Args:
         found: The table.
-        division: Who gets what; None: all files are checked.
+        division: Which shard gets which trajectories; None: all files are checked.
         index: Of the shard that gets the rows.
     Raises:
         CheckpointError: One is missing or changed.

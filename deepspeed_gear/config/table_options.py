@@ -33,7 +33,7 @@ _POLICY_WORDS = (*(f'"{name}"' for name in EVICTION_POLICIES), '"module:Class"')
 
 
 class RateLimiterConfig(GearModel):
-    """How far who adds and who samples may be ahead of each other: whoever is too far ahead waits.
+    """How far writers and samplers may be ahead of each other: the side that is too far ahead waits.
 
     Items are what the sampler's `unit` says. With I items ever added and S samples ever drawn,
     I * samples_per_insert - S stays within `error_buffer` of what it is at `min_size` items. The items of all
@@ -66,7 +66,7 @@ class RateLimiterConfig(GearModel):
     )
     timeout_s: Timeout = Field(
         default=600.0,
-        description="Seconds after which a wait of who samples or adds is an error; at most 7 days.",
+        description="Seconds after which a wait of a sampler or a writer is an error; at most 7 days.",
     )
 
 
@@ -215,7 +215,7 @@ class TableConfig(GearModel):
     remove: Annotated[Text, Words(*_POLICY_WORDS)] = Field(
         default="none",
         description=(
-            'Who goes when there is no room: the oldest trajectory ("fifo"), the newest ("lifo"), any one '
+            'What is evicted when there is no room: the oldest trajectory ("fifo"), the newest ("lifo"), any one '
             '("uniform"), the one of the lowest priority, or of the lowest value of the column `keep_best`. '
             '"none": adding to a full table is an error. "module:Class": a subclass of EvictionPolicy, '
             "importable in every process that writes."

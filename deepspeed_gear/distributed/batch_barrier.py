@@ -147,7 +147,7 @@ class BatchBarrier:
         if not self._is_open:
             self._count += 1
             if digest:
-                with self._table.lock:  # so that who sees the count sees the digest
+                with self._table.lock:  # so that a reader of the count sees the digest
                     self._mine[BarrierWord.DIGESTS + self._count % 2] = digest
             else:
                 self._mine[BarrierWord.DIGESTS + self._count % 2] = NO_DIGEST

@@ -1,4 +1,4 @@
-"""Who is still there: ranks that died, stand still or cannot be reached, found while others wait for them.
+"""The failure detector: ranks that died, stand still or cannot be reached, found while others wait.
 
 Each rank counts up a word in its node's shared memory; the leader of each node looks at its ranks' words and
 at their locks, and says through torch.distributed's own rendezvous store how its node does. Whatever a rank
@@ -46,7 +46,7 @@ class FailureDetector:
     """Watches the ranks of all nodes, in threads of its own. `check` is for any thread.
 
     Args:
-        memory: A store of this node, whose locks tell who is attached.
+        memory: A store of this node, whose locks show which processes are attached.
         views: Its regions.
         topology: Where the ranks sit.
         store: A connection of its own to the rendezvous store, on the leaders of nodes; None elsewhere.
@@ -202,7 +202,7 @@ class FailureDetector:
         """Take up what an exchange has found, unless more is known in a moment: which rank it was.
 
         Returns:
-            False if nothing is lost: the node has ended, and whoever does not need it may go on.
+            False if nothing is lost: the node has ended, and a rank that does not need it may go on.
         """
         patience = HEARD_BEATS * self._beat_s + (self._timeout_s if failure.name == SOME_NODE else 0)
         until = time.monotonic() + patience
@@ -285,7 +285,7 @@ class FailureDetector:
             if has_ended and taken  # one that takes none is not missed
         ]
         first = min(ended)[::-1] if ended else None
-        return first, self._told()  # after the turns: who fails says so before it ends
+        return first, self._told()  # after the turns: a rank that fails reports it before it ends
 
     def _lost_nodes(self) -> str:
         """Return what is wrong with another node, or nothing."""
@@ -302,7 +302,7 @@ class FailureDetector:
             )
             if not row[0]:
                 row[1 : len(encoded)] = encoded[1:]
-                row[0] = encoded[0]  # last: who sees it sees all
+                row[0] = encoded[0]  # last: a reader of it sees all
 
     def _told(self) -> str:
         """Return what a rank of this node has found."""

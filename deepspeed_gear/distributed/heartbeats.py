@@ -1,6 +1,6 @@
 """What the leaders of nodes tell each other, through torch.distributed's rendezvous store.
 
-The store lives in one process, mostly that of rank 0, and goes with it. Whoever has heard by then that the
+The store lives in one process, mostly that of rank 0, and goes with it. A rank that has read by then that the
 node of rank 0 has ended takes no rank for lost because it receives nothing more.
 """
 
@@ -149,7 +149,7 @@ class Heartbeats:
             self._left_first[node] = int(rank), int(taken)
         if said["problem"] and not self.problem:
             self.problem = str(said["problem"])
-        if said["ended"]:  # last: whoever sees it sees why
+        if said["ended"]:  # last: a reader of it sees the reason too
             self._nodes[node] = beat, _FOR_EVER
         elif said["beat"] != beat:
             self._nodes[node] = int(said["beat"]), now

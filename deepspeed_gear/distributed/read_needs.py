@@ -1,4 +1,4 @@
-"""Who needs what. Pure: every rank, and a preview without ranks, computes the same."""
+"""What each rank reads of a batch. Pure: every rank, and a preview without ranks, computes the same."""
 
 from __future__ import annotations
 

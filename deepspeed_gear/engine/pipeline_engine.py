@@ -1,8 +1,8 @@
 """Pipeline engines: what their schedules pull, fetched before they start.
 
 DeepSpeed's first and last stage each pull their micro batches in the middle of a schedule of sends and
-receives; who waited there for another rank would wait for ever. So all micro batches of a schedule are
-fetched first, on all ranks together; an error is raised before the schedule begins.
+receives; a stage that waited there for another rank would wait for ever. So all micro batches of a schedule
+are fetched first, on all ranks together; an error is raised before the schedule begins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may have written the library that this process loads: owner and mode of files and folders.
+"""Whether others may have written the library that this process loads: owner and mode of its files.
 
 Loading a library runs its code. In a folder that another user can write, that user decides what runs.
 """
@@ -27,7 +27,7 @@ def check_library(path: Path) -> None:
         BuildError: Another user than root may have written it.
     """
     if path.resolve().parent == _PACKAGE:
-        check_owner(path, {os.stat(__file__).st_uid})  # who installed the package could have put code there
+        check_owner(path, {os.stat(__file__).st_uid})  # the owner of the package could have put code there
         return
     check_owner(path)
     check_folders(path.parent)
@@ -45,7 +45,7 @@ def check_folders(folder: Path) -> None:
 
 
 def check_owner(path: Path, owners: Collection[int] = ()) -> None:
-    """Check who may write a file or folder.
+    """Check that no other user may write a file or folder.
 
     A folder with the sticky bit, as /tmp, may be writable by all: nothing of this user can be replaced there.
     So may be what the user's private group can write (its name is the user's, and it has no other members),

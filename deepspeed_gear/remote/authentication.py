@@ -1,4 +1,4 @@
-"""Who may connect, and over what: tokens in files, TLS, and addresses that are served without it."""
+"""Authentication: tokens in files, TLS, and the addresses that are served without it."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ class Gateway:
         return {}
 
     def _client(self, header: Mapping[str, Any]) -> tuple[str, int]:
-        """Return who calls, and what it knows.
+        """Return the caller, and what it knows.
 
         Raises:
             StoreError: It has a session with another gateway.

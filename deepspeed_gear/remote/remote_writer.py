@@ -219,7 +219,7 @@ class RemoteWriter(ProcessBound):
 
 
 def _hello(line: Connection, client: str, schema: Schema | None, timeout_s: float) -> dict[str, Any]:
-    """Say who connects; return what the gateway says of its table."""
+    """Introduce this writer to the gateway; return what it answers of its table."""
     header = {
         "version": VERSION,
         "client": client,

@@ -85,7 +85,7 @@ class Sender:
     Args:
         line: To the gateway.
         schema: Of the table.
-        who: What every call says: gateway and client.
+        who: Gateway and client, in the header of every call.
         outbox: What to send.
         options: How.
         timeout_s: Longest without any answer, in seconds.

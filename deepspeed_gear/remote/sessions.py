@@ -93,7 +93,7 @@ class Sessions:
         """Add a batch, unless the last one is still waiting; answer when it is added, or after a moment.
 
         Args:
-            client: Who sends it.
+            client: The sender.
             known: What the writer has heard of: up to here refusals need not be told again.
             trajectories: In the order of their numbers, which go on where the last ended, or begin earlier.
         Raises:

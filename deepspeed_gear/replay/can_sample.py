@@ -16,7 +16,7 @@ _POLL_S = 100e-6
 
 
 class Readiness:
-    """Numbered questions of the ranks; on a node whoever asks one first answers it for all.
+    """Numbered questions of the ranks; on a node the first rank that asks one answers it for all.
 
     Args:
         parts: Of the Replay.

@@ -1,4 +1,4 @@
-"""How this rank's batches get to its device: what CUDA reads in place, which way is taken, and who waits.
+"""How this rank's batches get to its device: what CUDA reads in place, which way is taken, what waits.
 
 Batches are made on a lane, which on a GPU is a stream beside that of the training step. A batch is handed
 over in the thread that uses it, whose stream then waits for it; a ring entry is given to the lane again

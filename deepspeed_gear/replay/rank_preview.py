@@ -160,7 +160,7 @@ def _traffic(
     info: BatchInfo,
     num_nodes: int,
 ) -> np.ndarray:
-    """Count the bytes of rows that nodes need and lack; a row goes to a node once, whoever reads it there."""
+    """Count the bytes of rows that nodes need and lack; a row goes to a node once, for all its readers."""
     sent = np.zeros((num_nodes, num_nodes), np.int64)
     replica = np.arange(batch.num_samples) % info.num_micro % info.data_world
     for index in range(info.data_world):

@@ -196,7 +196,9 @@ class PriorityLog:
         except (RuntimeError, ShapeError):
             check_priorities(priorities.numpy())
             raise
-        with self.table.lock:  # so that whoever makes the next selection sees the entries after the tail
+        with (
+            self.table.lock
+        ):  # so that the process that makes the next selection sees the entries after the tail
             ends[LogEnds.TAIL] = tail + count
 
     def check_room(self, count: int) -> None:

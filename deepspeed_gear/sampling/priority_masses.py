@@ -205,7 +205,8 @@ class PriorityMasses(ItemMasses):
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """Give new items their first priority, and take that of items that are gone.
 
-        Rows of a slot that is free already may be another trajectory's; whoever freed it has cleared them.
+        Rows of a slot that is free already may be another trajectory's; the process that freed it has cleared
+        them.
         """
         if self.by_step and self.table.extents is not None:
             there = is_among(self.table.slots[slots, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))

@@ -17,11 +17,11 @@ _AWAKE_S = 500e-6
 
 
 class SelectionReaders:
-    """Who has consumed what of a stream. Process safe: each process writes its own word only.
+    """How far each process has consumed a stream. Process safe: each process writes its own word only.
 
     Args:
         spec: The stream.
-        table: Its table, whose memory knows who is alive.
+        table: Its table, whose memory knows the living processes.
         reached: A number that each process counts up, in the store: the selections that it has done with, or
             the global batch that it asked for. [peers], int64.
         timeout_s: How long the stream waits for them.

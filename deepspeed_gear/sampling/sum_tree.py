@@ -1,6 +1,6 @@
 """The masses of a stream's items: a tree of integer sums in the store, and the changes that wait.
 
-Whoever changes a slot, in any process, notes it in the table's log. The next selection queues the masses that
+Every change of a slot, by any process, is noted in the table's log. The next selection queues the masses that
 the rule gives to these slots, and puts the queue into the tree. So a tree never changes under a draw. The
 slot table is the truth: after a death, or if more has changed than the log holds, the two are compared.
 """

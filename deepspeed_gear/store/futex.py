@@ -9,7 +9,7 @@ import numpy as np
 
 from deepspeed_gear.store.native_handle import address
 
-BELL_WORDS = 32  # a bell has 128 bytes of its own: who waits for one is not slowed down by others
+BELL_WORDS = 32  # a bell has 128 bytes of its own: waiting for one is not slowed down by others
 _POLL_S = 50e-6
 
 
@@ -36,7 +36,7 @@ class FutexEvents:
         return int(self._counts[bell][0])
 
     def ring(self, bell: int) -> None:
-        """Wake whoever waits; what this thread wrote before is seen by then."""
+        """Wake all that wait; what this thread wrote before is visible by then."""
         if self._native is not None:
             self._native.bell_ring(self._addresses[bell])
 

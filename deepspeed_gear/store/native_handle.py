@@ -1,4 +1,4 @@
-"""A store as C++ sees it: addresses in shared memory, which whoever holds the memory keeps mapped."""
+"""A store as C++ sees it: addresses in shared memory, which the owner of the memory keeps mapped."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class OpenSlots:
             self._truncated[last] |= self._terminated is None or not self._terminated[last]
         self._extents.end_growth(slot, int(self._slots[slot, Slot.NUM_STEPS]) + self._final_rows)
 
-    # ---- whoever has died ------------------------------------------------------------------------
+    # ---- deaths ----------------------------------------------------------------------------------
 
     def end_abandoned(self) -> None:
         """Free what dead processes had reserved; let what they have published stay, as truncated."""

@@ -16,7 +16,7 @@ class RateLimiter:
     """How many samples are drawn for each item that is added, as Reverb's rate limiters say it.
 
     With I items ever added and S samples ever drawn, the difference I * samples_per_insert - S stays in
-    [least, most] once `min_size` items are held: whoever would leave it waits.
+    [least, most] once `min_size` items are held: the side that would leave it waits.
 
     Args:
         unit: What an item is.
@@ -70,7 +70,7 @@ class RateLimiter:
 
     @property
     def holds_back(self) -> bool:
-        """Whether who adds may ever have to wait."""
+        """Whether writers may ever have to wait."""
         return self.most < math.inf
 
     def room(self, size: int, inserted: int, sampled: int) -> int:

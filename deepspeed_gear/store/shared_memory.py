@@ -30,7 +30,7 @@ from deepspeed_gear.store.reaper import FLOCK, WHOLE, Start, unlink_same
 SHM = Path("/dev/shm")
 MADV_POPULATE_WRITE = 23  # Linux 5.14: allocate now, as a write would; an error instead of a SIGBUS
 LOG = logging.getLogger("deepspeed_gear")
-_NO_PEER = 1 << 40  # byte of no process: who holds it has locked the whole file, to remove it
+_NO_PEER = 1 << 40  # byte of no process: its holder has locked the whole file, to remove it
 _REMOVAL_S = 1.0  # longest wait for another process to end a removal, which takes it two calls
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _NO_MEMORY = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFAULT)  # EFAULT: of populating a full tmpfs

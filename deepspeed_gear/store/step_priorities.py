@@ -18,7 +18,7 @@ from deepspeed_gear.store.table import Table
 class StepPriorities:
     """What a stream keeps for each row of a store. Every method wants the store's lock.
 
-    A row that no trajectory has, has priority 0. Who dies inside leaves that to `mend`.
+    A row that no trajectory has, has priority 0. After a death inside, `mend` restores that.
 
     Args:
         ops: The ops.

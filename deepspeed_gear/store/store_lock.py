@@ -1,4 +1,4 @@
-"""The lock of a store: survives the death of its owner, is timed, and names who holds it."""
+"""The lock of a store: survives the death of its owner, is timed, and names its holder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class StoreLock:
     `flock`, which the kernel also releases when its owner dies. All processes of a store use the same kind.
 
     A word in the store holds the owner's process id until its work is whole. An owner that died, or left by
-    anything but a refusal (Ctrl-C, a bug), does not clear it; whoever locks next finds it and recovers.
+    anything but a refusal (Ctrl-C, a bug), does not clear it; the next process that locks finds it and
+    recovers.
 
     An owner that is stopped (SIGSTOP) is alive, and its work is half done. A wait of at most `timeout_s` goes
     on when it is continued; a longer one is an error with its process id.

@@ -24,7 +24,7 @@ class GrowingTrajectory:
     """A trajectory that grows in this process, and the part of it that is published.
 
     Args:
-        owner: Who appends to it; once that is gone, it has ended.
+        owner: The object that appends to it; once that is gone, it has ended.
         first: The step with which what is stored begins: those before it are another trajectory's, which the
             table has let go.
         published: Steps of it that batches may hold.
@@ -220,7 +220,7 @@ class Publisher:
             unfinished.end(handle.slot, truncated)
 
     def _end_orphans(self) -> None:
-        """End what grew for somebody who was dropped without being closed."""
+        """End trajectories whose writer was dropped without being closed."""
         for growing in [growing for growing in self._inserter.growing if growing.owner() is None]:
             self.end(growing, truncated=True)
 

@@ -14,7 +14,7 @@ from deepspeed_gear.store.native_handle import address, form_of
 
 
 class Staging:
-    """Where the open trajectories of N environments grow, in memory of whoever makes it.
+    """Where the open trajectories of N environments grow, in memory of their maker.
 
     Thread and process safety: none; the rows of an environment are one process's at a time.
 

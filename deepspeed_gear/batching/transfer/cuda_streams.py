@@ -20,7 +20,7 @@ ALIGNMENT = 128  # of what lies in one allocation: a line of a GPU's caches
 
 
 class Event(Protocol):
-    """A moment in the work of a lane, or of who uses its batches."""
+    """A moment in the work of a lane, or of the user of its batches."""
 
     def query(self) -> bool:
         """Whether all work before it is done; does not wait."""
@@ -66,7 +66,7 @@ class TransferStream(Protocol):
         ...
 
     def consumer(self) -> tuple[Any, Event]:
-        """Return who this thread gives work to, and the moment after all that it was given."""
+        """Return the stream that this thread gives work to, and the moment after all that it was given."""
         ...
 
     def wait_for(self, consumer: Any) -> None:
@@ -209,7 +209,8 @@ class Packing:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors in an allocation. [num_bytes], uint8.
 
-        Each counts its own changes, as tensors of their own do: autograd tells who was changed in place.
+        Each counts its own changes, as tensors of their own do: autograd names the tensor that was changed in
+            place.
         """
         found = []
         for (shape, dtype), begin in zip(self._shapes, self._begins, strict=True):

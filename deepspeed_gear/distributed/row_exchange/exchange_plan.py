@@ -72,7 +72,7 @@ def routes_of(
     fields: Sequence[ResolvedField],
     schema: Schema,
 ) -> ExchangePlan:
-    """Find out who needs what.
+    """Find out which node needs which samples.
 
     Args:
         topology: Where the ranks sit.

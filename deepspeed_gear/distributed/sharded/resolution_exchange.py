@@ -92,7 +92,7 @@ class ResolutionExchange:
     Args:
         state: Of the stream, in this node's part of the table.
         channel: To the other nodes.
-        plan: Who needs what.
+        plan: Which node needs which samples.
         row_exchange: Moves rows.
         goals: Draws the achieved goals of samples.
         transport: Takes the rows, after the messages; None: they are in these.

@@ -141,7 +141,7 @@ class SelectionAgreement(LocalSelector):
             self._add_waits()
 
     def _add_waits(self) -> None:
-        """Whoever has waited least was the last to come."""
+        """The node that has waited least was the last to come."""
         waited_us = self._waited_us[: self._num_waits]
         self._late_us += (waited_us.max(1, keepdims=True) - waited_us).sum(0)
         self._num_waits = 0

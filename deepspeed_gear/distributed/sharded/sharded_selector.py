@@ -37,7 +37,7 @@ class ShardedSelector(SelectionAgreement):
     Args:
         state: Of the stream, in this node's part of the table.
         channel: To the other nodes; shared by the streams of one thread.
-        plan: Who needs what.
+        plan: Which node needs which samples.
         row_exchange: Moves rows.
         goals: Draws the achieved goals of samples, or None.
         verify_every: As the config's.

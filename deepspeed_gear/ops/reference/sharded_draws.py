@@ -1,4 +1,4 @@
-"""What the ops on draws and reports between nodes mean: who owns them, who needs them, what travels.
+"""What the ops on draws and reports between nodes mean: owners, readers, and what is sent.
 
 Packed, a resolution takes 32 bytes, and 8 more where windows follow n-step steps; a report 24. Slots,
 generations, step numbers and lengths have 32 bits there.
