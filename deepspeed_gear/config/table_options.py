@@ -215,10 +215,10 @@ class TableConfig(GearModel):
     remove: Annotated[Text, Words(*_POLICY_WORDS)] = Field(
         default="none",
         description=(
-            'What is evicted when there is no room: the oldest trajectory ("fifo"), the newest ("lifo"), any one '
-            '("uniform"), the one of the lowest priority, or of the lowest value of the column `keep_best`. '
-            '"none": adding to a full table is an error. "module:Class": a subclass of EvictionPolicy, '
-            "importable in every process that writes."
+            'What is evicted when there is no room: the oldest trajectory ("fifo"), the newest ("lifo"), any '
+            'one ("uniform"), the one of the lowest priority, or of the lowest value of the column '
+            '`keep_best`. "none": adding to a full table is an error. "module:Class": a subclass of '
+            "EvictionPolicy, importable in every process that writes."
         ),
     )
     keep_best: Name | None = Field(

@@ -140,7 +140,7 @@ class JointSelection:
             raise StoreError("the total mass over all replicas", rule, total, "give smaller priorities")
 
     def _draw(self, totals: Tensor, total: int, first: int) -> np.ndarray:
-        """Compute all coordinates, and the holders of what they hit; return which samples lie here. [n], int64."""
+        """Compute all coordinates and the holders of their items; return the samples that lie here. [n]."""
         spec, found = self._spec, torch.zeros(1, dtype=torch.int64)
         self._ops.draw_(self._coordinates, spec.seed, spec.key, first, total)
         if spec.is_stratified:

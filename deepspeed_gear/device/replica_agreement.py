@@ -152,7 +152,7 @@ def shares_gpus(exchange: ControlPlane, topology: Topology, device: torch.device
 def inside_replica(
     topology: Topology, device: torch.device, is_shared: bool, timeout_s: float, group: Any
 ) -> tuple[DeviceCollectives, int] | None:
-    """Return what carries tensors inside a replica, and the rank that reports there. Collective over its ranks.
+    """Return what carries tensors in a replica, and the rank that reports there. Collective over its ranks.
 
     Args:
         topology: Where the ranks sit.
