@@ -230,8 +230,8 @@ def check_priorities_whole(masses: Any) -> None:
         assert minima.equal(masses._minima), "a node is not the least of its children"
     assert masses.counts[UpdateCount.DRAWABLE] == np.count_nonzero(masses.leaves)
     admitted = np.zeros(masses.num_items, bool)
-    # The rows of a slot that is free already may be another trajectory's.
-    there = masses.table.slots[:, Slot.STATE] != SlotState.FREE
+    # Rows of a slot that is free already may be another trajectory's; where slots are items, they stay.
+    there = (masses.table.slots[:, Slot.STATE] != SlotState.FREE) | (not masses.by_step)
     slots = np.nonzero((masses.applied != 0) & there)[0]
     items, drawable = masses._items_of(slots, masses.applied[slots])
     admitted[items] = drawable
