@@ -126,7 +126,7 @@ def test_death_inside_an_op(op: str, backend: str) -> None:
             sums[tree_levels(other.masses.num_items)[1][0] :] = 12345
             os.kill(os.getpid(), signal.SIGKILL)
 
-        object.__setattr__(other.ops, op, update)
+        object.__setattr__(other.state.ops, op, update)
         if op == "tree_update_":  # as where masses do not follow from lengths alone
             other.masses._plain_unit = None
         other.get(1)
