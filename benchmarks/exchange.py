@@ -117,7 +117,7 @@ def prioritized(run: Nodes, quick: bool) -> Rows:
 
 
 def traffic(run: Nodes, quick: bool) -> Rows:
-    """Compare the bytes on the wire with what must travel, and selection for few and for many items."""
+    """Compare the bytes on the wire with what must travel, for few and for many items."""
     rows: Rows = []
     for name, window, batch in CASES:
         batch, steps, scale = (8, 5, 0.01) if quick else (batch, 30, 0.1)

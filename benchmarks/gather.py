@@ -138,7 +138,7 @@ def rank_blocks(
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     subject = Subject(workload(name, scale), window, batch_size * world_size, seed=rank)
-    # Every rank takes the same number of batches, or they would wait for each other's cuts for ever.
+    # Every rank takes the same number of batches, or they would wait for each other's selections for ever.
     count = torch.tensor(_block(subject))
     dist.broadcast(count, 0)
     times: dict[str, list[float]] = {"limit": [], "sample": [], "limit_cpu": [], "sample_cpu": []}

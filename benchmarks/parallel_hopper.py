@@ -4,7 +4,8 @@
     python benchmarks/parallel_hopper.py [--steps N] [--json F] [--figure F.png] [--quick]
 
 Config, model, loss and evaluation are those of `examples/hopper.py`. All three begin with the same weights
-and cut the same global batches of 128 into the same two micro batches: one on each replica (dp2), or one
+and divide the same global batches of 128 into the same two micro batches: one on each replica (dp2), or
+    one
 after the other on the one replica (tp2, pp2). So they compute the same numbers up to the order of sums.
 What is evaluated is the average of the weights over steps, gathered into the plain model.
 """

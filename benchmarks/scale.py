@@ -1,4 +1,4 @@
-"""What a cut over many nodes costs: a node's plan is timed, all bytes are counted, the wire is predicted.
+"""What a selection over many nodes costs: a node's plan is timed, bytes are counted, the wire is predicted.
 
     python benchmarks/scale.py [--nodes 1 2 4 ...] [--json F] [--figure F.png] [--quick]
 
@@ -148,7 +148,7 @@ def run_one(num_nodes: int, ranks: int, samples: int, repeats: int) -> Row:
 
 
 def predict(row: Row, bandwidths: Sequence[float], latency_us: float, step_ms: float) -> None:
-    """Add how long the exchanges of a cut take, and which part of a training step that is with the plan.
+    """Add how long the exchanges of a selection take, and their part of a training step with the plan.
 
     The slowest node's bytes pass its one port; `least` lets the messages of an exchange overlap, `most` lets
     each wait for the one before.

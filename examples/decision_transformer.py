@@ -4,8 +4,8 @@ Sources: Chen et al., "Decision Transformer: Reinforcement Learning via Sequence
 one token a step instead of three; for returns in bins Lee et al., "Multi-Game Decision Transformers", NeurIPS
 2022; for how a bin reaches every layer Perez et al., "FiLM", AAAI 2018.
 
-It is a list of layers, so that a pipeline can be cut from it; heads are counted from what the layers give, so
-that tensor ranks can hold some of them; `Block.attend` and `Block.mlp` can be replaced.
+It is a list of layers, so that a pipeline can be made from it; heads are counted from what the layers
+give, so that tensor ranks can hold some of them; `Block.attend` and `Block.mlp` can be replaced.
 """
 
 from __future__ import annotations

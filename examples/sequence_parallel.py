@@ -1,4 +1,4 @@
-"""Train a Decision Transformer on windows that are cut along the time axis (DeepSpeed-Ulysses).
+"""Train a Decision Transformer on windows that are divided along the time axis (DeepSpeed-Ulysses).
 
     gear ingest examples/data/hopper_expert.hdf5 data/hopper
     deepspeed --num_gpus 2 examples/sequence_parallel.py

@@ -100,7 +100,7 @@ class Clock:
         return graph.replay
 
     def seconds(self, run: Run, count: int) -> float:
-        """Return the mean time of `count` calls, one behind the other."""
+        """Return the mean time of `count` calls, one after the other."""
         if not self.is_cuda:
             begin_s = perf_counter()
             for _ in range(count):

@@ -65,11 +65,11 @@ class Shared:
 
 
 class Watch:
-    """Times the latest exchange of rows and the latest cut, and knows what was exchanged.
+    """Times the latest exchange of rows and the latest selection, and knows what was exchanged.
 
     Args:
         carrier: Whose rows they are: planned, packed, sent, received, copied to where they lie.
-        stream: Whose cuts they are.
+        stream: Whose selections they are.
         link: Carries them, behind the resolutions of their samples.
     """
 
@@ -311,7 +311,7 @@ def prioritized_batches(batch: int, blocks: int, steps: int, block_s: float, sca
 
 
 def _times_of_cuts(shared: Shared) -> dict[str, list[float]]:
-    """Time the cuts from now on, their exchanges, and what is done between these. Seconds."""
+    """Time the selections from now on, their exchanges, and what is done between these. Seconds."""
     times: dict[str, list[float]] = {"cut": [], "exchanges": []}
     link, stream = shared.link, shared._selector.stream
     begin_exchange, cut = link.begin, stream._cut

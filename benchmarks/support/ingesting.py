@@ -57,7 +57,7 @@ def trajectory(schema: Schema, steps: int, seed: int) -> dict[str, np.ndarray]:
 
 
 class Memcpy:
-    """Copies of so many bytes, one behind the other, into memory as large as a store."""
+    """Copies of so many bytes, one after the other, into memory as large as a store."""
 
     def __init__(self, num_bytes: int) -> None:
         self._bytes = num_bytes

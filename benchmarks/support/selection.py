@@ -153,7 +153,7 @@ def rank_blocks(batch: int, scale: float, repeats: int) -> dict[str, list[float]
     times: dict[str, list[float]] = {name + more: [] for name in systems for more in ("", "_cpu")}
     count = (
         20 if scale < 1 else 2000
-    )  # the same on every rank, or they would wait for each other's cuts for ever
+    )  # the same on every rank, or they would wait for each other's selections for ever
     for _ in range(repeats):
         for name, system in systems.items():
             dist.barrier()

@@ -66,7 +66,7 @@ class Subject:
     def op(self, count: int) -> Times:
         """Gather batches by the op alone: fields and masks."""
         records, chosen, fill = self._pool[0].clone(), self._choose(count), self._gatherer.fill
-        # A cut has just written its resolutions when they are gathered: they are in the cache.
+        # A selection has just written its resolutions when they are gathered: they are in the cache.
         return timed(
             lambda turn: fill(self.ring[turn % RING], records),
             count,

@@ -193,10 +193,10 @@ def test_a_node_that_is_lost_is_named(how: str, train: Callable[..., NodeRanks],
 def test_a_rank_may_go_on_when_the_others_have_ended(
     lingers: int, cluster: Cluster, tmp_path: Path, data: Path
 ) -> None:
-    """As the one that evaluates: nobody is lost, nobody is ended, also where the rendezvous store has gone.
+    """As the one that evaluates: no rank is lost or ended, also where the rendezvous store has gone.
 
     The next batch is prepared late there, so the other node has held its own early, and the thread of that
-    node waits in a cut that this one does not come to.
+    node waits in a selection that this one does not come to.
     """
     plan = {"refused": [], "section": config_of(data, timeout_s=TIMEOUT_S, prefetch=2)}
     plan |= {"steps": 5, "lingers": lingers, "linger": 3 * TIMEOUT_S}

@@ -87,7 +87,7 @@ def test_death_while_removing(backend: str, stride: int) -> None:
 @pytest.mark.parametrize(("backend", "stride"), [("cpu", STRIDE), ("reference", 5 * STRIDE)])
 @pytest.mark.parametrize("kind", ["random", "epoch"])
 def test_death_while_cutting(backend: str, stride: int, kind: str) -> None:
-    """Changes are queued, and an epoch ends inside the cut: who comes next makes exactly the same cuts."""
+    """Changes are queued, and an epoch ends inside: the next process makes exactly the same selections."""
 
     def make() -> StoreScene:
         scene = StoreScene(backend, [stream_spec(kind, "step", 10)], LENGTHS)  # 15 steps
@@ -146,7 +146,7 @@ def test_random_deaths(backend: str, kind: str) -> None:
     """Two processes add, remove and sample; one after the other is killed at a random time and replaced."""
     scene = StoreScene(backend, [stream_spec(kind, "step", 16)], LENGTHS, num_slots=12, num_rows=100)
     stream, chance = scene.streams[0], random.Random(0)
-    stream.release(1 << 60)  # this process only looks on: nobody waits for it
+    stream.release(1 << 60)  # this process only looks on: no process waits for it
 
     def live(peer: int, seed: int) -> None:
         table, streams = scene.attach(peer)

@@ -1,4 +1,4 @@
-"""A process may die at any instruction of a report or a cut: no mass is lost or torn, and nobody hangs.
+"""A process may die at any instruction of a report or a selection: no mass is lost or torn, none hangs.
 
 As in test_crash.py, deaths are placed by tracing (every GEAR_TEST_STRIDE-th line) and at random times.
 GEAR_LONG_TESTS=1: four processes for a minute, fifty of them killed.
@@ -60,7 +60,7 @@ def sampled(stream: Any, key: int) -> list[list[int]]:
 
 
 def contradicted(backend: str, unit: str) -> StoreScene:
-    """Return a store whose next cut applies reports of two processes, new items, removed ones, and alpha."""
+    """Return a store whose next selection applies reports of two processes, new and removed items, alpha."""
     scene = scene_of(backend, unit, alpha=lambda key: 1 - key / 2)
     stream = scene.streams[0]
     table, (other,) = scene.attach(2)
@@ -79,7 +79,7 @@ def contradicted(backend: str, unit: str) -> StoreScene:
 @pytest.mark.parametrize(("backend", "stride"), BACKENDS)
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 def test_death_while_reports_are_applied(backend: str, stride: int, unit: str) -> None:
-    """Who comes next makes the very same cuts; in them the last report of each item has won."""
+    """Who comes next makes the very same selections; in them the last report of each item has won."""
 
     def act(table: Any, streams: Any) -> None:
         sampled(streams[0], 1)
@@ -167,13 +167,13 @@ def test_random_deaths(backend: str, unit: str) -> None:
     """Processes report, draw, add and remove; one after the other is killed and replaced.
 
     Trajectory `peer` belongs to one process, which counts its first item's priority up. What was accepted
-    before a kill stands in an anonymous map, and must be in the store after the next cuts.
+    before a kill stands in an anonymous map, and must be in the store after the next selections.
     """
     peers, deaths, seconds = (4, 50, 60.0) if LONG else (2, 8, 0.4)
     sizes = {"num_slots": 14, "num_rows": 120, "num_peers": peers + 1}
     scene = scene_of(backend, unit, alpha=lambda key: 0.4 + key // 50 % 2 * 0.2, **sizes)
     stream, chance = scene.streams[0], random.Random(0)
-    stream.masses.ask(FOREVER)  # this process only looks on: nobody waits for it
+    stream.masses.ask(FOREVER)  # this process only looks on: no process waits for it
     stream.release(FOREVER)
     accepted = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
 

@@ -10,7 +10,7 @@ from process_support import launch
 
 
 def test_a_rank_that_would_wait_for_itself_tells_all(tmp_path: Path) -> None:
-    """Nobody waits, nobody takes it for a failure, and the batch comes when it can."""
+    """No process waits, no process takes it for a failure, and the batch comes when it can."""
     section = {
         "tables": {"main": {"capacity_steps": 100, "rate_limiter": {"min_size": 8}}},
         "sampler": {"kind": "uniform", "unit": "step"},

@@ -1,4 +1,4 @@
-"""Whatever happens to a rank: nobody hangs, the error is heard everywhere, nothing stays in shared memory.
+"""Whatever happens to a rank: nothing hangs, all ranks raise the error, nothing stays in shared memory.
 
 GEAR_LONG_TESTS=1 kills 20 times instead of 4.
 """
@@ -198,7 +198,7 @@ def test_a_wrong_option_on_one_rank_ends_all(name: str, data: Path, tmp_path: Pa
 
 
 def test_a_broken_config_file_on_one_rank_ends_all(name: str, data: Path, tmp_path: Path) -> None:
-    """Without the launcher nobody ends the other rank: it must hear of the error by itself."""
+    """Without the launcher no process ends the other rank: it must hear of the error by itself."""
     path = tmp_path / "ds_config.json"
     path.write_text('{"gear": {')
     plan = {"sections": [section_of(data, name), str(path)], "steps": 1, "raise_on": None}

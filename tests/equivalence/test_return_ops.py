@@ -13,7 +13,7 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.schema import DTYPES
 
 SameBits = Callable[[Tensor, Tensor], bool]
-EXTENTS = torch.tensor([[0, 1], [1, 7], [8, 0], [9, 33], [50, 200]])  # rows 42..49 belong to nobody
+EXTENTS = torch.tensor([[0, 1], [1, 7], [8, 0], [9, 33], [50, 200]])  # rows 42..49 belong to no process
 NUM_ROWS = 250
 
 

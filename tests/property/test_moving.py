@@ -51,7 +51,7 @@ def check_rows(scene: StoreScene) -> None:
 
 
 def take(scene: StoreScene, key: int) -> np.ndarray:
-    """Return what a cut draws, checked to be what is stored. [B, 8], int64."""
+    """Return what a selection draws, checked to be what is stored. [B, 8], int64."""
     stream, table = scene.streams[0], scene.table
     stream.masses.ask(key)
     records = np.array(stream.get(key).resolutions.numpy())
@@ -94,7 +94,7 @@ def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.D
 def add_and_take(scene: StoreScene, data: st.DataObject) -> None:
     key = 0
     by, known = Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0)), {}
-    late: np.ndarray | None = None  # of a cut that is not consumed yet
+    late: np.ndarray | None = None  # of a selection that is not consumed yet
     for steps in data.draw(st.lists(st.integers(1, LONGEST), min_size=20, max_size=40)):
         try:
             scene.count += 1

@@ -82,7 +82,7 @@ class OnlineMachine(RuleBasedStateMachine):
         self.opened: dict[int, Any] = {}
         self.appended: dict[int, int] = {}  # steps of the open ones
         self.first: dict[int, int] = {}  # the first of them that is not another trajectory's
-        self.known: dict[tuple[int, int], float] = {}  # priorities of items that a cut has seen
+        self.known: dict[tuple[int, int], float] = {}  # priorities of items that a selection has seen
         self.reports: list[tuple[int, list[tuple[int, int]], np.ndarray]] = []
         self.unknown: set[int] = (
             set()
@@ -269,7 +269,7 @@ class OnlineMachine(RuleBasedStateMachine):
             self.num_batches += 1
 
     def settle(self) -> None:
-        """Do what a cut does to priorities: new items get their first one, then reports come in."""
+        """Do what a selection does to priorities: new items get their first one, then reports come in."""
         items = {
             (key, step)
             for key, held in self.ready().items()
@@ -287,7 +287,7 @@ class OnlineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batches and self.kind == "prioritized")
     @rule(data=st.data(), seed=st.integers(0, 99))
     def update(self, data: st.DataObject, seed: int) -> None:
-        """Report priorities of one of the last batches; what it drew may be gone by now, or by the cut."""
+        """Report priorities of one of the last batches; its items may be gone by now, or by the selection."""
         which, batch = drawn = data.draw(st.sampled_from(self.batches))
         values = np.random.default_rng(seed).choice(PRIORITIES, BATCH)
         self.replay.update_priorities(batch, torch.from_numpy(values))
@@ -298,7 +298,7 @@ class OnlineMachine(RuleBasedStateMachine):
     # ---- death -----------------------------------------------------------------------------------
 
     def in_dying_writer(self, work: Callable[[TrajectoryWriter, Any], Any], number: int) -> None:
-        """Let a process write that is killed, and let a cut find what it has left."""
+        """Let a process write that is killed, and let a selection find what it has left."""
         name = self.table.memory.path.name
 
         def write() -> None:

@@ -43,7 +43,7 @@ def masses_of(values: list[float], alpha: float) -> list[int]:
 
 
 class PriorityMachine(RuleBasedStateMachine):
-    """The oracle: `known` holds priorities as of the latest cut; `reported` waits, with batch and order."""
+    """The oracle: `known` is as of the latest selection; `reported` waits, with batch and order."""
 
     unit, kind, lag, normalize, initial = "step", "random", 0, "table", None
     batch = 9
@@ -142,10 +142,10 @@ class PriorityMachine(RuleBasedStateMachine):
 
     @rule(alpha=st.sampled_from(ALPHAS))
     def change_alpha(self, alpha: float) -> None:
-        """Take effect at the next cut that nobody has made."""
+        """Take effect at the next selection that no process has made."""
         self.alpha = alpha
 
-    # ---- cuts ------------------------------------------------------------------------------------
+    # ---- selections ------------------------------------------------------------------------------------
 
     @rule(peer=st.integers(0, NUM_PEERS - 1), count=st.integers(1, 3))
     def sample(self, peer: int, count: int) -> None:
@@ -153,7 +153,7 @@ class PriorityMachine(RuleBasedStateMachine):
             self._sample_one(peer)
 
     def _sample_one(self, peer: int) -> None:
-        """All ask for the next batch; one cuts it, and those that the lag lets it prepare."""
+        """All ask for the next batch; one selections it, and those that the lag lets it prepare."""
         for each, stream in enumerate(self.streams):
             stream.masses.ask(self.key - self.lag)
             self.asked[each] = self.key - self.lag
@@ -184,7 +184,7 @@ class PriorityMachine(RuleBasedStateMachine):
         return total > 0
 
     def _apply(self) -> None:
-        """Do what a cut does: content, then reports of batches before key - lag, sorted, the last wins."""
+        """Do what a selection does: content, then reports before key - lag, sorted, the last wins."""
         first = self.initial if self.initial is not None else self.highest
         items = {
             (number, step)

@@ -137,7 +137,7 @@ def test_a_failed_call_leaves_its_columns_out_and_no_error(memory: SharedMemory)
     columns = {name: Span(base + at, base + at + 5000) for name, at in (("a", 0), ("b", 8192), ("c", 16384))}
     calls = tuple(Span(base + at, base + at + 8192) for at in (0, 8192, 16384))
     runtime, pages = LockedPages(), ctypes.c_void_p(base + 8192)
-    assert LIBC.mprotect(pages, ctypes.c_size_t(8192), 0) == 0  # nobody may read them: they cannot be locked
+    assert LIBC.mprotect(pages, ctypes.c_size_t(8192), 0) == 0  # unreadable: they cannot be locked
     try:
         found = Registration(memory, RegistrationPlan(calls, columns, {"file": IS_FILE}), runtime)
     finally:

@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """Samples of a cut between nodes, and what is read of them."""
+    """Samples of a selection between nodes, and what is read of them."""
 
     num_nodes: int
     needs: list[RowReads]

@@ -162,7 +162,7 @@ def gather(
 @settings(max_examples=300)
 @given(table=tables(), divided=divided_windows(), kind=st.sampled_from(KINDS))
 def test_parts_are_the_window(ops: Ops, table: Table, divided: tuple[Window, int], kind: Kind) -> None:
-    """The equal parts of a window, one behind the other, are the window; each counts its own rows."""
+    """The equal parts of a window, one after the other, are the window; each counts its own rows."""
     window, parts = divided
     random = torch.Generator().manual_seed(table.num_rows)
     column = (torch.rand(table.num_rows, kind.elements, generator=random) * 100).to(kind.stored)

@@ -201,7 +201,7 @@ def take_draws(
     takes_own: bool = False,
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Put the resolutions of a cut together."""
+    """Put the resolutions of a selection together."""
     ring, origins = (
         torch.empty(count, Resolution.NUM_WORDS, dtype=torch.int64),
         torch.zeros(count, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""Reports of priorities, and what a cut has made of them."""
+"""Reports of priorities, and what a selection has made of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def report(stream: Any, items: list[Item], priorities: Any, order: Any = LogEntr
 
 
 def stored(stream: Any, items: list[Item]) -> list[float]:
-    """Return the priorities that the latest cut has drawn with."""
+    """Return the priorities that the latest selection has drawn with."""
     slots = stream.table.slots_of(np.array([number for number, _ in items]))
     if not stream.masses.by_step:
         return stream.masses.values[slots].tolist()
@@ -34,7 +34,7 @@ def stored(stream: Any, items: list[Item]) -> list[float]:
 
 
 def cut(stream: Any, key: int, *others: Any) -> Any:
-    """Let every process ask for a global batch, and cut it."""
+    """Let every process ask for a global batch, and select it."""
     for each in (stream, *others):
         each.masses.ask(key)
     made = stream.get(key)

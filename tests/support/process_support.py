@@ -52,7 +52,7 @@ def kill(child: int) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on, and that the kernel gives to nobody who asks for any."""
+    """Return a TCP port that no process listens on, and that the kernel gives to none that asks for any."""
     while True:
         port = 20_000 + (131 * os.getpid() + next(_ports)) % 12_000
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""What the tests of remote writers share: a table, its gateway, and a network that cuts connections."""
+"""What the tests of remote writers share: a table, its gateway, and a network that selections connections."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def write_token(path: Path) -> Path:
 
 
 class Proxy:
-    """Hands bytes on to a port, and cuts all connections when so many have gone through, both ways together.
+    """Hands bytes on to a port, and ends all connections when so many have gone through both ways.
 
-    Every second cut loses what the port says for a moment before it: what has arrived is not answered.
+    Every second selection loses what the port says for a moment before it: what has arrived is not answered.
 
     Args:
         port: On this machine.
-        cuts: After how many bytes, rising.
+        selections: After how many bytes, rising.
     """
 
     def __init__(self, port: int, cuts: list[int]) -> None:
@@ -171,7 +171,7 @@ class Proxy:
 
 
 def random_cuts(seed: int, count: int, most: int) -> list[int]:
-    """Draw where connections are cut, in bytes."""
+    """Draw where connections end, in bytes."""
     return sorted(random.Random(seed).sample(range(2_000, most), count))
 
 

@@ -36,7 +36,7 @@ def policy(observation: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def serve(loader: InferenceLoader, goes_on: Callable[[], bool]) -> list[InferenceRequest]:
-    """Answer until a request is empty and nobody goes on."""
+    """Answer until a request is empty and no process goes on."""
     served = []
     for request in loader:
         if request:

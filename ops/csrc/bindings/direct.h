@@ -24,7 +24,7 @@ struct PythonError : std::exception {};  // Python knows what is wrong
   throw PythonError{};
 }
 
-// The caller's reference keeps the tensor, a list that nobody changes meanwhile those in it: to
+// The caller's reference keeps the tensor, a list that no process changes meanwhile those in it: to
 // count another reference would take the GIL.
 inline at::Tensor& AsTensor(PyObject* object) {
   if (!THPVariable_Check(object)) RaiseType("a tensor", object);

@@ -11,7 +11,7 @@ struct Table {
   unsigned long long* last;
   uint64_t mask;
 
-  // The place of an item, which becomes its own if nobody has it yet.
+  // The place of an item, which becomes its own if no process has it yet.
   __device__ uint64_t Claim(int64_t item) const {
     const auto key = static_cast<unsigned long long>(item) + 1;
     uint64_t at = Mix(key) & mask;

@@ -8,13 +8,13 @@ namespace gear {
 struct Slot {
   int64_t state, generation, id;
   int64_t first_row, num_steps, num_rows;
-  int64_t owner, born;  // born: the global batch that was cut next when it was committed
+  int64_t owner, born;  // born: the global batch that was selected next when it was committed
 };
 static_assert(sizeof(Slot) == 64, "a slot is a row of 8 int64");
 
 inline constexpr int64_t kCommitted = 2;  // the state of a slot whose trajectory can be drawn
 
-// What a draw resolves to; a row of the resolutions of a cut.
+// What a draw resolves to; a row of the resolutions of a selection.
 struct Resolution {
   int64_t id, slot, generation;
   int64_t first_row, num_steps, anchor;

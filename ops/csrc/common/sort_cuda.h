@@ -145,7 +145,7 @@ void RunScan(const Scan& scan, int64_t count, Keyed* totals, void* stream) {
   CheckLaunch("Scan");
 }
 
-// Arrays one behind the other in scratch memory of int64 words; without memory it only counts them.
+// Arrays one after the other in scratch memory of int64 words; without memory it only counts them.
 class Scratch {
  public:
   explicit Scratch(int64_t* words) : words_(words) {}

@@ -13,9 +13,9 @@ namespace gear::cuda {
 inline constexpr int kVector = 16;  // bytes
 inline constexpr int kUnits = 3;    // of a lane under way at once: with more, registers are too few
 
-// The vectors in which a run lies, and the units of 16 bytes into which it is cut. The first unit
-// begins up to three elements in front of the run, so that what a unit becomes is aligned; so units
-// need not begin at vectors.
+// The vectors in which a run lies, and the units of 16 bytes into which it is divided. The first
+// unit begins up to three elements in front of the run, so that what a unit becomes is aligned; so
+// units need not begin at vectors.
 struct Source {
   const uint4* vectors;
   unsigned offset;  // of units in vectors, in bytes

@@ -55,7 +55,7 @@ struct Updates {
 int64_t ItemsOf(const Slot* slots, int64_t num_slots, int64_t unit, const Updates& updates,
                 int64_t count, int64_t num_items, int64_t* items);
 
-// What an update changes; `minima` is null where nobody keeps them.
+// What an update changes; `minima` is null where no process keeps them.
 struct Priorities {
   uint64_t* sums;
   uint64_t* minima;

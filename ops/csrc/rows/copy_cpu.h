@@ -9,7 +9,7 @@ struct Placed {
   int64_t row, rows;
 };
 
-// Copies rows of a column one behind the other.
+// Copies rows of a column one after the other.
 void CopyTogether(const Placed* placed, int64_t count, int64_t row_bytes, char* column,
                   char* together);
 

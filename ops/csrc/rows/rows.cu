@@ -30,7 +30,7 @@ void SetPointers(const Bytes* from, int64_t count, Bytes* to, void* stream) {
   }
 }
 
-// Messages that lie one behind the other, each from a word on.
+// Messages that lie one after the other, each from a word on.
 struct FindMessages {
   Plan plan;
   const int64_t* sizes;

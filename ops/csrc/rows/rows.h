@@ -59,7 +59,7 @@ struct RowRoom {
 enum class RowsTaken { kAll, kNoRoom, kShort, kOutside };
 
 // Plans the rows of samples, each row once, and copies them from the columns of a store into
-// messages, one behind the other, each from a multiple of 8 bytes on: a head, and the rows column
+// messages, one after the other, each from a multiple of 8 bytes on: a head, and the rows column
 // by column. Sets the bytes of rows of each; copies nothing where `message` is too short. Returns
 // false, and copies nothing, if a row lies outside its column.
 bool PackRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,

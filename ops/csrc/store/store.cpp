@@ -132,8 +132,8 @@ int64_t FindVictim(Store& store) {
   return slot;
 }
 
-// The rows that are free as soon as nobody reads what is retired. One whose writer does not know
-// that it was retired does not count: that may take long.
+// The rows that are free as soon as no process reads what is retired. One whose writer does not
+// know that it was retired does not count: that may take long.
 int64_t RowsBeingRead(Store& store) {
   const int64_t sentinel = store.num_slots + 1;
   int64_t rows = 0;
@@ -231,7 +231,7 @@ bool IsPinned(const Store& store, int64_t slot) {
   for (const Pins& pins : store.pins) {
     const int64_t drawn = pins.last_drawn[slot];
     for (int64_t peer = 0; peer < pins.num_peers; ++peer) {
-      // Pairs with the release of a process that has copied what it needs of the cut.
+      // Pairs with the release of a process that has copied what it needs of the selection.
       if (__atomic_load_n(&pins.consumed[peer], __ATOMIC_ACQUIRE) <= drawn) return true;
     }
   }

@@ -28,7 +28,7 @@ enum Control : int64_t {
   kInserted,  // trajectories, and steps, that were ever committed
   kStepsInserted,
   kRecoveries,  // how often derived state was rebuilt behind a death
-  kCutting,     // cuts over several nodes are under way: nothing may be retired
+  kCutting,     // selections over several nodes are under way: nothing may be retired
   kPolicy,      // newest policy version
   kRowsHeld,    // rows that are reserved or committed
   kLoads,       // how often everything was replaced by a checkpoint
@@ -63,7 +63,7 @@ enum Refusal : int64_t {
   kNotFinite = -9,    // a column holds NaN or an infinity and must not
 };
 
-// Of a stream: the last cut that drew from each slot, and what each process has consumed.
+// Of a stream: the last selection that drew from each slot, and what each process has consumed.
 struct Pins {
   const int64_t* last_drawn;  // [slots]
   const int64_t* consumed;    // [peers]
@@ -96,7 +96,7 @@ struct Store {
   int64_t num_slots, num_rows, log_size, id_index, id_count, peer;
   int64_t most_trajectories, most_steps;  // limits below what there is room for
   const int64_t*
-      position;  // of the training stream: global batch that is cut next, samples; or null
+      position;  // of the training stream: global batch that is selected next, samples; or null
   int64_t least_free_rows;  // besides those that are wanted: from there on the caller moves extents
   std::vector<ColumnOf> columns;
   std::vector<Pins> pins;
@@ -110,8 +110,8 @@ int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, 
 void Retire(Store& store, int64_t slot);
 void Free(Store& store, int64_t slot);
 bool IsPinned(const Store& store, int64_t slot);
-// Frees retired slots that nobody reads, then lets trajectories go until the rows fit; kScattered
-// where moving extents is cheaper.
+// Frees retired slots that no process reads, then lets trajectories go until the rows fit;
+// kScattered where moving extents is cheaper.
 int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps);
 bool MayInsert(const Store& store, int64_t num_steps);
 

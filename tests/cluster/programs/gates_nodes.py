@@ -1,4 +1,4 @@
-"""Waits for the gate of a table on two nodes with two ranks each, and their ends. Part of rates_nodes.py."""
+"""Waits for a rate limiter on two nodes with two ranks each, and their ends. Part of rates_nodes.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tried(replay: Replay) -> list[Any]:
 
 
 def late(rank: int) -> list[Any]:
-    """Nobody adds; then one rank does."""
+    """No process adds; then one rank does."""
     section = section_of("uniform", "step", rate_limiter={"min_size": 50, "timeout_s": 0.5})
     with Replay(section, schemas={"main": SCHEMA}) as replay:
         found = [tried(replay), replay.can_sample()]
@@ -38,7 +38,7 @@ def late(rank: int) -> list[Any]:
 
 
 def collecting(rank: int) -> list[Any]:
-    """A rank that writes must not wait for itself, and so nobody does."""
+    """A rank that writes must not wait for itself, and so no process does."""
     with Replay(section_of("uniform", max_times_sampled=1), schemas={"main": SCHEMA}) as replay:
         if rank == 3:
             writer = replay.writer()

@@ -86,7 +86,7 @@ def run(replay: DeviceReplay) -> list[list[dict[str, torch.Tensor]]]:
             found[-1].append(told(batch))
             if batch.holders is not None:
                 check_names(batch, replay.batch_info.data_world)
-            if replay.config.sampler.kind == "prioritized" and turn != 3:  # nobody has to report
+            if replay.config.sampler.kind == "prioritized" and turn != 3:  # no process has to report
                 noise = 0.0 if replay._topology.place.reports else 100.0
                 replay.update_priorities_(batch, priorities(batch, turn, noise))
     return found

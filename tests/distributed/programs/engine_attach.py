@@ -50,7 +50,7 @@ def attaching(gear: dict[str, Any]) -> None:
     assert type(engine) is engine_class
     train(engine, 1)
 
-    of_config = plain(ds_config(gear))[0]  # a section that nobody asked for does no harm
+    of_config = plain(ds_config(gear))[0]  # a section that no process asked for does no harm
     assert "gear" not in of_config.__dict__
     assert deepspeed_gear.attach(of_config).gear_sample().num_samples == BATCH // 2
     of_config.destroy()

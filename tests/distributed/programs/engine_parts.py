@@ -81,7 +81,7 @@ def record(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def joined(records: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Put records one behind the other."""
+    """Put records one after the other."""
     records = list(records)
     return {name: np.concatenate([r[name] for r in records]) for name in records[0]}
 

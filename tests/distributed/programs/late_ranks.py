@@ -49,7 +49,7 @@ def run(section: dict[str, Any], is_late: bool) -> list[list[int]]:
             batch = replay.sample()
             found.append(batch.sample_number.tolist() + batch.trajectory_id.tolist())
             values = (batch.sample_number % 13 + 1).float() * (batch.anchor + 1)
-            if (turn + rank) % 5 != 4:  # nobody has to report
+            if (turn + rank) % 5 != 4:  # no process has to report
                 replay.update_priorities(batch, values.as_subclass(Elsewhere) if is_late else values)
     dist.barrier()
     return found

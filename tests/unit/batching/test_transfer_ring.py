@@ -72,7 +72,7 @@ def test_an_entry_waits_for_who_used_it(replay: Replay) -> None:
 
 
 def test_prepared_batches_that_are_dropped(replay: Replay) -> None:
-    """Their entries wait for nobody; an entry whose batch may still be used waits for all its user's work."""
+    """Their entries wait for nothing; an entry whose batch may still be used waits for its user's work."""
     lane = Recorded()
     gatherer, records = collector_of(replay, lane), records_of(replay)
     for _ in range(3):  # of which the last two may be used

@@ -108,7 +108,7 @@ def test_samples_go_to_whoever_reads_them(
 
 @given(topologies())
 def test_most_wanted_is_reached(drawn: tuple[list[Topology], list[int]]) -> None:
-    """Where the replicas divide a global batch, every cut has exactly so many, whatever its offset."""
+    """Where the replicas divide a global batch, every selection has exactly so many, whatever its offset."""
     views, order = drawn
     for view in views:
         found = routes(view, order)

@@ -1,4 +1,4 @@
-"""Priorities that a device computes later: nobody waits for them but those who need them."""
+"""Priorities that a device computes later: no process waits for them but those who need them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Replay whose batches go to a device: the same by every way, and cuts that are kept until they are read.
+"""A Replay whose batches go to a device: the same by every way, from selections kept until they are read.
 
 The device is the CPU, where a way that is named runs the code of a GPU on a lane that is done at once, or, as
 a busy stream is, only when a test says so.
@@ -263,7 +263,7 @@ def test_the_way_is_the_node_s_own_business() -> None:
     assert one.resume_digest == other.resume_digest
 
 
-# ---- cuts that a device still reads --------------------------------------------------------------
+# ---- selections that a device still reads --------------------------------------------------------------
 
 
 def consumed(replay: Replay) -> int:
@@ -329,7 +329,7 @@ def test_adding_waits_until_the_device_has_read_what_goes(late: LateLane) -> Non
 
 
 def test_a_full_table_waits_for_what_the_device_still_reads(late: LateLane) -> None:
-    """Nobody goes by himself; what was removed is free once it was read."""
+    """No process goes by himself; what was removed is free once it was read."""
     table = {"main": {"capacity_steps": 34, "capacity_trajectories": 4}}
     with online("direct", n_step={"n": 1, "gamma": 1.0}, tables=table, batch_size=64) as replay:
         late.is_late = True

@@ -1,4 +1,4 @@
-"""Streams: distributions, epochs, passes, the ring of cuts, and cuts that are begun again."""
+"""Streams: distributions, epochs, passes, the ring of selections, and selections that are begun again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def scenes() -> Iterator[Any]:
 
 
 def draws(stream: BatchStream, first: int, count: int) -> np.ndarray:
-    """Take cuts; return id, anchor and sample number of each sample. [n, 3]."""
+    """Take selections; return id, anchor and sample number of each sample. [n, 3]."""
     found = []
     for key in range(first, first + count):
         cut = stream.get(key)
@@ -147,7 +147,7 @@ def test_nothing_to_draw_is_an_error_that_passes(scenes: Any) -> None:
 
 
 def epochs_of(stream: BatchStream, first: int, count: int) -> dict[int, list[tuple[int, int]]]:
-    """Take cuts; return the items of each epoch in the order of visiting."""
+    """Take selections; return the items of each epoch in the order of visiting."""
     found: dict[int, list[tuple[int, int]]] = {}
     for key in range(first, first + count):
         cut = stream.get(key)
@@ -405,7 +405,7 @@ def test_seek_continues(scenes: Any) -> None:
 
 
 def test_a_dead_process_leaves_a_whole_stream(scenes: Any) -> None:
-    """A process that dies with the lock, a queue and a cut half made; all points of death: test_crash.py."""
+    """A process that dies with the lock, a queue and half a selection; all points of death: test_crash.py."""
     scene = scenes(stream_spec(batch=50), lengths=LENGTHS)
 
     def die() -> None:

@@ -193,7 +193,7 @@ def test_counts_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_processes_count_into_one_table() -> None:
-    """A cut is counted by whoever makes it, whatever a dead process has left."""
+    """A selection is counted by whoever makes it, whatever a dead process has left."""
     with replay_of() as replay:
         replay.sample()
         draws = streams_of(replay)["train"].state.counts

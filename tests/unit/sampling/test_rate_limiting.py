@@ -69,7 +69,7 @@ def test_each_is_drawn_as_often_as_it_may_be(batch: int) -> None:
 
 
 def test_one_draw_is_like_many() -> None:
-    """A cut of many samples draws what cuts of one sample draw, though items go in between."""
+    """A selection of many samples draws what selections of one sample draw, though items go in between."""
 
     def drawn(batch: int) -> list[int]:
         with replay(batch, max_times_sampled=3) as found:

@@ -239,7 +239,7 @@ def test_recent_items_while_trajectories_come_and_go(scenes: Any, unit: str) -> 
 
 
 def test_an_add_without_room_moves_the_window(scenes: Any) -> None:
-    """It takes up what waits, so as to free rows; the next cut must still know of the removal."""
+    """It takes up what waits, so as to free rows; the next selection must still know of the removal."""
     scene = scenes(stream_spec(batch=50, window=AgeWindow(1)), lengths=[4, 4], num_rows=10, num_slots=4)
     assert {number for number, _ in taken(scene.streams[0], 0)} == {1}
     table_edits.remove(scene.table, [1])

@@ -1,4 +1,4 @@
-"""Draws that are made before their cut: never seen, except that ranks wait less for each other."""
+"""Draws that are made before their selection: never seen, except that ranks wait less for each other."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[StoreScene, BatchStre
 
 
 def rows(stream: BatchStream, key: int) -> np.ndarray:
-    """Take a cut and have done with it."""
+    """Take a selection and have done with it."""
     found = stream.get(key).resolutions.numpy().copy()
     stream.release(key)
     return found
 
 
 def alone(steps: list[Any]) -> list[np.ndarray]:
-    """Make the cuts with one process that does each step (a function of the scene, or None) before a cut."""
+    """Make the selections with one process that does each step (a function of the scene, or None) before."""
     scene = StoreScene("cpu", [stream_spec(unit="step", batch=16)], lengths=LENGTHS, num_peers=1)
     found = []
     for key, step in enumerate(steps):
@@ -55,7 +55,7 @@ def test_peers_draw_ahead_in_turn(pair: Any) -> None:
     _, first, second = pair
     wanted = alone([None] * 12)
     for key in range(12):
-        mine = key % 2 == 1  # the next cut is the first peer's to draw
+        mine = key % 2 == 1  # the next selection is the first peer's to draw
         assert (rows(first, key) == wanted[key]).all()
         assert first.position[Position.AHEAD] == (key + 1 if mine else key if key else NOTHING)
         assert (rows(second, key) == wanted[key]).all()
@@ -117,7 +117,7 @@ def test_seek_forgets_what_was_drawn(pair: Any) -> None:
         rows(second, key)
     assert first.position[Position.AHEAD] == 2
     with scene.table.lock:
-        first.state.seek(2, 0, 0, 0, 0)  # another position: the samples of the first cut come again
+        first.state.seek(2, 0, 0, 0, 0)  # another position: the samples of the first selection come again
     assert (rows(first, 2)[:, :7] == wanted[0][:, :7]).all()
 
 

@@ -63,7 +63,7 @@ def ids(scene: StoreScene) -> list[int]:
 
 
 def take(scene: StoreScene, key: int) -> np.ndarray:
-    """Return a copy of what a cut has drawn; the stream has no other reader. [B, 8], int64."""
+    """Return a copy of what a selection has drawn; the stream has no other reader. [B, 8], int64."""
     stream = scene.streams[0]
     stream.masses.ask(key)
     return np.array(stream.get(key).resolutions.numpy())
@@ -165,7 +165,7 @@ def test_the_lowest_priority_goes_first(make: Make, unit: str) -> None:
         )
         stream.masses.values[first : first + (4 if unit == "step" else 1)] = priority
     for wanted in ([0, 2, 3, 4], [0, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 7], [5, 6, 7, 8]):
-        add(scene, 4)  # those that no cut has seen go last, the oldest of them first
+        add(scene, 4)  # those that no selection has seen go last, the oldest of them first
         assert ids(scene) == wanted
 
 
@@ -212,7 +212,7 @@ def test_what_can_never_fit_is_refused(make: Make, kind: str) -> None:
 
 
 def full_and_drawn(make: Make, removal: str = "fifo") -> StoreScene:
-    """Two trajectories fill the store, and the cut 0 has drawn both."""
+    """Two trajectories fill the store, and the selection 0 has drawn both."""
     scene = make(removal, [stream_spec(batch=32)])
     for _ in range(2):
         add(scene, 9)

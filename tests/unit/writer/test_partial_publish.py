@@ -276,7 +276,7 @@ def test_a_rate_counts_published_steps() -> None:
 
 
 def test_many_that_publish_at_once_pass_the_smallest_buffer() -> None:
-    """Each waits for its own steps only, so nobody waits for what the others bring."""
+    """Each waits for its own steps only, so no process waits for what the others bring."""
     rate = {"samples_per_insert": 4, "min_size": 8, "error_buffer": 48}
     with replay(rate_limiter=rate, capacity_steps=1000, capacity_trajectories=100, writers=1) as found:
         name = found.tables["main"].memory.path.name
@@ -442,7 +442,7 @@ def test_a_checkpoint_has_what_was_published(kind: str, tmp_path: Path) -> None:
         append(opened, [3], publish=False)
         append(opened, [4])
         drawn(found)
-        append(opened, [5])  # waits for the next cut
+        append(opened, [5])  # waits for the next selection
         state = found.save(tmp_path)
         expected = found.sample()["which"].clone()
         opened.append(observation=np.full(2, 6, np.float32))

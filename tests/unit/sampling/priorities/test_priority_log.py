@@ -1,4 +1,4 @@
-"""Reports from several processes: which of them a cut sees, their order, and their log."""
+"""Reports from several processes: which of them a selection sees, their order, and their log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed_gear.errors import DataError, PeerError, StoreError
 from deepspeed_gear.ops.records import UpdateCount
 from deepspeed_gear.replay import table_edits
 
-# ---- which reports a cut sees --------------------------------------------------------------------
+# ---- which reports a selection sees --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -25,7 +25,7 @@ def test_a_cut_sees_the_reports_of_batches_before_its_lag(scenes: Any, lag: int)
         stream.masses.ask(key)
         for ahead in range(key, key + lag + 1):  # as prefetching does
             stream.get(ahead)
-        seen = key - 1  # the newest batch whose reports cut key + lag has seen
+        seen = key - 1  # the newest batch whose reports selection key + lag has seen
         assert stored(stream, [(2, 1)]) == [0.5 if seen < 0 else seen + 2]
         report(stream, [(2, 1)], key + 2)
         stream.release(key)
