@@ -77,7 +77,7 @@ def _nothing_stays() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_trajectory_arrives_once_through_a_connection_that_is_cut(seed: int) -> None:
-    """100,000 steps, five lost connections: three in the middle of batches, two between batches and their answers."""
+    """100,000 steps, five lost connections: three within batches, two between batches and their answers."""
     with served(section()) as (replay, gateway):
         proxy = Proxy(gateway.port, random_cuts(seed, 5, 2_500_000))
         try:
