@@ -112,63 +112,93 @@ def gather_(
     /,
 ) -> None: ...
 
-# Lists and writers of a store (store/row_allocator.py says what they mean). A refusal is negative.
+class RowForm:
+    """What the rows of a column look like: kind ("f", "i", "u" or "b"), bytes of an item, check, shape."""
 
-def store_open(words: Sequence[int], /) -> Any:
-    """Return a store of addresses in shared memory, which the caller keeps mapped."""
+    def __init__(self, kind: str, item_bytes: int, check: int, shape: Sequence[int]) -> None: ...
 
-def store_columns(store: Any, columns: Sequence[tuple[int, int, int, int, int, tuple[int, ...]]], /) -> None:
-    """Set the columns: address, code of `rows`, kind, bytes of an item, code of the check, shape of a row."""
+class Store:
+    """Lists and writers of a store (store/row_allocator.py), over addresses that the caller keeps mapped.
 
-def store_retention(
-    store: Any, pins: Sequence[tuple[int, int, int]], removal: int, rate: Sequence[float], /
-) -> None:
-    """Set what keeps trajectories, who goes when there is no room, and who waits."""
-
-def store_reserve(store: Any, num_rows: int, num_steps: int, /) -> int:
-    """Take a slot and a run of rows. Wants the lock."""
-
-def store_make_room(store: Any, num_rows: int, num_steps: int, /) -> int:
-    """Reserve, letting trajectories go. Wants the lock."""
-
-def store_commit(store: Any, slot: int, num_steps: int, num_rows: int, born: int, /) -> int:
-    """Publish a reserved slot; return its id. Wants the lock."""
-
-def store_retire(store: Any, slot: int, /) -> None:
-    """End a committed trajectory. Wants the lock."""
-
-def store_free(store: Any, slot: int, /) -> None:
-    """Give a slot and its rows back. Wants the lock."""
-
-def store_may_insert(store: Any, num_steps: int, /) -> bool:
-    """Return whether the rate admits a trajectory now. Wants the lock."""
-
-def store_add(
-    store: Any, columns: Sequence[Any], num_steps: int, timeout_s: float, /
-) -> tuple[int, int] | None:
-    """Make room for a trajectory, copy and commit it; takes the lock.
-
-    Returns:
-        Its id, or a refusal, and its slot, -1 if none was reserved. None: a column is not a buffer of the
-        stored form; nothing has happened.
+    A refusal is negative.
     """
 
-def store_are_finite(store: Any, columns: Sequence[Any], /) -> bool:
-    """Return whether buffers, one per column, are of the stored form and finite where they must be."""
+    def __init__(
+        self,
+        *,
+        mutex: int,
+        holder: int,
+        control: int,
+        links: int,
+        log: int,
+        retention: int,
+        slots: int,
+        num_slots: int,
+        num_rows: int,
+        log_size: int,
+        id_index: int,
+        id_count: int,
+        peer: int,
+        most_trajectories: int,
+        most_steps: int,
+        position: int,
+        least_free_rows: int,
+    ) -> None: ...
+    def set_columns(self, columns: Sequence[tuple[int, int, RowForm]], /) -> None:
+        """Set the columns: address, code of `rows`, form."""
 
-def rows_targets(columns: Sequence[tuple[int, int, int, int, tuple[int, ...]]], /) -> Any:
-    """Return places of rows: address, kind, bytes of an item, code of the check, shape of a row."""
+    def set_retention(
+        self,
+        pins: Sequence[tuple[int, int, int]],
+        eviction: int,
+        rate: Sequence[tuple[bool, int, float, float]],
+        /,
+    ) -> None:
+        """Set what pins trajectories, what is evicted when there is no room, and the rate limiter, if any."""
 
-def row_fits(targets: Any, target: int, row: Any, /) -> bool:
-    """Return whether one row is a buffer of a target's form, and finite where it must be."""
+    def reserve(self, num_rows: int, num_steps: int, /) -> int:
+        """Take a slot and a run of rows. Wants the lock."""
 
-def rows_put(targets: Any, columns: Sequence[Any], rows: Any, /) -> int:
-    """Copy row i of each buffer to row rows[i] of its target; a negative row is left out. Releases nothing.
+    def make_room(self, num_rows: int, num_steps: int, /) -> int:
+        """Reserve, evicting trajectories. Wants the lock."""
 
-    Returns:
-        -1, or the index of the first buffer that is not of the target's form, or of which a row that is not
-        left out holds NaN or an infinity and must not; then nothing has happened.
-    """
+    def commit(self, slot: int, num_steps: int, num_rows: int, born: int, /) -> int:
+        """Publish a reserved slot; return its id. Wants the lock."""
+
+    def retire(self, slot: int, /) -> None:
+        """Evict a committed trajectory. Wants the lock."""
+
+    def free(self, slot: int, /) -> None:
+        """Give a slot and its rows back. Wants the lock."""
+
+    def may_insert(self, num_steps: int, /) -> bool:
+        """Return whether the rate limiter admits a trajectory now. Wants the lock."""
+
+    def add(self, columns: Sequence[Any], num_steps: int, timeout_s: float, /) -> tuple[int, int] | None:
+        """Make room for a trajectory, copy and commit it; takes the lock.
+
+        Returns:
+            Its id, or a refusal, and its slot, -1 if none was reserved. None: a column is not a buffer of the
+            stored form; nothing has happened.
+        """
+
+    def are_finite(self, columns: Sequence[Any], /) -> bool:
+        """Return whether buffers, one per column, are of the stored form and finite where they must be."""
+
+class RowTargets:
+    """Places of rows: address and form of each column."""
+
+    def __init__(self, columns: Sequence[tuple[int, RowForm]], /) -> None: ...
+    def fits(self, target: int, row: Any, /) -> bool:
+        """Return whether one row is a buffer of a target's form, and finite where it must be."""
+
+    def put(self, columns: Sequence[Any], rows: Any, /) -> int:
+        """Copy row i of each buffer to row rows[i] of its target; a negative row is left out.
+
+        Returns:
+            -1, or the index of the first buffer that is not of the target's form, or of which a row that is
+            not left out holds NaN or an infinity and must not; then nothing has happened.
+        """
 
 def pack_rows_(
     message: Tensor,

@@ -26,7 +26,7 @@ def open_store(
     views: dict[str, np.ndarray],
     columns: ColumnArrays,
 ) -> Any:
-    """Return the handle of a table with a capacity.
+    """Return the native Store of a table with a capacity.
 
     Args:
         native: The native module.
@@ -37,42 +37,38 @@ def open_store(
     """
     base = address(np.frombuffer(memory.buffer, np.uint8, 1))
     shard, retention = spec.shard or Shard(), spec.retention
-    position = address(views[TRAIN_POSITION]) if TRAIN_POSITION in views else 0
-    handle = native.store_open(
-        (
-            base + MUTEX_OFFSET,
-            base + HOLDER_OFFSET,
-            *(address(views[name]) for name in ("control", "links", "log", "retention", "slots")),
-            spec.num_slots,
-            spec.capacity_rows,
-            len(views["log"]),
-            shard.index,
-            shard.count,
-            memory.peer,
-            retention.max_trajectories,
-            retention.max_steps,
-            position,
-            spec.least_free_rows,
-        )
+    store = native.Store(
+        mutex=base + MUTEX_OFFSET,
+        holder=base + HOLDER_OFFSET,
+        **{name: address(views[name]) for name in ("control", "links", "log", "retention", "slots")},
+        num_slots=spec.num_slots,
+        num_rows=spec.capacity_rows,
+        log_size=len(views["log"]),
+        id_index=shard.index,
+        id_count=shard.count,
+        peer=memory.peer,
+        most_trajectories=retention.max_trajectories,
+        most_steps=retention.max_steps,
+        position=address(views[TRAIN_POSITION]) if TRAIN_POSITION in views else 0,
+        least_free_rows=spec.least_free_rows,
     )
-    native.store_columns(
-        handle,
+    store.set_columns(
         [
-            (address(columns.by_name[column.name]), ROWS_CODES[column.rows], *form_of(column))
+            (address(columns.by_name[column.name]), ROWS_CODES[column.rows], form_of(native, column))
             for column in spec.schema
-        ],
+        ]
     )
-    return handle
+    return store
 
 
-def form_of(column: Column) -> tuple[int, int, int, tuple[int, ...]]:
-    """Return kind, bytes of an item, code of the check and shape of a column's rows, for the native module.
+def form_of(native: ModuleType, column: Column) -> Any:
+    """Return the RowForm of a column's rows.
 
-    Buffers are compared with the kind, the size and the shape; the check refuses NaN and infinities.
+    Buffers are compared with its kind, size and shape; its check refuses NaN and infinities.
     """
     dtype = column.numpy_dtype
     check = _CHECKS[column.dtype] if column.must_be_finite else 0
-    return ord(_KINDS[dtype.kind]), dtype.itemsize, check, column.shape
+    return native.RowForm(_KINDS[dtype.kind], dtype.itemsize, check, column.shape)
 
 
 def address(array: np.ndarray) -> int:

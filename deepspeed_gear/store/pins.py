@@ -78,7 +78,7 @@ class SelectionPins:
 
     @property
     def pins(self) -> list[tuple[int, int, int]]:
-        """Return addresses as `store_retention` takes them."""
+        """Return addresses as the native `Store.set_retention` takes them."""
         return [(address(r.last_drawn), address(r.consumed), len(r.consumed)) for r in self._readers]
 
     @property

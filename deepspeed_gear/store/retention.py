@@ -38,7 +38,7 @@ class Retention:
 
     @property
     def rate_words(self) -> tuple[Any, ...]:
-        """Return the rate as `store_retention` takes it."""
+        """Return the rate as the native `Store.set_retention` takes it."""
         rate = self.rate_limiter
         if rate is None:
             return ()

@@ -264,22 +264,22 @@ class NativeRowAllocator(RowAllocator):
 
     Args:
         native: The native module.
-        handle: Of the store, from `store_open`.
+        store: The native Store.
         *arguments: As `RowAllocator`.
     """
 
-    def __init__(self, native: ModuleType, handle: Any, *arguments: Any) -> None:
+    def __init__(self, native: ModuleType, store: Any, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._native, self._handle = native, handle
+        self._native, self._store = native, store
 
     def reserve(self, num_rows: int, num_steps: int) -> int:
-        return int(self._native.store_reserve(self._handle, num_rows, num_steps))
+        return int(self._store.reserve(num_rows, num_steps))
 
     def commit(self, slot: int, num_steps: int, num_rows: int, born: int) -> int:
-        return int(self._native.store_commit(self._handle, slot, num_steps, num_rows, born))
+        return int(self._store.commit(slot, num_steps, num_rows, born))
 
     def retire(self, slot: int) -> None:
-        self._native.store_retire(self._handle, slot)
+        self._store.retire(slot)
 
     def note(self, slot: int) -> None:
         super().note(slot)
@@ -288,4 +288,4 @@ class NativeRowAllocator(RowAllocator):
             self._native.bell_ring(int(self.control[Control.EVENT :].ctypes.data))
 
     def free(self, slot: int) -> None:
-        self._native.store_free(self._handle, slot)
+        self._store.free(slot)

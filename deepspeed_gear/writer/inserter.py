@@ -63,22 +63,22 @@ class Inserter:
         self._native = self._open_native()
 
     def _open_native(self) -> Any:
-        """Return the native module if it can do an addition as a whole."""
-        native, retention = self.table.ops.native, self.table.spec.retention
-        if native is None or self.table.handle is None:
+        """Return the native store if it can do an addition as a whole."""
+        retention = self.table.spec.retention
+        if self.table.handle is None:
             return None
         plain = not self._readers.have_step_priorities and not self._readers.orders
         rate = retention.rate_words
         policy = self.evictor.policy
         code = policy.code if plain or not policy.evicts else EvictionCode.BY_CALLER
-        native.store_retention(self.table.handle, self._readers.pins, code, rate)
+        self.table.handle.set_retention(self._readers.pins, code, [rate] if rate else [])
         whole = (
             plain
             and code != EvictionCode.BY_CALLER
             and self._committed is None
             and not self.table.spec.return_to_go
         )
-        return native if whole else None
+        return self.table.handle if whole else None
 
     # ---- adding ----------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class Inserter:
             return None
         if self.max_length is not None and num_steps > self.max_length:
             return None
-        found = self._native.store_add(self.table.handle, columns, num_steps, self.timeout_s)
+        found = self._native.add(columns, num_steps, self.timeout_s)
         if found is None:
             return None
         return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)
@@ -139,7 +139,7 @@ class Inserter:
     def _add(self, columns: list[np.ndarray], num_steps: int) -> int:
         if self._native is None:
             return self._add_plainly(columns, num_steps)
-        found = self._native.store_add(self.table.handle, columns, num_steps, self.timeout_s)
+        found = self._native.add(columns, num_steps, self.timeout_s)
         if found is None:  # what is no buffer of the stored form, such as bfloat16 without steps
             return self._add_plainly(columns, num_steps)
         return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)
@@ -165,8 +165,7 @@ class Inserter:
         check_finite(self._name, self.table.spec.schema, arrays)
 
     def _add_plainly(self, columns: list[np.ndarray], num_steps: int, present: int = 0) -> int:
-        native, handle = self.table.ops.native, self.table.handle
-        if native is None or handle is None or not native.store_are_finite(handle, columns):
+        if self.table.handle is None or not self.table.handle.are_finite(columns):
             self._refuse_not_finite(columns)
         slot = self.reserve(num_steps)
         try:

@@ -48,8 +48,10 @@ class OpenTrajectory(ProcessBound):
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._rows: dict[str, list[np.ndarray]] = {column.name: [] for column in steps}
         self._row = {column.name: replace(column, rows="1") for column in steps}  # what one row must be
-        self._native, self._index = native, {column.name: i for i, column in enumerate(steps)}
-        self._targets = None if native is None else native.rows_targets([(0, *form_of(c)) for c in steps])
+        self._index = {column.name: i for i, column in enumerate(steps)}
+        self._targets: Any = None
+        if native is not None:
+            self._targets = native.RowTargets([(0, form_of(native, c)) for c in steps])
         # Largest values: floats of Python up to these are converted without a check for overflow.
         floats = [c for c in steps if c.must_be_finite and c.dtype != "bfloat16" and not c.shape]
         self._floats = {c.name: (c.numpy_dtype, float(np.finfo(c.numpy_dtype).max)) for c in floats}
@@ -118,8 +120,8 @@ class OpenTrajectory(ProcessBound):
 
     def _fits(self, column: str, row: Any) -> bool:
         """Return whether a row is as it is stored, and finite where it must be."""
-        if self._native is not None:
-            return bool(self._native.row_fits(self._targets, self._index[column], row))
+        if self._targets is not None:
+            return bool(self._targets.fits(self._index[column], row))
         form = self._row[column]
         if not isinstance(row, (np.ndarray, np.generic)) or row.shape != form.shape:
             return False

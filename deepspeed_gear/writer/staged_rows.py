@@ -71,11 +71,14 @@ class StagedRows:
         native: ModuleType | None,
         places: np.ndarray | None = None,
     ) -> None:
-        self.columns, self._native, self._places = tuple(columns), native, places
+        self.columns, self._places = tuple(columns), places
         self._length = next((arrays[c.name].shape[1] for c in columns), 1)
         self._flat = {c.name: arrays[c.name].reshape(-1, *c.shape) for c in columns}
-        forms = [(address(arrays[c.name]), *form_of(c)) for c in columns]
-        self._targets: Any = None if native is None else native.rows_targets(forms)
+        self._targets: Any = None
+        if native is not None:
+            self._targets = native.RowTargets(
+                [(address(arrays[c.name]), form_of(native, c)) for c in columns]
+            )
 
     def put(self, values: Sequence[Any], rows: np.ndarray) -> None:
         """Copy row i of each column's values to row rows[i]; a negative row is left out.
@@ -87,7 +90,7 @@ class StagedRows:
             DataError: A value has another shape or a dtype that does not fit, or a row that is not left out
                 is not finite and must be; nothing has changed.
         """
-        if self._native is not None and self._native.rows_put(self._targets, values, rows) < 0:
+        if self._targets is not None and self._targets.put(values, rows) < 0:
             return
         for name, stored in self.check(values, rows).items():
             self._flat[name][rows[rows >= 0]] = stored

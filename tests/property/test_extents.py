@@ -34,10 +34,26 @@ def native_extents(arrays: tuple[np.ndarray, ...], num_rows: int) -> NativeRowAl
     """Open lists in C++ that never lock: there is no mutex."""
     native = load_backend("cpu").native
     control, slots, links, log, retention = arrays
-    places = (address(control), address(links), address(log), address(retention), address(slots))
-    sizes = (len(slots), num_rows, len(log), *IDS, PEER, UNLIMITED, UNLIMITED)
-    handle = native.store_open((0, 0, *places, *sizes, 0, UNLIMITED))
-    return NativeRowAllocator(native, handle, *arrays, num_rows, IDS, PEER)
+    store = native.Store(
+        mutex=0,
+        holder=0,
+        control=address(control),
+        links=address(links),
+        log=address(log),
+        retention=address(retention),
+        slots=address(slots),
+        num_slots=len(slots),
+        num_rows=num_rows,
+        log_size=len(log),
+        id_index=IDS[0],
+        id_count=IDS[1],
+        peer=PEER,
+        most_trajectories=UNLIMITED,
+        most_steps=UNLIMITED,
+        position=0,
+        least_free_rows=UNLIMITED,
+    )
+    return NativeRowAllocator(native, store, *arrays, num_rows, IDS, PEER)
 
 
 def ring(extents: RowAllocator, sentinel: int, on: int, back: int) -> list[int]:

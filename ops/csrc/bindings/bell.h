@@ -2,7 +2,7 @@
 #pragma once
 #include <Python.h>
 
-#include "bindings/store.h"
+#include "bindings/direct.h"
 #include "store/bell.h"
 
 namespace gear::direct {

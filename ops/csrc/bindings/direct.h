@@ -169,4 +169,35 @@ PyMethodDef Method(const char* name, const char* signature) {
           signature};
 }
 
+template <typename T>
+T* AddressOf(PyObject* number) {
+  void* address = PyLong_AsVoidPtr(number);
+  if (PyErr_Occurred() != nullptr) throw PythonError{};
+  return static_cast<T*>(address);
+}
+
+inline void CheckCount(Py_ssize_t count, Py_ssize_t wanted) {
+  if (count == wanted) return;
+  PyErr_Format(PyExc_TypeError, "gear: expected %zd arguments, got %zd", wanted, count);
+  throw PythonError{};
+}
+
+// Calls a function of (arguments, count); what it throws becomes Python's error.
+template <PyObject* (*kFunction)(PyObject* const*, Py_ssize_t)>
+PyObject* Guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  try {
+    return kFunction(given, count);
+  } catch (const PythonError&) {
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+template <PyObject* (*kFunction)(PyObject* const*, Py_ssize_t)>
+PyMethodDef Function(const char* name, const char* signature) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&Guarded<kFunction>)),
+          METH_FASTCALL, signature};
+}
+
 }  // namespace gear::direct

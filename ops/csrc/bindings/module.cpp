@@ -1,9 +1,9 @@
-// The module itself: the mutex of the stores, by address, and the ops as plain functions.
+// The module itself: the mutex of the stores, by address, and the ops as plain functions; classes
+// and functions that are called seldom are those of store.h.
 #include <Python.h>
 
 #include "bindings/bell.h"
 #include "bindings/direct.h"
-#include "bindings/map_guard.h"
 #include "bindings/ops.h"
 #include "bindings/store.h"
 #include "store/mutex.h"
@@ -12,13 +12,6 @@ namespace {
 
 gear::cpu::SharedMutex* MutexAt(PyObject* address) {
   return static_cast<gear::cpu::SharedMutex*>(PyLong_AsVoidPtr(address));
-}
-
-PyObject* PyMutexInit(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  gear::cpu::MutexInit(mutex);
-  Py_RETURN_NONE;
 }
 
 PyObject* PyMutexLock(PyObject*, PyObject* arguments) {
@@ -32,13 +25,6 @@ PyObject* PyMutexLock(PyObject*, PyObject* arguments) {
   Py_END_ALLOW_THREADS return PyLong_FromLong(result);
 }
 
-PyObject* PyMutexConsistent(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  gear::cpu::MutexConsistent(mutex);
-  Py_RETURN_NONE;
-}
-
 PyObject* PyMutexUnlock(PyObject*, PyObject* address) {
   auto* mutex = MutexAt(address);
   if (PyErr_Occurred()) return nullptr;
@@ -46,23 +32,14 @@ PyObject* PyMutexUnlock(PyObject*, PyObject* address) {
   Py_RETURN_NONE;
 }
 
-PyObject* PyMutexOwner(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  return PyLong_FromLongLong(__atomic_load_n(&mutex->owner, __ATOMIC_RELAXED));
-}
-
 using gear::direct::Function;
 using gear::direct::Method;
 
 PyMethodDef kMethods[] = {
-    {"mutex_init", PyMutexInit, METH_O, "mutex_init(address) -> None"},
     {"mutex_lock", PyMutexLock, METH_VARARGS,
      "mutex_lock(address, timeout_s) -> 0 locked, 1 locked after its owner died, 2 timed out, 3 "
      "broken"},
-    {"mutex_consistent", PyMutexConsistent, METH_O, "mutex_consistent(address) -> None"},
     {"mutex_unlock", PyMutexUnlock, METH_O, "mutex_unlock(address) -> None"},
-    {"mutex_owner", PyMutexOwner, METH_O, "mutex_owner(address) -> process id, 0 if free"},
     Method<gear::Draw>("draw_", "draw_(coordinates, seed, stream, first, total) -> None"),
     Method<gear::Permute>("permute_",
                           "permute_(coordinates, seed, stream, epoch, first, size) -> None"),
@@ -98,27 +75,6 @@ PyMethodDef kMethods[] = {
         "gather_",
         "gather_(outs, masks, counters, columns, shifts, gains, resolutions, n_steps, spec, "
         "pad_values, threads, order) -> None"),
-    Function<gear::direct::OpenStoreAt>("store_open", "store_open(words) -> store"),
-    Function<gear::direct::SetColumns>("store_columns", "store_columns(store, columns) -> None"),
-    Function<gear::direct::SetRetention>("store_retention",
-                                         "store_retention(store, pins, removal, rate) -> None"),
-    Function<gear::direct::ReserveRows>("store_reserve",
-                                        "store_reserve(store, num_rows, num_steps) -> slot"),
-    Function<gear::direct::MakeRoom>("store_make_room",
-                                     "store_make_room(store, num_rows, num_steps) -> slot"),
-    Function<gear::direct::CommitSlot>(
-        "store_commit", "store_commit(store, slot, num_steps, num_rows, born) -> id"),
-    Function<gear::direct::RetireSlot>("store_retire", "store_retire(store, slot) -> None"),
-    Function<gear::direct::FreeSlot>("store_free", "store_free(store, slot) -> None"),
-    Function<gear::direct::MayInsertNow>("store_may_insert",
-                                         "store_may_insert(store, num_steps) -> bool"),
-    Function<gear::direct::AddTrajectory>(
-        "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
-    Function<gear::direct::AreFinite>("store_are_finite",
-                                      "store_are_finite(store, columns) -> bool"),
-    Function<gear::direct::MakeTargets>("rows_targets", "rows_targets(columns) -> targets"),
-    Function<gear::direct::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),
-    Function<gear::direct::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
     Method<gear::PackRows>(
         "pack_rows_",
         "pack_rows_(message, sizes, stored, samples, windows, members, columns, heads, slots) -> "
@@ -145,9 +101,6 @@ PyMethodDef kMethods[] = {
     Function<gear::direct::RingBell>("bell_ring", "bell_ring(bell) -> None"),
     Function<gear::direct::WaitForBell>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
     Function<gear::direct::FenceMemory>("fence", "fence() -> None"),
-    Function<gear::direct::AddMapGuard>("map_guard_add",
-                                        "map_guard_add(address, num_bytes, path) -> entry"),
-    Function<gear::direct::RemoveMapGuard>("map_guard_remove", "map_guard_remove(entry) -> None"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -158,5 +111,17 @@ PyMethodDef kMethods[] = {
 PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "gear", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
+  PyObject* made = PyModule_Create(&module);
+  if (made == nullptr) return nullptr;
+  try {
+    auto classes = pybind11::reinterpret_borrow<pybind11::module_>(made);
+    gear::python::Bind(classes);
+  } catch (pybind11::error_already_set& error) {
+    error.restore();
+    Py_CLEAR(made);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ImportError, error.what());
+    Py_CLEAR(made);
+  }
+  return made;
 }
