@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from deepspeed_gear.config.table_options import EVICTION_POLICIES
+from deepspeed_gear.store.eviction_policies import POLICIES, policy_of
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import EvictionCode
 from deepspeed_gear.store.retention import Retention
@@ -75,9 +77,8 @@ def test_a_queue_holds_what_was_not_drawn() -> None:
     assert inserted - sampled == 1
 
 
-def test_codes_of_what_goes() -> None:
-    kinds = ("none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best")
-    codes = [Retention(kind).removal_code for kind in kinds]
+def test_codes_of_eviction_policies() -> None:
+    codes = [policy_of(Retention(name)).code for name in EVICTION_POLICIES]
     assert codes == [
         EvictionCode.NONE,
         EvictionCode.OLDEST,
@@ -86,6 +87,7 @@ def test_codes_of_what_goes() -> None:
         EvictionCode.BY_CALLER,
         EvictionCode.BY_CALLER,
     ]
+    assert tuple(POLICIES) == EVICTION_POLICIES
 
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
