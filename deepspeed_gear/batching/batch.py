@@ -30,7 +30,7 @@ class BatchSamples:
         epoch: Epoch of each sample, 0 where the sampler has none. [B], int64.
         is_weight: PER weights; None: all 1. [B], float32.
         source: Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
-        probability: Of each sample's item, where the masses alone do not tell. [B], float64.
+        probability: Of each sample's item, where the masses alone do not give it. [B], float64.
         goal_step: Row of the achieved goals that each sample's goal is from, -1 for its own goal; None: all
             have their own. [B], int64.
         burn_in: Which steps only warm up; None: all learn.
