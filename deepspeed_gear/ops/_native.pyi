@@ -144,6 +144,10 @@ class Store:
         position: int,
         least_free_rows: int,
     ) -> None: ...
+    @property
+    def address(self) -> int:
+        """Where it lies, for direct calls; it must live as long as they use it."""
+
     def set_columns(self, columns: Sequence[tuple[int, int, RowForm]], /) -> None:
         """Set the columns: address, code of `rows`, form."""
 
@@ -174,14 +178,6 @@ class Store:
     def may_insert(self, num_steps: int, /) -> bool:
         """Return whether the rate limiter admits a trajectory now. Wants the lock."""
 
-    def add(self, columns: Sequence[Any], num_steps: int, timeout_s: float, /) -> tuple[int, int] | None:
-        """Make room for a trajectory, copy and commit it; takes the lock.
-
-        Returns:
-            Its id, or a refusal, and its slot, -1 if none was reserved. None: a column is not a buffer of the
-            stored form; nothing has happened.
-        """
-
     def are_finite(self, columns: Sequence[Any], /) -> bool:
         """Return whether buffers, one per column, are of the stored form and finite where they must be."""
 
@@ -189,16 +185,32 @@ class RowTargets:
     """Places of rows: address and form of each column."""
 
     def __init__(self, columns: Sequence[tuple[int, RowForm]], /) -> None: ...
-    def fits(self, target: int, row: Any, /) -> bool:
-        """Return whether one row is a buffer of a target's form, and finite where it must be."""
+    @property
+    def address(self) -> int:
+        """Where it lies, for direct calls; it must live as long as they use it."""
 
-    def put(self, columns: Sequence[Any], rows: Any, /) -> int:
-        """Copy row i of each buffer to row rows[i] of its target; a negative row is left out.
+# Direct calls of the classes above, by address: for each trajectory, step or row.
 
-        Returns:
-            -1, or the index of the first buffer that is not of the target's form, or of which a row that is
-            not left out holds NaN or an infinity and must not; then nothing has happened.
-        """
+def store_add(
+    store: int, columns: Sequence[Any], num_steps: int, timeout_s: float, /
+) -> tuple[int, int] | None:
+    """Make room for a trajectory, copy and commit it; takes the lock.
+
+    Returns:
+        Its id, or a refusal, and its slot, -1 if none was reserved. None: a column is not a buffer of the
+        stored form; nothing has happened.
+    """
+
+def row_fits(targets: int, target: int, row: Any, /) -> bool:
+    """Return whether one row is a buffer of a target's form, and finite where it must be."""
+
+def rows_put(targets: int, columns: Sequence[Any], rows: Any, /) -> int:
+    """Copy row i of each buffer to row rows[i] of its target; a negative row is left out.
+
+    Returns:
+        -1, or the index of the first buffer that is not of the target's form, or of which a row that is
+        not left out holds NaN or an infinity and must not; then nothing has happened.
+    """
 
 def pack_rows_(
     message: Tensor,

@@ -61,6 +61,9 @@ class Inserter:
         self.growing: set[Any] = set()  # trajectories that are published as they grow; see `Publisher`
         self._late = bool(table.spec.schema.late_columns)
         self._native = self._open_native()
+        handle, native = table.handle, table.ops.native
+        self._store_add: Any = None if native is None else native.store_add
+        self._address = 0 if handle is None else handle.address
 
     def _open_native(self) -> Any:
         """Return the native store if it can do an addition as a whole."""
@@ -117,7 +120,7 @@ class Inserter:
             return None
         if self.max_length is not None and num_steps > self.max_length:
             return None
-        found = self._native.add(columns, num_steps, self.timeout_s)
+        found = self._store_add(self._address, columns, num_steps, self.timeout_s)
         if found is None:
             return None
         return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)
@@ -139,7 +142,7 @@ class Inserter:
     def _add(self, columns: list[np.ndarray], num_steps: int) -> int:
         if self._native is None:
             return self._add_plainly(columns, num_steps)
-        found = self._native.add(columns, num_steps, self.timeout_s)
+        found = self._store_add(self._address, columns, num_steps, self.timeout_s)
         if found is None:  # what is no buffer of the stored form, such as bfloat16 without steps
             return self._add_plainly(columns, num_steps)
         return found[0] if found[0] >= 0 else self._again(columns, num_steps, *found)

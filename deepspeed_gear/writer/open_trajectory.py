@@ -52,6 +52,7 @@ class OpenTrajectory(ProcessBound):
         self._targets: Any = None
         if native is not None:
             self._targets = native.RowTargets([(0, form_of(native, c)) for c in steps])
+            self._row_fits, self._address = native.row_fits, self._targets.address
         # Largest values: floats of Python up to these are converted without a check for overflow.
         floats = [c for c in steps if c.must_be_finite and c.dtype != "bfloat16" and not c.shape]
         self._floats = {c.name: (c.numpy_dtype, float(np.finfo(c.numpy_dtype).max)) for c in floats}
@@ -121,7 +122,7 @@ class OpenTrajectory(ProcessBound):
     def _fits(self, column: str, row: Any) -> bool:
         """Return whether a row is as it is stored, and finite where it must be."""
         if self._targets is not None:
-            return bool(self._targets.fits(self._index[column], row))
+            return bool(self._row_fits(self._address, self._index[column], row))
         form = self._row[column]
         if not isinstance(row, (np.ndarray, np.generic)) or row.shape != form.shape:
             return False

@@ -79,6 +79,7 @@ class StagedRows:
             self._targets = native.RowTargets(
                 [(address(arrays[c.name]), form_of(native, c)) for c in columns]
             )
+            self._rows_put, self._address = native.rows_put, self._targets.address
 
     def put(self, values: Sequence[Any], rows: np.ndarray) -> None:
         """Copy row i of each column's values to row rows[i]; a negative row is left out.
@@ -90,7 +91,7 @@ class StagedRows:
             DataError: A value has another shape or a dtype that does not fit, or a row that is not left out
                 is not finite and must be; nothing has changed.
         """
-        if self._targets is not None and self._targets.put(values, rows) < 0:
+        if self._targets is not None and self._rows_put(self._address, values, rows) < 0:
             return
         for name, stored in self.check(values, rows).items():
             self._flat[name][rows[rows >= 0]] = stored

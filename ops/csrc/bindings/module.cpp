@@ -75,6 +75,10 @@ PyMethodDef kMethods[] = {
         "gather_",
         "gather_(outs, masks, counters, columns, shifts, gains, resolutions, n_steps, spec, "
         "pad_values, threads, order) -> None"),
+    Function<gear::python::AddTrajectory>(
+        "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
+    Function<gear::python::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),
+    Function<gear::python::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
     Method<gear::PackRows>(
         "pack_rows_",
         "pack_rows_(message, sizes, stored, samples, windows, members, columns, heads, slots) -> "

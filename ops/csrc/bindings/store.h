@@ -87,10 +87,10 @@ inline RowForm MakeForm(char kind, Py_ssize_t item_bytes, int64_t checked,
 }
 
 // The buffers of a list or a tuple of columns.
-inline std::vector<Buffer> BuffersOf(py::handle columns, size_t expected) {
+inline std::vector<Buffer> BuffersOf(PyObject* columns, size_t expected) {
   std::vector<Buffer> buffers;
   buffers.reserve(expected);
-  ForEach(columns.ptr(), [&](PyObject* column) { buffers.emplace_back(column); });
+  ForEach(columns, [&](PyObject* column) { buffers.emplace_back(column); });
   return buffers;
 }
 
@@ -124,29 +124,26 @@ struct Store : cpu::Store {
     }
   }
 
-  // Takes the lock. None: a column is not as it is stored, and nothing has happened.
-  py::object Add(py::handle given, int64_t num_steps, double timeout_s) {
+  // Takes the lock. False: a column is not as it is stored, and nothing has happened.
+  bool Add(PyObject* given, int64_t num_steps, double timeout_s, cpu::Added* added) {
     const std::vector<Buffer> buffers = BuffersOf(given, forms.size());
-    if (buffers.size() != forms.size()) return py::none();
+    if (buffers.size() != forms.size()) return false;
     std::vector<const void*> sources;
     sources.reserve(buffers.size());
     for (size_t i = 0; i < buffers.size(); ++i) {
       const int64_t rows = columns[i].rows;
       const bool single = rows == cpu::kPerTrajectory;
-      if (!forms[i].Fits(buffers[i], single ? -1 : num_steps + rows)) return py::none();
+      if (!forms[i].Fits(buffers[i], single ? -1 : num_steps + rows)) return false;
       sources.push_back(buffers[i].view().buf);
     }
-    cpu::Added added{};
-    {
-      const WithoutLock unlocked;
-      added = cpu::Add(*this, sources.data(), num_steps, timeout_s);
-    }
-    return py::make_tuple(added.id, added.slot);
+    const WithoutLock unlocked;
+    *added = cpu::Add(*this, sources.data(), num_steps, timeout_s);
+    return true;
   }
 
   // Whether each column is as it is stored and holds no NaN and no infinity where it must not.
   bool AreFinite(py::handle given) const {
-    const std::vector<Buffer> buffers = BuffersOf(given, forms.size());
+    const std::vector<Buffer> buffers = BuffersOf(given.ptr(), forms.size());
     bool finite = buffers.size() == forms.size();
     for (size_t i = 0; finite && i < buffers.size(); ++i) {
       const Buffer& buffer = buffers[i];
@@ -173,21 +170,23 @@ struct RowTargets {
   std::vector<std::pair<uintptr_t, RowForm>> targets;
 
   // Whether one row is as it is stored, and holds no NaN and no infinity where it must not.
-  bool Fits(size_t target, py::handle given) const {
+  bool Fits(size_t target, PyObject* given) const {
     const RowForm& form = targets.at(target).second;
-    const Buffer row(given.ptr());
+    const Buffer row(given);
     return form.Fits(row, -1) && cpu::AllFinite(row.view().buf, form.row_bytes, form.checked);
   }
 
   // Returns the index of the first column that is not as it is stored, or holds NaN or an infinity
   // and must not, and nothing has happened; -1.
-  int64_t Put(py::handle columns, py::handle places_of_rows) const {
+  int64_t Put(PyObject* columns, PyObject* places_of_rows) const {
     const std::vector<Buffer> buffers = BuffersOf(columns, targets.size());
-    const Buffer rows(places_of_rows.ptr());
+    const Buffer rows(places_of_rows);
     const bool are_rows = rows.held() && KindOf(rows.view().format) == 'i' &&
                           rows.view().itemsize == 8 && rows.view().ndim == 1;
     if (!are_rows || buffers.size() != targets.size()) {
-      throw py::type_error("gear: put expects a buffer for each target, and rows [n] int64");
+      PyErr_SetString(PyExc_TypeError,
+                      "gear: rows_put expects a buffer for each target, and rows [n] int64");
+      throw direct::PythonError{};
     }
     const Py_ssize_t num_rows = rows.view().shape[0];
     const auto* places = static_cast<const int64_t*>(rows.view().buf);
@@ -232,6 +231,33 @@ inline Store MakeStore(uintptr_t mutex, uintptr_t holder, uintptr_t control, uin
   return store;
 }
 
+// What is called for each trajectory, step or row takes the address of its object (`address`) and
+// is a direct call: pybind11 would take 0.1 us more for each.
+
+// store_add(store, columns, num_steps, timeout_s) -> (id or refusal, slot), or None
+inline PyObject* AddTrajectory(PyObject* const* given, Py_ssize_t count) {
+  direct::CheckCount(count, 4);
+  auto& store = *direct::AddressOf<Store>(given[0]);
+  cpu::Added added{};
+  if (!store.Add(given[1], direct::AsInt(given[2]), direct::AsDouble(given[3]), &added)) {
+    Py_RETURN_NONE;
+  }
+  return Py_BuildValue("LL", static_cast<long long>(added.id), static_cast<long long>(added.slot));
+}
+
+// row_fits(targets, target, row) -> bool
+inline PyObject* RowFits(PyObject* const* given, Py_ssize_t count) {
+  direct::CheckCount(count, 3);
+  const auto& targets = *direct::AddressOf<RowTargets>(given[0]);
+  return PyBool_FromLong(targets.Fits(static_cast<size_t>(direct::AsInt(given[1])), given[2]));
+}
+
+// rows_put(targets, columns, rows) -> index of a column that does not fit, or -1
+inline PyObject* PutRows(PyObject* const* given, Py_ssize_t count) {
+  direct::CheckCount(count, 3);
+  return PyLong_FromLongLong(direct::AddressOf<RowTargets>(given[0])->Put(given[1], given[2]));
+}
+
 // Adds the classes and the functions that are called seldom. What is called in every step (the
 // mutex, bells, ops) is of module.cpp: a call through pybind11 takes 0.8 us more.
 inline void Bind(py::module_& module) {
@@ -262,12 +288,13 @@ inline void Bind(py::module_& module) {
       .def("retire", [](Store& store, int64_t slot) { cpu::Retire(store, slot); })
       .def("free", [](Store& store, int64_t slot) { cpu::Free(store, slot); })
       .def("may_insert", [](Store& store, int64_t steps) { return cpu::MayInsert(store, steps); })
-      .def("add", &Store::Add)
+      .def_property_readonly("address",
+                             [](Store& store) { return reinterpret_cast<uintptr_t>(&store); })
       .def("are_finite", &Store::AreFinite);
   py::class_<RowTargets>(module, "RowTargets", local)
       .def(py::init<std::vector<std::pair<uintptr_t, RowForm>>>())
-      .def("fits", &RowTargets::Fits)
-      .def("put", &RowTargets::Put);
+      .def_property_readonly(
+          "address", [](RowTargets& targets) { return reinterpret_cast<uintptr_t>(&targets); });
   module.def("mutex_init", [](uintptr_t mutex) { cpu::MutexInit(At<cpu::SharedMutex>(mutex)); });
   module.def("mutex_consistent",
              [](uintptr_t mutex) { cpu::MutexConsistent(At<cpu::SharedMutex>(mutex)); });
