@@ -108,7 +108,7 @@ class Planner:
         layout, ops = layout_of(routes.needs, ROW_BYTES), load_backend()
         self._layout = layout.windows, layout.members, layout.columns
         self._pack, self._unpack = (
-            timers.wrap("plan_rows, twice", op) for op in (ops.pack_rows_, ops.unpack_rows_)
+            timers.wrap("plan_rows, twice", op) for op in (ops.encode_rows_, ops.decode_rows_)
         )
         self._slots = torch.zeros(TRAJECTORIES, Slot.NUM_WORDS, dtype=torch.int64)
         self._nowhere = [torch.empty(0, dtype=torch.uint8)] * len(layout.names)
@@ -210,7 +210,7 @@ class Node:
             torch.empty(len(records), 4, dtype=torch.int64),
             torch.empty(2, dtype=torch.int64),
         )
-        load_backend().send_draws_(samples, resolutions, ends_, *given, None, None, *everyone, 0, 0, 0)
+        load_backend().encode_draws_(samples, resolutions, ends_, *given, None, None, *everyone, 0, 0, 0)
         packed = resolutions.numpy()
         ends = np.cumsum(np.bincount(owner, minlength=routes.num_nodes))[:-1]
         parts = [part.reshape(-1) for part in np.split(packed, ends)]

@@ -31,10 +31,9 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "lifo trajectory": {"kind": "lifo"},
     "recent step": {"kind": "recent", "unit": "step", "newest": 300},
     "mixture": {"kind": "mixture", "shares": {"first": 0.3, "second": 0.7}, "of": {"unit": "step"}},
-    "mixture of epochs, drawn": {
+    "mixture of epochs": {
         "kind": "mixture",
         "shares": {"first": {"linear": [0.0, 1.0, 40]}, "second": {"linear": [1.0, 0.0, 40]}},
-        "exact": False,
         "of": {"kind": "epoch", "unit": "step"},
     },
     "uniform step where": {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_gear.cli import doctor_report, ssh_hosts
-from deepspeed_gear.cli.doctor_network import Pair, measure_all
+from deepspeed_gear.cli.doctor_network import unreachable
 from deepspeed_gear.cli.doctor_probe import examine, parts_of
 
 from ..errors import ConfigError, DataError, GearError, PeerError
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gear doctor`."""
     parser.description = (
         "Check versions, native op, shared memory and limits of this machine; with --hostfile of all its "
-        "hosts, over ssh, and the network between each two of them. The exit status is 1 if there is "
+        "hosts, over ssh, and whether each two of them reach each other. The exit status is 1 if there is "
         "a problem."
     )
     parser.add_argument("--hostfile", metavar="F", help="check the hosts of this file, as DeepSpeed reads it")
@@ -36,9 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="F", help="also write everything that was found to this file")
     parser.add_argument("--no-network", action="store_true", help="leave the network out")
-    parser.add_argument(
-        "--megabytes", type=int, default=64, help="sent each way for a bandwidth (default: 64)"
-    )
     parser.add_argument(
         "--timeout",
         type=float,
@@ -61,7 +58,6 @@ def run(options: argparse.Namespace) -> int:
     if options.node:
         print(_MARK + json.dumps(examine(data)))
         return 0
-    pairs: list[Pair] = []
     problems: list[GearError] = []
     if options.hostfile is None:
         hosts = {_HERE: 0}
@@ -71,11 +67,11 @@ def run(options: argparse.Namespace) -> int:
         reports, problems = ask_all(list(hosts), data, options.timeout)
     problems += doctor_report.problems_of(reports, hosts)
     if len(reports) > 1 and not options.no_network:
-        pairs, unmeasured = measure_all(list(reports), options.megabytes * 10**6, options.timeout, _progress)
-        problems += [*unmeasured, *doctor_report.slow_pairs(pairs)]
-    _print(reports, pairs, problems)
+        _progress("connecting each two hosts")
+        problems += unreachable(list(reports), options.timeout)
+    _print(reports, problems)
     if options.json:
-        _write(Path(options.json), reports, pairs, problems)
+        _write(Path(options.json), reports, problems)
     return int(bool(problems))
 
 
@@ -126,37 +122,23 @@ def read_answer(host: str, stdout: str) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("megabytes", "timeout"):
-        value = getattr(options, name)
-        if not value > 0:
-            raise ConfigError(f"--{name}", "must be positive", value, "leave it out for the default")
+    if not options.timeout > 0:
+        raise ConfigError("--timeout", "must be positive", options.timeout, "leave it out for the default")
     check_timeout("--timeout", options.timeout)
 
 
-def _print(reports: Mapping[str, Any], pairs: Sequence[Pair], problems: Sequence[GearError]) -> None:
-    sections = []
+def _print(reports: Mapping[str, Any], problems: Sequence[GearError]) -> None:
     if reports:
-        sections = [
-            doctor_report.machine_table(reports),
-            doctor_report.version_lines(reports),
-            doctor_report.registration_lines(reports),
-            doctor_report.data_lines(reports),
-        ]
-    if len(reports) > 1 and pairs:
-        sections.append(doctor_report.network_table(list(reports), pairs))
-    for section in filter(None, sections):
-        print("\n".join(section), end="\n\n")
+        for section in (doctor_report.machine_table(reports), doctor_report.registration_lines(reports)):
+            print("\n".join(section), end="\n\n")
     for problem in problems:
         print(f"problem: {problem}")
     print(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")
 
 
-def _write(
-    path: Path, reports: Mapping[str, Any], pairs: Sequence[Pair], problems: Sequence[GearError]
-) -> None:
+def _write(path: Path, reports: Mapping[str, Any], problems: Sequence[GearError]) -> None:
     found = {
         "hosts": reports,
-        "network": [pair.as_json() for pair in pairs],
         "problems": [parts_of(problem) for problem in problems],
     }
     try:

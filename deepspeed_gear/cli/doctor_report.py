@@ -1,20 +1,16 @@
-"""What `gear doctor` makes of what the machines say: tables, and problems."""
+"""The tables and problems that `gear doctor` derives from the facts of each machine."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from deepspeed_gear.cli.doctor_network import Pair
 from deepspeed_gear.errors import ConfigError, DataError, GearError, PeerError, StoreError
 
 Facts = Mapping[str, Any]
 
 MIN_SHM_BYTES = 1 << 30
 MIN_OPEN_FILES = 1024
-# Of the median of all pairs: links of one network differ by noise, not by this.
-MIN_SHARE_OF_BANDWIDTH = 0.25
 
 
 def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None) -> list[GearError]:
@@ -134,27 +130,6 @@ def _data(reports: Mapping[str, Facts]) -> Iterator[GearError]:
         )
 
 
-def slow_pairs(pairs: Sequence[Pair]) -> list[GearError]:
-    """Find the links that are much slower than the others; of fewer than three pairs none is.
-
-    The worse direction of a pair counts.
-    """
-    speeds = [min(pair.forth_bytes_per_s, pair.back_bytes_per_s) for pair in pairs]
-    if len(pairs) < 3:
-        return []
-    median = statistics.median(speeds)
-    return [
-        PeerError(
-            f"the network between {pair.first} and {pair.second}",
-            f"must have {MIN_SHARE_OF_BANDWIDTH:.0%} of the median of all pairs, {_megabytes(median)} MB/s",
-            f"{_megabytes(speed)} MB/s",
-            "look at the interfaces and switch ports of these hosts (ethtool, ip -s link)",
-        )
-        for pair, speed in zip(pairs, speeds, strict=True)
-        if speed < MIN_SHARE_OF_BANDWIDTH * median
-    ]
-
-
 def packages_of(reports: Mapping[str, Facts]) -> list[str]:
     """List every package whose version some machine names."""
     return list(dict.fromkeys(package for facts in reports.values() for package in facts["versions"]))
@@ -178,17 +153,6 @@ def _machine_row(host: str, facts: Facts) -> list[str]:
         str(len(facts["gpus"])),
         facts["native_op"] or "FAILED",
     ]
-
-
-def version_lines(reports: Mapping[str, Facts]) -> list[str]:
-    """Return the versions in one line where all machines agree, else as a table of hosts and packages."""
-    packages = packages_of(reports)
-    rows = {host: [facts["versions"].get(p, "none") for p in packages] for host, facts in reports.items()}
-    first = next(iter(rows.values()))
-    if all(row == first for row in rows.values()):
-        pairs = zip(packages, first, strict=True)
-        return ["versions: " + ", ".join(f"{package} {version}" for package, version in pairs)]
-    return table([["", *packages], *([host, *row] for host, row in rows.items())])
 
 
 def registration_lines(reports: Mapping[str, Facts]) -> list[str]:
@@ -224,34 +188,6 @@ def _registration(facts: Facts) -> str:
     )
 
 
-def data_lines(reports: Mapping[str, Facts]) -> list[str]:
-    """Return what each machine has of the data set."""
-    rows = []
-    for host, facts in reports.items():
-        data = facts.get("data")
-        if data and "error" not in data:
-            rows.append(
-                [host, str(data["num_trajectories"]), str(data["num_steps"]), data["fingerprint"][:16]]
-            )
-    return table([["data", "trajectories", "steps", "fingerprint"], *rows]) if rows else []
-
-
-def network_table(hosts: Sequence[str], pairs: Sequence[Pair]) -> list[str]:
-    """Return bandwidth from row to column, and round trips."""
-    speeds, trips = {}, {}
-    for pair in pairs:
-        speeds[pair.first, pair.second] = _megabytes(pair.forth_bytes_per_s)
-        speeds[pair.second, pair.first] = _megabytes(pair.back_bytes_per_s)
-        trip = f"{pair.round_trip_s * 1e6:.0f}"
-        trips[pair.first, pair.second] = trips[pair.second, pair.first] = trip
-
-    def matrix(title: str, cells: Mapping[tuple[str, str], str]) -> list[str]:
-        rows = [[a, *("-" if a == b else cells.get((a, b), "FAILED") for b in hosts)] for a in hosts]
-        return table([[title, *hosts], *rows])
-
-    return [*matrix("MB/s from, to", speeds), "", *matrix("round trip, us", trips)]
-
-
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align columns: the first one to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -269,10 +205,6 @@ def show_bytes(count: int) -> str:
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"
-
-
-def _megabytes(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e6:.3g}" if bytes_per_s < 1e8 else f"{bytes_per_s / 1e6:.0f}"
 
 
 def _groups(items: Mapping[str, Any], key: Any) -> dict[Any, list[str]]:

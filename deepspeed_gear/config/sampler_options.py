@@ -216,8 +216,8 @@ class PrioritizedSampler(DrawingOptions, PriorityOptions):
             rule = "must be a number for a table on devices: all masses follow from it"
             raise ConfigError("gear.sampler.alpha", rule, self.alpha, remedy)
         if end_of(self.beta) is None:
-            rule = "must be a number or a schedule with an end for a table on devices"
-            raise ConfigError("gear.sampler.beta", rule, self.beta, 'write it as "piecewise"')
+            rule = 'must be a number or "linear" for a table on devices'
+            raise ConfigError("gear.sampler.beta", rule, self.beta, 'write it as "linear"')
 
 
 class TopKSampler(SamplerOptions, PriorityOptions):
@@ -346,14 +346,10 @@ class MixtureSampler(GearModel):
 
     kind: Literal["mixture"] = Field(description="Names the sampler.")
     shares: Annotated[dict[Name, Schedule], MinLen(1)] = Field(
-        description="Part of a global batch by table, numbers or schedules; at any time they sum to 1."
-    )
-    exact: Flag = Field(
-        default=True,
         description=(
-            "Every global batch holds the shares rounded to whole samples (largest remainders first). "
-            "false: the table of each sample is drawn, so that the shares hold in expectation."
-        ),
+            "Part of a global batch by table, numbers or schedules; at any time they sum to 1. Every batch "
+            "holds them rounded to whole samples, the largest remainders first."
+        )
     )
     of: Annotated[ItemSampler, Discriminator(_kind_of), BeforeValidator(_named)] = Field(
         default=UniformSampler(), description="How the samples of each table are selected."

@@ -1,4 +1,4 @@
-"""Numbers that change with the global batch: constant, linear, cosine, piecewise, or any function of it."""
+"""Numbers that change with the global batch: constant, linear, or any function of it."""
 
 from __future__ import annotations
 
@@ -12,54 +12,32 @@ from pydantic import BeforeValidator, PlainSerializer
 from deepspeed_gear.config.types import Words, refuse
 from deepspeed_gear.errors import ConfigError
 
-_RAMPS = ("linear", "cosine")
 _ADMITTED = (
     "a number in [0, 1]",
     '{"linear": [from, to, steps]}',
-    '{"cosine": [from, to, steps]}',
-    '{"piecewise": [[step, value], ...]}',
     '{"callable": "module:function"}',
 )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_share(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= 1
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and 0 <= value <= 1
 
 
 def _check(value: Any) -> Any:
     """Accept what `value_at` can evaluate. Every value lies in [0, 1], as alpha, beta and shares do."""
     if _is_share(value) or callable(value):
         return value
-    if isinstance(value, dict) and len(value) == 1:
-        ((kind, given),) = value.items()
-        if kind in _RAMPS:
-            good = isinstance(given, list) and len(given) == 3 and all(map(_is_share, given[:2]))
-            if good and _is_step(given[2]) and given[2] > 0:
+    match value:
+        case {"linear": [first, last, int(steps)], **rest} if not rest:
+            if _is_share(first) and _is_share(last) and steps >= 1 and not isinstance(steps, bool):
                 return value
-            raise refuse(f'must be {{"{kind}": [from, to, steps]}} with from and to in [0, 1] and steps >= 1')
-        if kind == "piecewise":
-            return _check_piecewise(value, given)
-        if kind == "callable" and isinstance(given, str) and given.count(":") == 1:
+        case {"callable": str(path), **rest} if not rest and path.count(":") == 1:
             return value
+    if isinstance(value, dict) and [*value] == ["linear"]:
+        raise refuse('must be {"linear": [from, to, steps]} with from and to in [0, 1] and steps >= 1')
     raise refuse(f"must be {', '.join(_ADMITTED[:-1])} or {_ADMITTED[-1]}")
-
-
-def _check_piecewise(value: Any, pieces: Any) -> Any:
-    pairs = isinstance(pieces, list) and all(isinstance(p, list) and len(p) == 2 for p in pieces)
-    if not (pairs and pieces and all(_is_step(step) and _is_share(v) for step, v in pieces)):
-        raise refuse('must be {"piecewise": [[step, value], ...]} with values in [0, 1]')
-    steps = [step for step, _ in pieces]
-    if steps[0] != 0 or steps != sorted(set(steps)):
-        raise refuse("must have ascending steps that begin at 0")
-    return value
 
 
 def _to_json(value: Any) -> Any:
@@ -79,28 +57,21 @@ def value_at(schedule: Any, step: int, name: str) -> float:
     Raises:
         ConfigError: A function cannot be imported, or returns no number in [0, 1].
     """
+    if callable(schedule):
+        return _called(schedule, step, name)
     if not isinstance(schedule, dict):
-        return float(schedule) if not callable(schedule) else _called(schedule, step, name)
-    ((kind, given),) = schedule.items()
-    if kind == "piecewise":
-        return float(next(value for begin, value in reversed(given) if begin <= step))
-    if kind == "callable":
-        return _called(imported(given, name), step, name)
-    first, last, steps = given
-    done = min(step / steps, 1.0)
-    if kind == "cosine":
-        done = (1 - math.cos(math.pi * done)) / 2
-    return float(first + (last - first) * done)
+        return float(schedule)
+    if "callable" in schedule:
+        return _called(imported(schedule["callable"], name), step, name)
+    first, last, steps = schedule["linear"]
+    return float(first + (last - first) * min(step / steps, 1.0))
 
 
 def end_of(schedule: Any) -> int | None:
     """Return the global batch from which on a schedule stays as it is; None for a function."""
-    if not isinstance(schedule, dict):
-        return None if callable(schedule) else 0
-    ((kind, given),) = schedule.items()
-    if kind == "callable":
+    if callable(schedule) or (isinstance(schedule, dict) and "callable" in schedule):
         return None
-    return int(given[-1][0]) if kind == "piecewise" else int(given[2])
+    return int(schedule["linear"][2]) if isinstance(schedule, dict) else 0
 
 
 def imported(path: str, name: str) -> Callable[..., Any]:

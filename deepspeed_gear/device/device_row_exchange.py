@@ -66,7 +66,7 @@ class ArrivalBuffers:
         return self._rows + 2 * self._first, self._slots
 
     def room(self, table: RingTable) -> list[int]:
-        """Return the room as `unpack_rows_` takes it."""
+        """Return the room as `decode_rows_` takes it."""
         return [self._first, self._rows, 0, self._slots, table.num_rows, table.num_slots]
 
 
@@ -142,7 +142,7 @@ class DeviceRowExchange:
         """Pack rows into the message of each replica; return their bytes. [R], int64."""
         sizes = self._words(self._replicas)
         given = self._held, self._samples(*sent), *self._layout, self._heads, self._table.slots
-        self._ops.pack_rows_(self._message, sizes, *given)
+        self._ops.encode_rows_(self._message, sizes, *given)
         return sizes
 
     def _unpack(self, ring: Tensor, come: ReceivedRows, found: Tensor, coming: list[int]) -> None:
@@ -151,7 +151,7 @@ class DeviceRowExchange:
         sizes, needed = self._words(self._replicas), self._words(2)
         samples = self._samples(come.records, come.senders)
         given = messages, come.which, samples, *self._layout, self._heads, self._arrivals.room(self._table)
-        self._ops.unpack_rows_(self._into, ring, sizes, needed, *given)
+        self._ops.decode_rows_(self._into, ring, sizes, needed, *given)
 
     def _samples(self, records: Tensor, replicas: Tensor) -> Tensor:
         """Return samples as the ops on rows take them. [n, 7], int64."""

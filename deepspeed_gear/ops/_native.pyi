@@ -1,14 +1,11 @@
-"""The native module `gear`: the mutex of the stores, and the ops as plain functions on the host.
+"""The native module `gear`: what it has besides the ops, which ops/csrc/bindings/op_table.h lists.
 
-The ops are `torch.ops.gear.*` as well; what they mean stands in `reference`. A mutex lies in shared memory
-and is named by its address. It is robust (it survives a holder that dies), shared by processes, and needs 128
-bytes.
+A mutex lies in shared memory and is named by its address. It is robust (it survives a holder that dies),
+shared by processes, and needs 128 bytes.
 """
 
 from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 def mutex_init(address: int, /) -> None:
     """Make a free mutex at an address that no process uses."""
@@ -29,88 +26,6 @@ def mutex_unlock(address: int, /) -> None:
 
 def mutex_owner(address: int, /) -> int:
     """Return the holder's process id, 0 if it is free; for messages only: it may change at once."""
-
-def draw_(coordinates: Tensor, seed: int, stream: int, first: int, total: int, /) -> None: ...
-def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int, size: int, /) -> None: ...
-def tree_build_(sums: Tensor, num_items: int, /) -> None: ...
-def tree_update_(sums: Tensor, num_items: int, items: Tensor, masses: Tensor, /) -> None: ...
-def slot_masses_(
-    sums: Tensor,
-    slots: Tensor,
-    log: Tensor,
-    first: int,
-    last: int,
-    rule: Sequence[int],
-    unit: int,
-    /,
-) -> None: ...
-def resolve_(
-    resolutions: Tensor,
-    sums: Tensor,
-    slots: Tensor,
-    coordinates: Tensor,
-    rule: Sequence[int],
-    unit: int,
-    seed: int,
-    stream: int,
-    first: int,
-    /,
-) -> None: ...
-def resolve_rows_(
-    resolutions: Tensor,
-    sums: Tensor,
-    slots: Tensor,
-    row_slots: Tensor,
-    coordinates: Tensor,
-    first: int,
-    /,
-) -> None: ...
-def mass_(masses: Tensor, priorities: Tensor, alpha: int, most_bits: int, /) -> None: ...
-def importance_(weights: Tensor, resolutions: Tensor, numerator: int, count: int, beta: int, /) -> None: ...
-def minima_build_(minima: Tensor, sums: Tensor, num_items: int, /) -> None: ...
-def minima_update_(minima: Tensor, sums: Tensor, num_items: int, items: Tensor, /) -> None: ...
-def top_k_(items: Tensor, priorities: Tensor, sums: Tensor, /) -> None: ...
-def report_(log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int, /) -> None: ...
-def prioritize_(
-    sums: Tensor,
-    minima: Tensor,
-    priorities: Tensor,
-    counts: Tensor,
-    slots: Tensor,
-    updates: Tensor,
-    alpha: int,
-    unit: int,
-    most_bits: int,
-    /,
-) -> None: ...
-def suffix_sum_(out: Tensor, reward: Tensor, extents: Tensor, /) -> None: ...
-def n_step_(
-    returns: Tensor,
-    discount: Tensor,
-    steps: Tensor,
-    reward: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    powers: Tensor,
-    resolutions: Tensor,
-    n: int,
-    /,
-) -> None: ...
-def gather_(
-    outs: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    counters: Tensor,
-    columns: Sequence[Tensor],
-    shifts: Sequence[Tensor],
-    gains: Sequence[Tensor],
-    resolutions: Tensor,
-    n_steps: Tensor | None,
-    spec: Sequence[int],
-    pad_values: Sequence[float],
-    threads: int,
-    order: Tensor | None = None,
-    /,
-) -> None: ...
 
 class RowForm:
     """What the rows of a column look like: kind ("f", "i", "u" or "b"), bytes of an item, check, shape."""
@@ -212,98 +127,8 @@ def rows_put(targets: int, columns: Sequence[Any], rows: Any, /) -> int:
         not left out holds NaN or an infinity and must not; then nothing has happened.
     """
 
-def pack_rows_(
-    message: Tensor,
-    sizes: Tensor,
-    stored: Sequence[Tensor],
-    samples: Tensor,
-    windows: Tensor,
-    members: Tensor,
-    columns: Tensor,
-    heads: Tensor,
-    slots: Tensor,
-    /,
-) -> None: ...
-def unpack_rows_(
-    arrivals: Sequence[Tensor],
-    ring: Tensor,
-    sizes: Tensor,
-    needed: Tensor,
-    messages: Sequence[Tensor],
-    which: Tensor,
-    samples: Tensor,
-    windows: Tensor,
-    members: Tensor,
-    columns: Tensor,
-    heads: Tensor,
-    room: Sequence[int],
-    /,
-) -> None: ...
-def assign_draws_(
-    owner: Tensor,
-    own: Tensor,
-    points: Tensor,
-    found: Tensor,
-    coordinates: Tensor,
-    totals: Tensor,
-    index: int,
-    /,
-) -> None: ...
-def send_draws_(
-    samples: Tensor,
-    packed: Tensor,
-    ends: Tensor,
-    records: Tensor,
-    own: Tensor,
-    steps: Tensor | None,
-    goals: Tensor | None,
-    readers: Tensor,
-    need_of: Tensor,
-    offset: int,
-    index: int,
-    takes_own: int,
-    /,
-) -> None: ...
-def take_draws_(
-    ring: Tensor,
-    origins: Tensor,
-    samples: Tensor,
-    which: Tensor,
-    found: Tensor,
-    heard: Sequence[Tensor],
-    records: Tensor,
-    own: Tensor,
-    steps: Tensor | None,
-    owner: Tensor,
-    asked: Tensor,
-    need_of: Tensor,
-    first: int,
-    offset: int,
-    index: int,
-    takes_own: int,
-    /,
-) -> None: ...
-def pack_reports_(
-    packed: Tensor,
-    ends: Tensor,
-    reports: Tensor,
-    latest: int,
-    /,
-) -> None: ...
-def unpack_reports_(
-    reports: Tensor,
-    packed: Tensor,
-    latest: int,
-    /,
-) -> None: ...
-def copy_pieces_(
-    out: Tensor,
-    columns: Sequence[Tensor],
-    pieces: Tensor,
-    /,
-) -> None: ...
 def bell_ring(bell: int, /) -> None:
-    """Add one to a 32-bit word in shared memory, named by its address, and wake whoever waits for it."""
+    """Add one to a 32-bit word in shared memory, named by its address, and wake its waiters."""
 
 def bell_wait(bell: int, seen: int, timeout_s: float, /) -> int:
     """Return the word once it is not `seen`, or after the time or a signal; releases the GIL meanwhile."""

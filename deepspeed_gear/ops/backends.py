@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from deepspeed_gear.ops import fake_ops, jit, reference
+from deepspeed_gear.ops import jit, reference
 
 from ..errors import BuildError, ConfigError
 
 Op = Callable[..., None]
-_ALL = (*fake_ops.OP_NAMES, *fake_ops.RING_NAMES)
 
 
 @dataclass(frozen=True)
 class Ops:
     """The ops of one backend: they write into tensors of the caller and return nothing.
 
-    What they mean stands in `reference`, under the same names. Calls are thread safe as long as their outputs
-    differ. `native` is the loaded module with the functions `mutex_*` of the stores, None for the reference.
+    What they mean stands in `reference`, under the same names; their schemas are in
+    ops/csrc/bindings/op_table.h. Calls are thread safe as long as their outputs differ. `native` is the
+    loaded module with the functions `mutex_*` of the stores, None for the reference.
     """
 
     name: str
@@ -38,18 +39,18 @@ class Ops:
     minima_build_: Op
     minima_update_: Op
     top_k_: Op
-    report_: Op
+    append_reports_: Op
     prioritize_: Op
     suffix_sum_: Op
     n_step_: Op
     gather_: Op
-    pack_rows_: Op
-    unpack_rows_: Op
+    encode_rows_: Op
+    decode_rows_: Op
     assign_draws_: Op
-    send_draws_: Op
-    take_draws_: Op
-    pack_reports_: Op
-    unpack_reports_: Op
+    encode_draws_: Op
+    decode_draws_: Op
+    encode_reports_: Op
+    decode_reports_: Op
     ring_add_: Op
     ring_select_: Op
     ring_update_: Op
@@ -65,7 +66,12 @@ class Ops:
         """
         if self.native is None:
             return self
-        return replace(self, **{op: getattr(self.native, op) for op in fake_ops.OP_NAMES})
+        direct = {op: getattr(self.native, op) for op in OP_NAMES if hasattr(self.native, op)}
+        return replace(self, **direct)
+
+
+OP_NAMES = tuple(field.name for field in fields(Ops) if field.name.endswith("_"))
+_fakes_lock, _fakes = threading.Lock(), set[str]()
 
 
 def load_backend(name: str = "auto") -> Ops:
@@ -79,7 +85,7 @@ def load_backend(name: str = "auto") -> Ops:
         BuildError: The native op cannot be built or loaded, or CUDA is asked for where there is none.
     """
     if name == "reference":
-        return Ops(name, **{op: getattr(reference, op) for op in _ALL})
+        return Ops(name, **{op: getattr(reference, op) for op in OP_NAMES})
     if name in ("auto", "cpu"):
         from .load import load_native
 
@@ -104,8 +110,20 @@ def load_library(library: str | None) -> Ops:
 
 
 def _native_ops(name: str, native: ModuleType) -> Ops:
-    fake_ops.register()
-    return Ops(name, **{op: getattr(torch.ops.gear, op).default for op in _ALL}, native=native)
+    _register_fakes()
+    return Ops(name, **{op: getattr(torch.ops.gear, op).default for op in OP_NAMES}, native=native)
+
+
+def _register_fakes() -> None:
+    """Register what `torch.compile` traces in place of each native op, once. Thread safe."""
+    with _fakes_lock:
+        for op in sorted({*OP_NAMES} - _fakes):
+            torch.library.register_fake(f"gear::{op}", _mutate_only)
+            _fakes.add(op)
+
+
+def _mutate_only(*_: object) -> None:
+    """Change no shape, dtype or device: every op writes into tensors of its caller."""
 
 
 def _load_cuda() -> ModuleType:

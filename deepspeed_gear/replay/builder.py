@@ -168,7 +168,7 @@ def build(
         ConfigError, StoreError: On every rank, before anything is left behind.
     """
     config, topology, control_plane = plan.config, plan.topology, plan.exchange
-    mixture = mixture_of(config, plan.info, plan.ops)
+    mixture = mixture_of(config, plan.info)
     specs = _agree_on_streams(plan, mixture)
     spread = control_plane.agree("the fields", lambda: SpreadTables(plan))
     sizes = control_plane.agree("the sizes of the tables", lambda: _table_specs(plan, specs, spread))

@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import ONE_Q62
 
 TOLERANCE = 1e-6  # of the sum of the shares
 
@@ -23,18 +20,11 @@ class Mixture:
         names: Of the tables.
         shares: Of each table by global batch; they sum to 1.
         batch: Samples of a global batch.
-        exact: Whole numbers of samples next to the shares; else the table of each sample is drawn.
-        seed, key: Of those draws.
-        ops: What draws.
     """
 
     names: Sequence[str]
     shares: Sequence[Callable[[int], float]]
     batch: int
-    exact: bool
-    seed: int
-    key: int
-    ops: Ops
     _known: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
     def counts(self, number: int) -> np.ndarray:
@@ -45,8 +35,7 @@ class Mixture:
         """
         known = self._known  # replaced as a whole: two threads may ask
         if known[0] != number:
-            shares = self._shares(number)
-            known = number, self._round(shares) if self.exact else self._draw(shares, number)
+            known = number, self._round(self._shares(number))
             self._known = known
         return known[1]
 
@@ -59,8 +48,8 @@ class Mixture:
         return int(self.counts(number)[:table].sum())
 
     def parts(self, number: int) -> list[float]:
-        """Return which part of a global batch is each table's: its share where tables are drawn."""
-        return [n / self.batch for n in self.counts(number).tolist()] if self.exact else self._shares(number)
+        """Return which part of a global batch is each table's."""
+        return [n / self.batch for n in self.counts(number).tolist()]
 
     def part(self, number: int, part: int, num_parts: int) -> list[np.ndarray]:
         """Return which samples of each table's selection belong to a part of the global batch.
@@ -86,10 +75,3 @@ class Mixture:
         lacking = np.argsort(counts - wanted, kind="stable")
         counts[lacking[: self.batch - counts.sum()]] += 1
         return counts
-
-    def _draw(self, shares: list[float], number: int) -> np.ndarray:
-        words = torch.empty(self.batch, dtype=torch.int64)
-        self.ops.draw_(words, self.seed, self.key, number * self.batch, ONE_Q62)
-        bounds = [int(bound * ONE_Q62) for bound in np.cumsum(shares)[:-1].tolist()]
-        tables = np.searchsorted(np.array(bounds, np.int64), words.numpy(), side="right")
-        return np.bincount(tables, minlength=len(shares))

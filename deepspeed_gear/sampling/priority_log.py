@@ -192,7 +192,7 @@ class PriorityLog:
         ends, count = self._ends[self._peer], priorities.numel()
         tail = ends[LogEnds.TAIL]
         try:
-            self.ops.report_(self._my_log, samples, priorities, tail, batch)
+            self.ops.append_reports_(self._my_log, samples, priorities, tail, batch)
         except (RuntimeError, ShapeError):
             check_priorities(priorities.numpy())
             raise

@@ -11,7 +11,6 @@ import numpy as np
 from deepspeed_gear.config import GearConfig, MixtureSampler, ResolvedField, SamplerOptions
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers
-from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import most_mass_bits
 from deepspeed_gear.sampling.anchors import AnchorRule, WindowSpan
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
@@ -27,14 +26,13 @@ SPARE_SELECTIONS = 4  # by which a rank may be behind the fastest one of its nod
 MIN_LOG_SIZE = 1 << 16  # priority updates that may wait on a rank
 
 
-def mixture_of(config: GearConfig, info: BatchInfo, ops: Ops) -> Mixture | None:
+def mixture_of(config: GearConfig, info: BatchInfo) -> Mixture | None:
     """Return which table each sample comes from, where there are several."""
     sampler = config.sampler
     if not isinstance(sampler, MixtureSampler):
         return None
     shares = [schedule(share, f"gear.sampler.shares.{table}") for table, share in sampler.shares.items()]
-    key = key_of(*config.sampled_tables, "mixture")
-    return Mixture(config.sampled_tables, shares, info.global_batch, sampler.exact, config.seed, key, ops)
+    return Mixture(config.sampled_tables, shares, info.global_batch)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_what_is_no_priority(kernels_on_host: Ops, bad: float) -> None:
     bits = int(torch.tensor(bad).view(torch.int32)) & 0xFFFFFFFF
     log, resolutions = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)
     with OUTSIDE:
-        kernels_on_host.report_(log, resolutions, torch.tensor([1.0, bad]), 0, 0)
+        kernels_on_host.append_reports_(log, resolutions, torch.tensor([1.0, bad]), 0, 0)
     slots = torch.tensor([[SlotState.COMMITTED, 1, 0, 0, 4, 4, 0, 0]])
     updates = torch.tensor([[0, 1, 0, 0x3F800000], [-1, 0, 0, bits]])  # also of a trajectory that is gone
     kept = [torch.zeros(tree_size(1), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)]
@@ -169,12 +169,12 @@ def test_rows_of_no_plan(kernels_on_host: Ops, which: str, row: int, word: int, 
         sizes, needed, message = torch.zeros(2).long(), torch.zeros(2).long(), torch.zeros(40).long()
         ring = torch.zeros(2, 8, dtype=torch.int64)
         plan = [*list(given.values())[:-1], given["heads"][:, 0].contiguous()]
-        kernels_on_host.pack_rows_(message, sizes, stored, *plan, slots)
+        kernels_on_host.encode_rows_(message, sizes, stored, *plan, slots)
         assert sizes.tolist() == [20, 16]
         room = [0, 30, 0, 3, 0, 0]
         arrivals = [part.clone() for part in stored]
         at = places[:, 0].contiguous()
-        kernels_on_host.unpack_rows_(arrivals, ring, sizes, needed, [message] * 2, at, *plan, room)
+        kernels_on_host.decode_rows_(arrivals, ring, sizes, needed, [message] * 2, at, *plan, room)
         assert needed.tolist() == [5, 2]
 
     run()

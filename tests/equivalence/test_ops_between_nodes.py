@@ -60,7 +60,7 @@ def test_draws_arrive_as_they_were_made(
         for node in nodes:
             need_of[node, replica] = replica if node >= 0 else need_of[node, replica]
     asks = (torch.zeros(1, num_nodes).long() + torch.arange(num_nodes), torch.zeros(num_nodes, 1).short())
-    heard: list[list[Tensor]] = []
+    received: list[list[Tensor]] = []
     outgoing = []
     for node in range(num_nodes):
         own = torch.nonzero(owner == node)[:, 0]
@@ -69,18 +69,20 @@ def test_draws_arrive_as_they_were_made(
         for ops in (PLAIN, FAST):
             route = (*asks, 0, node) if all_asked else (readers, need_of, offset, node)
             more = {"steps": given_steps, "goals": goals[own], "takes_own": takes_own}
-            found.append(op_wrappers.send_draws(records[own], own, *route, ops=ops, **more))
+            found.append(op_wrappers.encode_draws(records[own], own, *route, ops=ops, **more))
         assert all(map(torch.equal, *found))
         _, packed, ends = found[1]
         bounds = [0, *ends.tolist()]
-        heard.append([packed[bounds[to] : bounds[to + 1]].reshape(-1) for to in range(num_nodes)])
-        outgoing.append(op_wrappers.send_draws(records[own], own, readers, need_of, offset, node, **more)[0])
+        received.append([packed[bounds[to] : bounds[to + 1]].reshape(-1) for to in range(num_nodes)])
+        outgoing.append(
+            op_wrappers.encode_draws(records[own], own, readers, need_of, offset, node, **more)[0]
+        )
     for node in range(num_nodes):
         own, needs = torch.nonzero(owner == node)[:, 0], need_of[node][(torch.arange(count) + offset) % 3]
         asked = torch.arange(count) if all_asked else torch.nonzero(needs >= 0)[:, 0]
-        said = [part[node] for part in heard]
+        said = [part[node] for part in received]
         took = [
-            op_wrappers.take_draws(
+            op_wrappers.decode_draws(
                 *(said, owner[asked], asked, records[own], own, need_of, count, 100, offset, node),
                 steps=steps[own] if has_steps else None,
                 takes_own=takes_own,
@@ -128,8 +130,8 @@ def reports(draw: st.DrawFn) -> tuple[Tensor, int]:
 def test_reports(drawn: tuple[Tensor, int]) -> None:
     made, latest = drawn
     for ops in (PLAIN, FAST):
-        packed, ends = op_wrappers.pack_reports(made, latest, 4, ops=ops)
-        found = op_wrappers.unpack_reports(packed, latest, ops=ops)
+        packed, ends = op_wrappers.encode_reports(made, latest, 4, ops=ops)
+        found = op_wrappers.decode_reports(packed, latest, ops=ops)
         shard = made[:, PriorityUpdate.SLOT] >> SHARD_BITS
         expected = made[torch.argsort(shard, stable=True)]
         expected[:, PriorityUpdate.SLOT] &= ANY_SLOT
@@ -142,22 +144,22 @@ def test_reports(drawn: tuple[Tensor, int]) -> None:
 @pytest.mark.parametrize("batch", [NEVER, -1, 0, 1_000_000 - MOST_BACK - 1, 1_000_000 - MOST_BACK])
 def test_batches_that_lie_far_back_are_not_told_apart(ops: Ops, batch: int) -> None:
     latest, report = 1_000_000, torch.tensor([[3, 1, 2, 4, batch, 9]])
-    packed, _ = op_wrappers.pack_reports(report, latest, 1, ops=ops)
+    packed, _ = op_wrappers.encode_reports(report, latest, 1, ops=ops)
     report[0, LogEntry.BATCH] = latest - MOST_BACK
-    assert torch.equal(op_wrappers.unpack_reports(packed, latest, ops=ops), report)
+    assert torch.equal(op_wrappers.decode_reports(packed, latest, ops=ops), report)
 
 
 def test_what_is_outside_is_refused() -> None:
     records, own = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     readers, need_of = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int16)
-    heard = [torch.zeros(0, dtype=torch.int64)] * 2
-    taken = heard, own, own, records[:0], own[:0], need_of
+    received = [torch.zeros(0, dtype=torch.int64)] * 2
+    taken = received, own, own, records[:0], own[:0], need_of
     for work, match in (
-        (lambda: op_wrappers.send_draws(records, own, readers + 2, need_of, 0, 0), "readers must be nodes"),
-        (lambda: op_wrappers.send_draws(records, own - 1, readers, need_of, 0, 0), "own must lie in"),
-        (lambda: op_wrappers.take_draws(*taken, 1, 0, 0, 1), "heard must have 4 values, got 0"),
-        (lambda: op_wrappers.take_draws(heard, own, own + 1, *taken[3:], 1, 0, 0, 0), "asked must lie in"),
-        (lambda: op_wrappers.take_draws(heard, own + 2, *taken[2:], 1, 0, 0, 0), "owner must lie in"),
+        (lambda: op_wrappers.encode_draws(records, own, readers + 2, need_of, 0, 0), "readers must be nodes"),
+        (lambda: op_wrappers.encode_draws(records, own - 1, readers, need_of, 0, 0), "own must lie in"),
+        (lambda: op_wrappers.decode_draws(*taken, 1, 0, 0, 1), "received must have 4 values, got 0"),
+        (lambda: op_wrappers.decode_draws(received, own, own + 1, *taken[3:], 1, 0, 0, 0), "asked must lie in"),
+        (lambda: op_wrappers.decode_draws(received, own + 2, *taken[2:], 1, 0, 0, 0), "owner must lie in"),
     ):
         with pytest.raises((ShapeError, RuntimeError), match=match):
             work()

@@ -96,8 +96,8 @@ def test_report(reference: Ops, native: Ops, size: int) -> None:
             continue
         samples, priorities = samples_of(count), any_priorities(count)
         by_hand = expected.clone()
-        reference.report_(expected, samples, priorities, tail, count - 2)
-        native.report_(got, samples, priorities, tail, count - 2)
+        reference.append_reports_(expected, samples, priorities, tail, count - 2)
+        native.append_reports_(got, samples, priorities, tail, count - 2)
         assert torch.equal(got, expected)
         bits = [x & 0xFFFFFFFF for x in priorities.view(torch.int32).tolist()]
         for i, (sample, word) in enumerate(zip(samples.tolist(), bits, strict=True)):
@@ -112,20 +112,20 @@ def test_report_of_no_priority_writes_nothing(careful: Ops, bad: float) -> None:
     log, priorities = torch.full((9, LogEntry.NUM_WORDS), -1), torch.ones(9)
     priorities[8] = bad
     with pytest.raises(REFUSED, match="priority 8 must be finite and at least 0"):
-        careful.report_(log, samples_of(9), priorities, 3, 0)
+        careful.append_reports_(log, samples_of(9), priorities, 3, 0)
     assert (log == -1).all()
 
 
 def test_report_refuses(careful: Ops, cpu: Ops) -> None:
     log, samples, priorities = torch.zeros(3, LogEntry.NUM_WORDS).long(), samples_of(4), torch.ones(4)
     with pytest.raises(REFUSED, match="the log must hold 4 reports, got 3"):
-        careful.report_(log, samples, priorities, 0, 0)
+        careful.append_reports_(log, samples, priorities, 0, 0)
     with pytest.raises(RuntimeError, match="resolutions must have a row per priority"):
-        cpu.report_(log, samples, priorities[:3].clone(), 0, 0)
+        cpu.append_reports_(log, samples, priorities[:3].clone(), 0, 0)
     with pytest.raises(RuntimeError, match=r"log must be \[n, 6\], got \[3, 5\]"):
-        cpu.report_(log[:, :5].contiguous(), samples[:3], priorities[:3], 0, 0)
+        cpu.append_reports_(log[:, :5].contiguous(), samples[:3], priorities[:3], 0, 0)
     with pytest.raises(RuntimeError, match="tail must be at least 0, got -1"):
-        cpu.report_(log, samples[:3], priorities[:3], -1, 0)
+        cpu.append_reports_(log, samples[:3], priorities[:3], -1, 0)
     assert (log == 0).all()
 
 

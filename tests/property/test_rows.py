@@ -124,21 +124,21 @@ class Taken(NamedTuple):
 
 
 def taken_by(
-    ops: Ops, layout: RowLayout, samples: list[Sample], peer: str, heard: list[torch.Tensor]
+    ops: Ops, layout: RowLayout, samples: list[Sample], peer: str, received: list[torch.Tensor]
 ) -> Taken:
     count = len(samples)
     arrivals = [torch.zeros((200 + count) * ROW_BYTES[name], dtype=torch.uint8) for name in layout.names]
     ring = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
     room = FIRST[0], 190, FIRST[1], 50, *FIRST_OF_ALL
-    given = heard, torch.arange(count), words_of(samples, peer), *layout[1:], HEADS[: len(heard)]
-    sizes, needed = op_wrappers.unpack_rows(arrivals, ring, *given, room, ops=ops)
+    given = received, torch.arange(count), words_of(samples, peer), *layout[1:], HEADS[: len(received)]
+    sizes, needed = op_wrappers.decode_rows(arrivals, ring, *given, room, ops=ops)
     lies = (ring[:, (Resolution.FIRST_ROW, Resolution.SLOT)] - torch.tensor(FIRST_OF_ALL)).tolist()
     return Taken(arrivals, lies, *needed.tolist(), sizes.tolist())
 
 
-def taken(layout: RowLayout, samples: list[Sample], peer: str, heard: list[torch.Tensor]) -> Taken:
+def taken(layout: RowLayout, samples: list[Sample], peer: str, received: list[torch.Tensor]) -> Taken:
     """Return what every backend takes, which must be one."""
-    plain, fast = (taken_by(ops, layout, samples, peer, heard) for ops in BACKENDS)
+    plain, fast = (taken_by(ops, layout, samples, peer, received) for ops in BACKENDS)
     assert plain[1:] == fast[1:]
     assert all(torch.equal(one, other) for one, other in zip(plain.arrivals, fast.arrivals, strict=True))
     return fast
@@ -168,7 +168,7 @@ def packed(scene: Scene, layout: RowLayout) -> list[list[torch.Tensor]]:
     for node in range(scene.num_nodes):
         mine = [s for s in scene.samples if s.holder == node]
         given = stores[node], words_of(mine, "reader"), *layout[1:], HEADS[: scene.num_nodes], slots
-        (expected, sizes), (message, same) = (op_wrappers.pack_rows(*given, ops=ops) for ops in BACKENDS)
+        (expected, sizes), (message, same) = (op_wrappers.encode_rows(*given, ops=ops) for ops in BACKENDS)
         assert torch.equal(message, expected)
         assert torch.equal(same, sizes)
         words = [HEAD // 8 - (-size // 8) for size in sizes.tolist()]
@@ -191,9 +191,9 @@ def test_each_row_travels_once_to_where_windows_look_for_it(scene: Scene, random
     for node in range(scene.num_nodes):
         mine = [s for s in scene.samples if s.reader == node]
         random.shuffle(mine)
-        heard = [messages[holder][node] for holder in range(scene.num_nodes)]
-        plan = taken(layout, mine, "holder", heard)
-        assert [HEAD // 8 - (-size // 8) for size in plan.sizes] == [len(part) for part in heard]
+        received = [messages[holder][node] for holder in range(scene.num_nodes)]
+        plan = taken(layout, mine, "holder", received)
+        assert [HEAD // 8 - (-size // 8) for size in plan.sizes] == [len(part) for part in received]
         assert plan.num_rows <= len(mine) * limit_of(scene)
         assert plan.num_trajectories == len({(s.holder, s.slot) for s in mine})
         for sample, (shift, which) in zip(mine, plan.lies, strict=True):
@@ -248,7 +248,7 @@ def test_samples_outside_are_refused(word: int, value: int) -> None:
     sample[word] = value
     slots, stored = torch.zeros(4, Slot.NUM_WORDS, dtype=torch.int64), torch.zeros(99, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="sample 0 must be a step of a trajectory"):
-        op_wrappers.pack_rows(
+        op_wrappers.encode_rows(
             [stored], torch.tensor([sample]), *layout[1:], HEADS[:2], slots, ops=BACKENDS[1]
         )
 
@@ -256,8 +256,8 @@ def test_samples_outside_are_refused(word: int, value: int) -> None:
 def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
     needs = [RowReads((WindowRead("a", 0, 3),))]
     drawn = [Sample(1, 1, 0, 7, 50, anchor, 0, -1) for anchor in (10, 12, 15, 10, 19, 49)]
-    heard = [torch.zeros(0, dtype=torch.int64), torch.arange(104).byte().view(torch.int64)]
-    plan = taken(layout_of(needs, ROW_BYTES), drawn, "holder", heard)
+    received = [torch.zeros(0, dtype=torch.int64), torch.arange(104).byte().view(torch.int64)]
+    plan = taken(layout_of(needs, ROW_BYTES), drawn, "holder", received)
     first, end = 4 * FIRST[0], 4 * (FIRST[0] + 12)
     assert plan.arrivals[0][first:end].tolist() == list(range(HEAD, HEAD + 48))
     assert not plan.arrivals[0][:first].any()

@@ -8,7 +8,8 @@ import torch
 from op_wrappers import powers_of
 from torch import Tensor
 
-from deepspeed_gear.ops import fake_ops, load_backend
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.backends import OP_NAMES
 from deepspeed_gear.ops.constants import ONE_Q62, minima_size, tree_size
 from deepspeed_gear.ops.records import (
     MassUnit,
@@ -20,11 +21,10 @@ from deepspeed_gear.ops.records import (
     UpdateCount,
 )
 
+HOST_ONLY = ("assign_draws_", "encode_draws_", "decode_draws_", "encode_reports_", "decode_reports_")
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
-ON_DEVICE = [
-    *(name for name in fake_ops.OP_NAMES if name not in (*fake_ops.HOST_ONLY, "copy_pieces_")),
-    *fake_ops.RING_NAMES,
-]
+ON_DEVICE = [name for name in OP_NAMES if name not in (*HOST_ONLY, "copy_pieces_")]
+RING_NAMES = ("ring_add_", "ring_select_", "ring_update_", "scatter_")
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
 RING_SHAPE = [5000, NUM_SLOTS, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
@@ -68,7 +68,7 @@ def columns_of_rows() -> list[Tensor]:
 def arguments(name: str) -> tuple[Any, ...]:
     """Arguments of an op in host memory, outputs first."""
     torch.manual_seed(0)
-    if name in fake_ops.RING_NAMES:
+    if name in RING_NAMES:
         return ring_arguments(name)
     out, masses = torch.zeros(COUNT, dtype=torch.int64), torch.randint(0, 1 << 40, (NUM_SLOTS,))
     sums = torch.zeros(tree_size(NUM_SLOTS), dtype=torch.int64)
@@ -115,7 +115,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         "minima_build_": (minima, built, NUM_SLOTS),
         "minima_update_": (minima, built, NUM_SLOTS, items),
         "top_k_": (torch.zeros(700, dtype=torch.int64), priorities, built),
-        "report_": (torch.zeros(50, 6, dtype=torch.int64), weighed, torch.rand(COUNT), 40, 7),
+        "append_reports_": (torch.zeros(50, 6, dtype=torch.int64), weighed, torch.rand(COUNT), 40, 7),
         "prioritize_": (built, mended, priorities, counts, table, reports, alpha, 0, 27),
         "suffix_sum_": (reward * 0, reward, extents),
         "n_step_": (returns[0], returns[1], out, reward, ends, ends, powers_of(0.9, 5), resolutions, 5),
@@ -133,14 +133,14 @@ def arguments(name: str) -> tuple[Any, ...]:
             1,
             torch.randperm(COUNT),
         ),
-        "pack_rows_": (
+        "encode_rows_": (
             torch.zeros(400_000).long(),
             three,
             columns_of_rows(),
             *plan_of_rows(),
             rows_of(slots),
         ),
-        "unpack_rows_": (
+        "decode_rows_": (
             [column * 0 for column in columns_of_rows()],
             torch.zeros(COUNT, 8, dtype=torch.int64),
             three,

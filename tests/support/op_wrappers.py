@@ -162,7 +162,7 @@ def assign_draws(
     return (owner, own[: int(found)], points[: int(found)])
 
 
-def send_draws(
+def encode_draws(
     records: Tensor,
     own: Tensor,
     readers: Tensor,
@@ -181,12 +181,12 @@ def send_draws(
     packed = torch.empty(most, _PACKED_WORDS + (steps is not None), dtype=torch.int64)
     ends = torch.empty(len(need_of), dtype=torch.int64)
     given = (records, own, steps, goals, readers, need_of, offset, index, int(takes_own))
-    (ops or load_backend()).send_draws_(samples, packed, ends, *given)
+    (ops or load_backend()).encode_draws_(samples, packed, ends, *given)
     return (samples[: int(ends[-1])], packed[: int(ends[-1])], ends)
 
 
-def take_draws(
-    heard: Sequence[Tensor],
+def decode_draws(
+    received: Sequence[Tensor],
     owner: Tensor,
     asked: Tensor,
     records: Tensor,
@@ -212,29 +212,29 @@ def take_draws(
         torch.empty(most, dtype=torch.int64),
     )
     found = torch.zeros(1, dtype=torch.int64)
-    given = (heard, records, own, steps, owner, asked, need_of, first, offset, index, int(takes_own))
-    (ops or load_backend()).take_draws_(ring, origins, samples, which, found, *given)
+    given = (received, records, own, steps, owner, asked, need_of, first, offset, index, int(takes_own))
+    (ops or load_backend()).decode_draws_(ring, origins, samples, which, found, *given)
     return (ring, origins, samples[: int(found)], which[: int(found)])
 
 
-def pack_reports(
+def encode_reports(
     reports: Tensor, latest: int, num_shards: int, *, ops: Ops | None = None
 ) -> tuple[Tensor, Tensor]:
     """Pack reports by the shard in the upper half of their slots."""
     packed = torch.empty(len(reports), _PACKED_REPORT_WORDS, dtype=torch.int64)
     ends = torch.empty(num_shards, dtype=torch.int64)
-    (ops or load_backend()).pack_reports_(packed, ends, reports, latest)
+    (ops or load_backend()).encode_reports_(packed, ends, reports, latest)
     return (packed, ends)
 
 
-def unpack_reports(packed: Tensor, latest: int, *, ops: Ops | None = None) -> Tensor:
+def decode_reports(packed: Tensor, latest: int, *, ops: Ops | None = None) -> Tensor:
     """Unpack reports: a slot that is not known is -1, with the id in place of the generation."""
     reports = torch.empty(len(packed), LogEntry.NUM_WORDS, dtype=torch.int64)
-    (ops or load_backend()).unpack_reports_(reports, packed, latest)
+    (ops or load_backend()).decode_reports_(reports, packed, latest)
     return reports
 
 
-def pack_rows(
+def encode_rows(
     stored: Sequence[Tensor],
     samples: Tensor,
     windows: Tensor,
@@ -246,7 +246,7 @@ def pack_rows(
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pack the rows of samples into messages, each row once; `reference/rows.py` says more."""
-    run, sizes = ((ops or load_backend()).pack_rows_, torch.zeros_like(heads))
+    run, sizes = ((ops or load_backend()).encode_rows_, torch.zeros_like(heads))
     given = (stored, samples, windows, members, columns, heads, slots)
     run(torch.empty(0, dtype=torch.int64), sizes, *given)
     message = torch.zeros(int((-(-(heads + sizes) // 8)).sum()), dtype=torch.int64)
@@ -254,7 +254,7 @@ def pack_rows(
     return (message, sizes)
 
 
-def unpack_rows(
+def decode_rows(
     arrivals: Sequence[Tensor],
     ring: Tensor,
     messages: Sequence[Tensor],
@@ -271,7 +271,7 @@ def unpack_rows(
     """Copy rows out of messages to where batches are gathered from; `reference/rows.py` says more."""
     sizes, needed = (torch.zeros_like(heads), torch.zeros(2, dtype=torch.int64))
     given = (messages, which, samples, windows, members, columns, heads, room)
-    (ops or load_backend()).unpack_rows_(arrivals, ring, sizes, needed, *given)
+    (ops or load_backend()).decode_rows_(arrivals, ring, sizes, needed, *given)
     return (sizes, needed)
 
 
@@ -347,7 +347,7 @@ def report(
     log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int, *, ops: Ops | None = None
 ) -> None:
     """Write the new priorities of samples into a ring of reports, in place."""
-    (ops or load_backend()).report_(log, resolutions, priorities, tail, batch)
+    (ops or load_backend()).append_reports_(log, resolutions, priorities, tail, batch)
 
 
 def prioritize(

@@ -84,7 +84,6 @@ def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
         "n_step": case(fields=FOLLOWING, n_step={"n": 3, "gamma": 0.9}),
         "hindsight": case(fields=GOALS, hindsight={"strategy": "future", "fraction": 0.8}),
         "mixture": {**mixed, "sampler": {**shares, "of": prioritized("step")}, "prefetch": 1},
-        "drawn_mixture": {**mixed, "sampler": {**shares, "exact": False, "of": {"kind": "uniform"}}},
         "verified": case(verify_every=2, prefetch=1),
         "replicated": case(data={"path": str(data), "replicate": True, "split": {"eval": 0.3}}),
         "replicated_prioritized": case(

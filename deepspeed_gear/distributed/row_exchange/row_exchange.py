@@ -115,12 +115,12 @@ class RowExchange:
             The message for each node, whose head is to be filled; gone with the next call. [words] each.
         """
         given = self._held, outgoing, *self._layout, heads, self._slot_table
-        self._ops.pack_rows_(torch.from_numpy(self._packed), self._sizes, *given)
+        self._ops.encode_rows_(torch.from_numpy(self._packed), self._sizes, *given)
         sizes = zip(heads.tolist(), self._size_words, strict=True)
         ends = [0, *accumulate([(head + size + WORD_BYTES - 1) // WORD_BYTES for head, size in sizes])]
         if ends[-1] > len(self._packed):
             self._packed = np.empty(1 << (ends[-1] - 1).bit_length(), np.int64)
-            self._ops.pack_rows_(torch.from_numpy(self._packed), self._sizes, *given)
+            self._ops.encode_rows_(torch.from_numpy(self._packed), self._sizes, *given)
         packed = self._packed
         return [packed[begin:end] for begin, end in pairwise(ends)]
 
@@ -148,7 +148,7 @@ class RowExchange:
         room = (first_row, self._rows[1], first_slot, self._slots[1], *self._table.first_arrival)
         said = [torch.from_numpy(message) for message in messages]
         samples = said, which, incoming, *self._layout, heads
-        self._ops.unpack_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, room)
+        self._ops.decode_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, room)
         num_rows, num_trajectories = self._needed_words
         if num_rows > self._rows[1] or num_trajectories > self._slots[1]:
             raise StoreError(

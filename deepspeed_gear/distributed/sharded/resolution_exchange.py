@@ -182,7 +182,7 @@ class ResolutionExchange:
         packed = np.empty((most, self._words), np.int64)
         found = samples, torch.from_numpy(packed), self._ends
         route = readers, need_of, offset, self._index, int(self._row_exchange.takes_own)
-        self._ops.send_draws_(*found, mine.records, mine.sample, mine.steps, goals, *route)
+        self._ops.encode_draws_(*found, mine.records, mine.sample, mine.steps, goals, *route)
         bounds, words = [0, *[end * self._words for end in self._end_words]], packed.reshape(-1)
         parts = [words[begin:end] for begin, end in itertools.pairwise(bounds)]
         return samples[: self._end_words[-1]], parts
@@ -221,7 +221,7 @@ class ResolutionExchange:
         if count > len(self._which):
             self._samples = torch.empty(count, RowSample.NUM_WORDS, dtype=torch.int64)
             self._which = torch.empty(count, dtype=torch.int64)
-        self._ops.take_draws_(
+        self._ops.decode_draws_(
             ring,
             self._state.origins[selection.entry],
             self._samples,

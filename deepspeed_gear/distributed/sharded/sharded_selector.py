@@ -172,7 +172,7 @@ class ShardedSelector(SelectionAgreement):
         packed = np.empty((len(reports), node_messages.PACKED_REPORT_WORDS), np.int64)
         ends = np.empty(self._num_nodes, np.int64)
         tensors = [torch.from_numpy(part) for part in (packed, ends, reports)]
-        masses.ops.pack_reports_(*tensors, key - masses.rule.lag)
+        masses.ops.encode_reports_(*tensors, key - masses.rule.lag)
         bounds = [0, *ends.tolist()]
         return [packed[begin:end] for begin, end in pairwise(bounds)]
 
@@ -187,7 +187,7 @@ class ShardedSelector(SelectionAgreement):
             )
             packed = np.concatenate(self._heard).reshape(-1, node_messages.PACKED_REPORT_WORDS)
             reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
-            masses.ops.unpack_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
+            masses.ops.decode_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
             masses.apply_reports(key, [masses.known_reports(reports)] if len(reports) else [])
             if self._due:
                 masses.reports.take(self._due)

@@ -58,7 +58,7 @@ class _Plan(NamedTuple):
     sizes: list[int]
 
 
-def pack_rows_(
+def encode_rows_(
     message: Tensor,
     sizes: Tensor,
     stored: Sequence[Tensor],
@@ -69,7 +69,7 @@ def pack_rows_(
     heads: Tensor,
     slots: Tensor,
 ) -> None:
-    """Pack the rows of some samples into messages, each row once.
+    """Encode the rows of some samples into messages, each row once.
 
     A message holds, after its head, the rows of one peer: column by column, of each those of its
     trajectories by slot, in their order.
@@ -106,7 +106,7 @@ def pack_rows_(
         data[begin : begin + size] = stored[column][at : at + size]
 
 
-def unpack_rows_(
+def decode_rows_(
     arrivals: Sequence[Tensor],
     ring: Tensor,
     sizes: Tensor,
@@ -120,7 +120,7 @@ def unpack_rows_(
     heads: Tensor,
     room: Sequence[int],
 ) -> None:
-    """Copy rows out of the messages that `pack_rows_` has made to where batches are gathered from.
+    """Copy rows out of the messages that `encode_rows_` has made to where batches are gathered from.
 
     A block of arrivals spans a sample's steps from the first to the last that any column reads, so that one
     first row serves all columns.
@@ -133,7 +133,7 @@ def unpack_rows_(
         needed: Gets the rows and slots that arrive. [2], int64.
         messages: Of each peer; of any length where it sends no rows. [words] each, int64.
         which: Places of samples in the ring. [n], int64.
-        samples: As of `pack_rows_`.
+        samples: As of `encode_rows_`.
         windows: Likewise.
         members: Likewise.
         columns: Likewise.

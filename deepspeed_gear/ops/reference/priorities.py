@@ -149,7 +149,7 @@ def top_k_(items: Tensor, priorities: Tensor, sums: Tensor) -> None:
     items.fill_(-1)[: len(order)] = leaves[order]
 
 
-def report_(log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int) -> None:
+def append_reports_(log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int) -> None:
     """Write the new priorities of samples into a ring of reports, from `tail` modulo its length on.
 
     A report is an update as `prioritize_` takes it, the global batch it belongs to, and its sample number.
@@ -180,12 +180,12 @@ def prioritize_(
     unit: int,
     most_bits: int,
 ) -> None:
-    """Set the priorities of items in order, so that the last of equal ones wins; mend sums and minima.
+    """Set the priorities of items in order, so that the last of equal ones wins; repair sums and minima.
 
     An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half of its
-    word). Updates come in their order; reports (see `report_`) by batch and sample number, equal ones in
-    their order. Those of a trajectory that is gone change nothing. `counts` takes what `constants`
-    names; empty `minima` are not kept.
+    word). Updates come in their order; reports (see `append_reports_`) by batch and sample number, equal ones
+    in their order. Those of a trajectory that is gone change nothing. `counts` takes what `constants` names;
+    empty `minima` are not kept.
     """
     _check_exponent("alpha", alpha)
     _check_most_bits(most_bits)

@@ -1,6 +1,6 @@
 """What the ops on draws and reports between nodes mean: owners, readers, and what is sent.
 
-Packed, a resolution takes 32 bytes, and 8 more where windows follow n-step steps; a report 24. Slots,
+Encoded, a resolution takes 32 bytes, and 8 more where windows follow n-step steps; a report 24. Slots,
 generations, step numbers and lengths have 32 bits there.
 """
 
@@ -47,9 +47,9 @@ def assign_draws_(
     found[0] = len(mine)
 
 
-def send_draws_(
+def encode_draws_(
     samples: Tensor,
-    packed: Tensor,
+    encoded: Tensor,
     ends: Tensor,
     records: Tensor,
     own: Tensor,
@@ -64,8 +64,8 @@ def send_draws_(
     """Find what other nodes need of this node's draws, node by node.
 
     Args:
-        samples: Gets the samples, as `pack_rows_` takes them. [n * most or more, 7], int64.
-        packed: Gets their packed resolutions. [n * most or more, 4, or 5 where steps travel], int64.
+        samples: Gets the samples, as `encode_rows_` takes them. [n * most or more, 7], int64.
+        encoded: Gets their encoded resolutions. [n * most or more, 4, or 5 where steps travel], int64.
         ends: Gets the samples up to and with those of each node. [S], int64.
         records: Resolutions of this node's draws. [n, 8], int64.
         own: Their indices in the selection, ascending. [n], int64.
@@ -86,12 +86,12 @@ def send_draws_(
             some = None if steps is None else steps[i]
             samples[at] = _sample(records[i], node, int(need_of[node, replica]), some)
             samples[at, RowSample.GOAL] = -1 if goals is None else goals[i]
-            packed[at] = _pack(records[i], some if packed.shape[1] > 4 else None)
+            encoded[at] = _encode(records[i], some if encoded.shape[1] > 4 else None)
             at += 1
         ends[node] = at
 
 
-def take_draws_(
+def decode_draws_(
     ring: Tensor,
     origins: Tensor,
     samples: Tensor,
@@ -114,18 +114,18 @@ def take_draws_(
     Args:
         ring: Gets the resolutions; `UNKNOWN` as id where there is none. [B, 8], int64.
         origins: Gets shard << 32 | slot of each. [B], int64.
-        samples: Gets the samples whose rows are wanted, as of `unpack_rows_`. [n + a or more, 7], int64.
+        samples: Gets the samples whose rows are wanted, as of `decode_rows_`. [n + a or more, 7], int64.
         which: Gets their indices in the selection. [n + a or more], int64.
         found: Gets how many these are. [1], int64.
-        received: Packed resolutions from each node, one after the other, and more. [words] each.
-        records: As of `send_draws_`.
+        received: Encoded resolutions from each node, one after the other, and more. [words] each.
+        records: As of `encode_draws_`.
         own: Likewise.
         steps: Likewise.
         owner: Node that holds each sample that was asked for. [a], int64.
         asked: Their indices in the selection, ascending. [a], int64.
-        need_of: As `send_draws_`.
+        need_of: As `encode_draws_`.
         first: Sample number of the selection's first sample.
-        offset: As of `send_draws_`.
+        offset: As of `encode_draws_`.
         index: Likewise.
         takes_own: Likewise.
     """
@@ -137,7 +137,7 @@ def take_draws_(
             continue
         words = received[node][begins[node] : begins[node] + size]
         begins[node] += size
-        ring[sample] = _unpack(words, first + sample)
+        ring[sample] = _decode(words, first + sample)
         origins[sample] = node << SHARD_BITS | int(ring[sample, Resolution.SLOT])
         need = int(need_of[index, (sample + offset) % need_of.shape[1]])
         if need >= 0:
@@ -168,7 +168,7 @@ def _split(words: Tensor) -> tuple[Tensor, Tensor]:
     return words >> SHARD_BITS & _LOW, words & _LOW
 
 
-def _pack(record: Tensor, steps: Tensor | None) -> Tensor:
+def _encode(record: Tensor, steps: Tensor | None) -> Tensor:
     handle = _join(record[Resolution.GENERATION], record[Resolution.SLOT])
     place = _join(record[Resolution.NUM_STEPS], record[Resolution.ANCHOR])
     return torch.stack(
@@ -176,7 +176,7 @@ def _pack(record: Tensor, steps: Tensor | None) -> Tensor:
     )
 
 
-def _unpack(words: Tensor, number: int) -> Tensor:
+def _decode(words: Tensor, number: int) -> Tensor:
     record = torch.zeros(Resolution.NUM_WORDS, dtype=torch.int64)
     record[Resolution.ID], record[Resolution.MASS], record[Resolution.SAMPLE_NUMBER] = (
         words[0],
@@ -188,14 +188,14 @@ def _unpack(words: Tensor, number: int) -> Tensor:
     return record
 
 
-def pack_reports_(packed: Tensor, ends: Tensor, reports: Tensor, latest: int) -> None:
-    """Pack reports by shard.
+def encode_reports_(encoded: Tensor, ends: Tensor, reports: Tensor, latest: int) -> None:
+    """Encode reports by shard.
 
     A report by id carries the id where the slot is known to another store alone: `ANY_SLOT`. Batches that lie
     further back than 65,534 are not told apart.
 
     Args:
-        packed: Gets the reports of each shard, as they stand. [n, 3], int64.
+        encoded: Gets the reports of each shard, as they stand. [n, 3], int64.
         ends: Gets how many those up to and with each shard's are. [S], int64.
         reports: As in a log, the shard in the upper half of their slots. [n, 6], int64.
         latest: A batch that none of them is newer than.
@@ -205,29 +205,29 @@ def pack_reports_(packed: Tensor, ends: Tensor, reports: Tensor, latest: int) ->
     by_id = ordered[:, LogEntry.SAMPLE_NUMBER] == LogEntry.BY_ID
     is_unknown = by_id & ((ordered[:, PriorityUpdate.SLOT] & _LOW) == ANY_SLOT)
     handle = _join(ordered[:, PriorityUpdate.GENERATION], ordered[:, PriorityUpdate.SLOT])
-    packed[:, 0] = torch.where(is_unknown, ordered[:, PriorityUpdate.GENERATION], handle)
-    packed[:, 1] = _join(ordered[:, PriorityUpdate.PRIORITY], ordered[:, PriorityUpdate.ANCHOR])
+    encoded[:, 0] = torch.where(is_unknown, ordered[:, PriorityUpdate.GENERATION], handle)
+    encoded[:, 1] = _join(ordered[:, PriorityUpdate.PRIORITY], ordered[:, PriorityUpdate.ANCHOR])
     back = (latest - ordered[:, LogEntry.BATCH]).clamp(0, _MOST_BACK)
     last = torch.where(is_unknown, _UNKNOWN_BY_ID, _KNOWN_BY_ID)
     number = torch.where(by_id, last, ordered[:, LogEntry.SAMPLE_NUMBER] & _MOST_NUMBER)
-    packed[:, 2] = back << _NUMBER_BITS | number
+    encoded[:, 2] = back << _NUMBER_BITS | number
     ends.copy_(torch.bincount(shard, minlength=len(ends)).cumsum(0))
 
 
-def unpack_reports_(reports: Tensor, packed: Tensor, latest: int) -> None:
-    """Unpack reports.
+def decode_reports_(reports: Tensor, encoded: Tensor, latest: int) -> None:
+    """Decode reports.
 
     Args:
-        reports: Gets what `pack_reports_` was given, with the slots of the store; where one is not known -1,
-            and the id in place of the generation. [n, 6], int64.
-        packed: [n, 3], int64.
-        latest: As `pack_reports_`.
+        reports: Gets what `encode_reports_` was given, with the slots of the store; where one is not known
+            -1, and the id in place of the generation. [n, 6], int64.
+        encoded: [n, 3], int64.
+        latest: As `encode_reports_`.
     """
-    number = packed[:, 2] & _MOST_NUMBER
+    number = encoded[:, 2] & _MOST_NUMBER
     is_unknown = number == _UNKNOWN_BY_ID
-    generation, slot = _split(packed[:, 0])
+    generation, slot = _split(encoded[:, 0])
     reports[:, PriorityUpdate.SLOT] = torch.where(is_unknown, -1, slot)
-    reports[:, PriorityUpdate.GENERATION] = torch.where(is_unknown, packed[:, 0], generation)
-    reports[:, PriorityUpdate.PRIORITY], reports[:, PriorityUpdate.ANCHOR] = _split(packed[:, 1])
-    reports[:, LogEntry.BATCH] = latest - (packed[:, 2] >> _NUMBER_BITS & _MOST_BACK)
+    reports[:, PriorityUpdate.GENERATION] = torch.where(is_unknown, encoded[:, 0], generation)
+    reports[:, PriorityUpdate.PRIORITY], reports[:, PriorityUpdate.ANCHOR] = _split(encoded[:, 1])
+    reports[:, LogEntry.BATCH] = latest - (encoded[:, 2] >> _NUMBER_BITS & _MOST_BACK)
     reports[:, LogEntry.SAMPLE_NUMBER] = torch.where(number >= _KNOWN_BY_ID, LogEntry.BY_ID, number)

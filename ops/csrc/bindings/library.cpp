@@ -1,5 +1,5 @@
-// The thin binding: schemas, checks of what the kernels rely on, pointers. The meaning of every op
-// stands in deepspeed_gear/ops/reference, its shapes in deepspeed_gear/ops/functional.py.
+// The thin binding: schemas (op_table.h), checks of what the kernels rely on, pointers. The meaning
+// of every op, with shapes and dtypes, stands in deepspeed_gear/ops/reference.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -12,6 +12,7 @@
 
 #include "bindings/check_priorities.h"
 #include "bindings/checks.h"
+#include "bindings/op_table.h"
 #include "bindings/ops.h"
 #include "common/convert.h"
 #include "draws/draws.h"
@@ -156,15 +157,15 @@ void TopK(at::Tensor& items, const at::Tensor& priorities, const at::Tensor& sum
             items.mutable_data_ptr<int64_t>());
 }
 
-void WriteReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tensor& priorities,
-                  int64_t tail, int64_t batch) {
+void AppendReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tensor& priorities,
+                   int64_t tail, int64_t batch) {
   CheckReport(log, resolutions, priorities, tail);
   const int64_t count = priorities.numel();
   const float* data = priorities.const_data_ptr<float>();
   for (int64_t i = 0; i < count; ++i) CheckPriority(BitCast<uint32_t>(data[i]), i);
   if (count == 0) return;
-  cpu::WriteReports(reinterpret_cast<Report*>(log.mutable_data_ptr<int64_t>()), log.size(0),
-                    Resolutions(resolutions), data, count, tail, batch);
+  cpu::AppendReports(reinterpret_cast<Report*>(log.mutable_data_ptr<int64_t>()), log.size(0),
+                     Resolutions(resolutions), data, count, tail, batch);
 }
 
 void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
@@ -334,94 +335,9 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at:
 
 }  // namespace gear
 
-TORCH_LIBRARY(gear, m) {
-  m.def("draw_(Tensor(a!) coordinates, int seed, int stream, int first, int total) -> ()");
-  m.def(
-      "permute_(Tensor(a!) coordinates, int seed, int stream, int epoch, int first, int size) -> "
-      "()");
-  m.def("tree_build_(Tensor(a!) sums, int num_items) -> ()");
-  m.def("tree_update_(Tensor(a!) sums, int num_items, Tensor items, Tensor masses) -> ()");
-  m.def(
-      "slot_masses_(Tensor(a!) sums, Tensor slots, Tensor log, int first, int last, int[] rule, "
-      "int "
-      "unit) -> ()");
-  m.def(
-      "resolve_(Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor coordinates, int[] rule, "
-      "int unit, "
-      "int seed, int stream, int first) -> ()");
-  m.def(
-      "resolve_rows_(Tensor(a!) resolutions, Tensor sums, Tensor slots, Tensor row_slots, Tensor "
-      "coordinates, int first) -> ()");
-  m.def("mass_(Tensor(a!) masses, Tensor priorities, int alpha, int most_bits) -> ()");
-  m.def(
-      "importance_(Tensor(a!) weights, Tensor resolutions, int numerator, int count, int beta) -> "
-      "()");
-  m.def("minima_build_(Tensor(a!) minima, Tensor sums, int num_items) -> ()");
-  m.def("minima_update_(Tensor(a!) minima, Tensor sums, int num_items, Tensor items) -> ()");
-  m.def("top_k_(Tensor(a!) items, Tensor priorities, Tensor sums) -> ()");
-  m.def(
-      "report_(Tensor(a!) log, Tensor resolutions, Tensor priorities, int tail, int batch) -> ()");
-  m.def(
-      "prioritize_(Tensor(a!) sums, Tensor(b!) minima, Tensor(c!) priorities, Tensor(d!) counts, "
-      "Tensor slots, Tensor updates, int alpha, int unit, int most_bits) -> ()");
-  m.def("suffix_sum_(Tensor(a!) out, Tensor reward, Tensor extents) -> ()");
-  m.def(
-      "n_step_(Tensor(a!) returns, Tensor(b!) discount, Tensor(c!) steps, Tensor reward, Tensor "
-      "terminated, "
-      "Tensor? truncated, Tensor powers, Tensor resolutions, int n) -> ()");
-  m.def(
-      "gather_(Tensor(a!)[] outs, Tensor(b!)[] masks, Tensor(c!) counters, Tensor[] columns, "
-      "Tensor[] shifts, "
-      "Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, float[] pad_values, int "
-      "threads, Tensor? order=None) -> ()");
-  m.def(
-      "pack_rows_(Tensor(a!) message, Tensor(b!) sizes, Tensor[] stored, Tensor samples, Tensor "
-      "windows, Tensor members, Tensor columns, Tensor heads, Tensor slots) -> ()");
-  m.def(
-      "unpack_rows_(Tensor(a!)[] arrivals, Tensor(b!) ring, Tensor(c!) sizes, Tensor(d!) needed, "
-      "Tensor[] messages, Tensor which, Tensor samples, Tensor windows, Tensor members, Tensor "
-      "columns, Tensor heads, int[] room) -> ()");
-  m.def(
-      "assign_draws_(Tensor(a!) owner, Tensor(b!) own, Tensor(c!) points, Tensor(d!) found, Tensor "
-      "coordinates, Tensor totals, int index) -> ()");
-  m.def(
-      "send_draws_(Tensor(a!) samples, Tensor(b!) packed, Tensor(c!) ends, Tensor records, Tensor "
-      "own, Tensor? steps, Tensor? goals, Tensor readers, Tensor need_of, int offset, int index, "
-      "int takes_own) -> "
-      "()");
-  m.def(
-      "take_draws_(Tensor(a!) ring, Tensor(b!) origins, Tensor(c!) samples, Tensor(d!) which, "
-      "Tensor(e!) found, Tensor[] heard, Tensor records, Tensor own, Tensor? steps, Tensor owner, "
-      "Tensor asked, Tensor need_of, int first, int offset, int index, int takes_own) -> ()");
-  m.def("pack_reports_(Tensor(a!) packed, Tensor(b!) ends, Tensor reports, int latest) -> ()");
-  m.def("unpack_reports_(Tensor(a!) reports, Tensor packed, int latest) -> ()");
-  m.def("copy_pieces_(Tensor(a!) out, Tensor[] columns, Tensor pieces) -> ()");
-}
+TORCH_LIBRARY(gear, m){GEAR_OPS(GEAR_DEFINE) GEAR_HOST_OPS(GEAR_DEFINE) GEAR_RING_OPS(GEAR_DEFINE)}
 
 TORCH_LIBRARY_IMPL(gear, CPU, m) {
-  m.impl("draw_", gear::Draw);
-  m.impl("permute_", gear::Permute);
-  m.impl("tree_build_", gear::TreeBuild);
-  m.impl("tree_update_", gear::TreeUpdate);
-  m.impl("slot_masses_", gear::SlotMasses);
-  m.impl("resolve_", gear::Resolve);
-  m.impl("resolve_rows_", gear::ResolveRows);
-  m.impl("mass_", gear::MassOf);
-  m.impl("importance_", gear::Importance);
-  m.impl("minima_build_", gear::MinimaBuild);
-  m.impl("minima_update_", gear::MinimaUpdate);
-  m.impl("top_k_", gear::TopK);
-  m.impl("report_", gear::WriteReports);
-  m.impl("prioritize_", gear::Prioritize);
-  m.impl("suffix_sum_", gear::SuffixSum);
-  m.impl("n_step_", gear::NStepReturn);
-  m.impl("gather_", gear::Gather);
-  m.impl("pack_rows_", gear::PackRows);
-  m.impl("unpack_rows_", gear::UnpackRows);
-  m.impl("assign_draws_", gear::AssignDraws);
-  m.impl("send_draws_", gear::SendDraws);
-  m.impl("take_draws_", gear::TakeDraws);
-  m.impl("pack_reports_", gear::PackReports);
-  m.impl("unpack_reports_", gear::UnpackReports);
-  m.impl("copy_pieces_", gear::CopyPieces);
+  GEAR_OPS(GEAR_IMPLEMENT)
+  GEAR_HOST_OPS(GEAR_IMPLEMENT)
 }

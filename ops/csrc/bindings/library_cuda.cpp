@@ -13,6 +13,7 @@
 #include "bindings/check_rows.h"
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
+#include "bindings/op_table.h"
 #include "copies/copies.h"
 #include "draws/draws.h"
 #include "gather/gather.h"
@@ -155,15 +156,15 @@ void TopK(at::Tensor items, const at::Tensor& priorities, const at::Tensor& sums
              device.stream());
 }
 
-void WriteReports(at::Tensor log, const at::Tensor& resolutions, const at::Tensor& priorities,
-                  int64_t tail, int64_t batch) {
+void AppendReports(at::Tensor log, const at::Tensor& resolutions, const at::Tensor& priorities,
+                   int64_t tail, int64_t batch) {
   CheckReport(log, resolutions, priorities, tail);
   CheckDevice(resolutions, log, "resolutions");
   CheckDevice(priorities, log, "priorities");
   const OnDevice device(log);
-  cuda::WriteReports(reinterpret_cast<Report*>(log.mutable_data_ptr<int64_t>()), log.size(0),
-                     Resolutions(resolutions), priorities.const_data_ptr<float>(),
-                     priorities.numel(), tail, batch, device.stream());
+  cuda::AppendReports(reinterpret_cast<Report*>(log.mutable_data_ptr<int64_t>()), log.size(0),
+                      Resolutions(resolutions), priorities.const_data_ptr<float>(),
+                      priorities.numel(), tail, batch, device.stream());
 }
 
 void Prioritize(at::Tensor sums, at::Tensor minima, at::Tensor priorities, at::Tensor counts,
@@ -266,9 +267,9 @@ c10::SmallVector<cuda::Bytes, 16> ColumnsOf(at::TensorList tensors, const cpu::R
   return columns;
 }
 
-void PackRows(at::Tensor message, at::Tensor sizes, at::TensorList stored,
-              const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
-              const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots) {
+void EncodeRows(at::Tensor message, at::Tensor sizes, at::TensorList stored,
+                const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
+                const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots) {
   CheckRecords(slots, "slots", kSlotWords);
   CheckTensor(message, "message", at::kLong);
   for (const at::Tensor& t : {message, sizes, slots}) CheckDevice(t, samples, "every tensor");
@@ -278,12 +279,12 @@ void PackRows(at::Tensor message, at::Tensor sizes, at::TensorList stored,
   int64_t* filled = LongsOf(sizes, "sizes", request.num_peers);
   const OnDevice device(message);
   at::Tensor scratch = ScratchFor(cuda::RowsScratch(request), samples);
-  cuda::PackRows(request, Records<Slot>(slots), data.data(), filled, CharsOf(message),
-                 kWordBytes * message.numel(), scratch.mutable_data_ptr<int64_t>(),
-                 device.stream());
+  cuda::EncodeRows(request, Records<Slot>(slots), data.data(), filled, CharsOf(message),
+                   kWordBytes * message.numel(), scratch.mutable_data_ptr<int64_t>(),
+                   device.stream());
 }
 
-void UnpackRows(at::TensorList arrivals, at::Tensor ring, at::Tensor sizes, at::Tensor needed,
+void DecodeRows(at::TensorList arrivals, at::Tensor ring, at::Tensor sizes, at::Tensor needed,
                 at::TensorList messages, const at::Tensor& which, const at::Tensor& samples,
                 const at::Tensor& windows, const at::Tensor& members, const at::Tensor& columns,
                 const at::Tensor& heads, at::IntArrayRef room) {
@@ -295,18 +296,18 @@ void UnpackRows(at::TensorList arrivals, at::Tensor ring, at::Tensor sizes, at::
               "gear: which must have an index of the ring per sample");
   const auto data = ColumnsOf(arrivals, request.layout, samples);
   CheckMessages(messages, request.num_peers);
-  c10::SmallVector<cuda::Bytes, 16> said;
+  c10::SmallVector<cuda::Bytes, 16> message_bytes;
   for (const at::Tensor& message : messages) {
     CheckDevice(message, samples, "every message");
-    said.push_back({CharsOf(message), kWordBytes * message.numel()});
+    message_bytes.push_back({CharsOf(message), kWordBytes * message.numel()});
   }
   int64_t* filled = LongsOf(sizes, "sizes", request.num_peers);
   const OnDevice device(ring);
   at::Tensor scratch = ScratchFor(cuda::RowsScratch(request), samples);
-  cuda::UnpackRows(request, data.data(), said.data(), RoomOf(room), which.const_data_ptr<int64_t>(),
-                   ring.size(0), reinterpret_cast<Resolution*>(ring.mutable_data_ptr<int64_t>()),
-                   filled, LongsOf(needed, "needed", 2), scratch.mutable_data_ptr<int64_t>(),
-                   device.stream());
+  cuda::DecodeRows(
+      request, data.data(), message_bytes.data(), RoomOf(room), which.const_data_ptr<int64_t>(),
+      ring.size(0), reinterpret_cast<Resolution*>(ring.mutable_data_ptr<int64_t>()), filled,
+      LongsOf(needed, "needed", 2), scratch.mutable_data_ptr<int64_t>(), device.stream());
 }
 
 // The columns are memory of the host that CUDA knows; nothing of the pieces outlives the call.
@@ -328,29 +329,7 @@ void CopyPieces(at::Tensor out, at::TensorList columns, const at::Tensor& pieces
 }  // namespace
 }  // namespace gear
 
-TORCH_LIBRARY_IMPL(gear, CUDA, m) {
-  m.impl("draw_", gear::Draw);
-  m.impl("permute_", gear::Permute);
-  m.impl("tree_build_", gear::TreeBuild);
-  m.impl("tree_update_", gear::TreeUpdate);
-  m.impl("slot_masses_", gear::SlotMasses);
-  m.impl("resolve_", gear::Resolve);
-  m.impl("resolve_rows_", gear::ResolveRows);
-  m.impl("mass_", gear::MassOf);
-  m.impl("importance_", gear::Importance);
-  m.impl("minima_build_", gear::MinimaBuild);
-  m.impl("minima_update_", gear::MinimaUpdate);
-  m.impl("top_k_", gear::TopK);
-  m.impl("report_", gear::WriteReports);
-  m.impl("prioritize_", gear::Prioritize);
-  m.impl("suffix_sum_", gear::SuffixSum);
-  m.impl("n_step_", gear::NStepReturn);
-  m.impl("gather_", gear::Gather);
-  m.impl("pack_rows_", gear::PackRows);
-  m.impl("unpack_rows_", gear::UnpackRows);
-  m.impl("copy_pieces_", gear::CopyPieces);
-}
-
+TORCH_LIBRARY_IMPL(gear, CUDA, m){GEAR_OPS(GEAR_IMPLEMENT)}
 // The name under which DeepSpeed's jit_load imports the shared library.
 #define GEAR_JOIN(a, b) a##b
 #define GEAR_INIT(name) GEAR_JOIN(PyInit_, name)

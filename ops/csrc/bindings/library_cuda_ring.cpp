@@ -4,6 +4,7 @@
 
 #include "bindings/check_ring.h"
 #include "bindings/on_device.h"
+#include "bindings/op_table.h"
 #include "ring/ring_cuda.h"
 
 namespace gear {
@@ -96,9 +97,4 @@ void Scatter(at::TensorList columns, at::TensorList values, const at::Tensor& pl
 }  // namespace
 }  // namespace gear
 
-TORCH_LIBRARY_IMPL(gear, CUDA, m) {
-  m.impl("ring_add_", gear::RingAdd);
-  m.impl("ring_select_", gear::RingSelect);
-  m.impl("ring_update_", gear::RingUpdate);
-  m.impl("scatter_", gear::Scatter);
-}
+TORCH_LIBRARY_IMPL(gear, CUDA, m) { GEAR_RING_OPS(GEAR_IMPLEMENT) }

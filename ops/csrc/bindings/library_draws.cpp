@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kSampleWords = sizeof(cpu::RowSample) / sizeof(int64_t);
 constexpr int64_t kReportWords = sizeof(Report) / sizeof(int64_t);
-constexpr int64_t kPackedReportWords = sizeof(cpu::PackedReport) / sizeof(int64_t);
+constexpr int64_t kEncodedReportWords = sizeof(cpu::EncodedReport) / sizeof(int64_t);
 constexpr int64_t kPackedWords = 4;  // of a resolution, and one more where steps travel
 
 int64_t* Words(at::Tensor& tensor) { return tensor.mutable_data_ptr<int64_t>(); }
@@ -81,16 +81,17 @@ void AssignDraws(at::Tensor& owner, at::Tensor& own, at::Tensor& points, at::Ten
                                      num_shards, index, Words(owner), Words(own), Words(points));
 }
 
-void SendDraws(at::Tensor& samples, at::Tensor& packed, at::Tensor& ends, const at::Tensor& records,
-               const at::Tensor& own, const std::optional<at::Tensor>& steps,
-               const std::optional<at::Tensor>& goals, const at::Tensor& readers,
-               const at::Tensor& need_of, int64_t offset, int64_t index, int64_t takes_own) {
+void EncodeDraws(at::Tensor& samples, at::Tensor& encoded, at::Tensor& ends,
+                 const at::Tensor& records, const at::Tensor& own,
+                 const std::optional<at::Tensor>& steps, const std::optional<at::Tensor>& goals,
+                 const at::Tensor& readers, const at::Tensor& need_of, int64_t offset,
+                 int64_t index, int64_t takes_own) {
   const Resolution* resolutions = Resolutions(records);
   const int64_t count = records.size(0);
-  CheckTensor(packed, "packed", at::kLong);
-  TORCH_CHECK(packed.dim() == 2, "gear: packed must be [n, words]");
+  CheckTensor(encoded, "encoded", at::kLong);
+  TORCH_CHECK(encoded.dim() == 2, "gear: encoded must be [n, words]");
   cpu::DrawRoutes routes =
-      RoutesOf(need_of, steps, count, packed.size(1), offset, index, takes_own);
+      RoutesOf(need_of, steps, count, encoded.size(1), offset, index, takes_own);
   CheckLong(readers, "readers", 0);
   TORCH_CHECK(readers.dim() == 2 && readers.size(0) == routes.num_replicas,
               "gear: readers must be [replicas, most], got ", readers.sizes());
@@ -102,19 +103,19 @@ void SendDraws(at::Tensor& samples, at::Tensor& packed, at::Tensor& ends, const 
   CheckBelow(own, "own", count, std::numeric_limits<int64_t>::max() - offset);
   CheckRecords(samples, "samples", kSampleWords);
   CheckLong(ends, "ends", routes.num_nodes);
-  TORCH_CHECK(samples.size(0) >= count * routes.most && packed.size(0) >= count * routes.most,
-              "gear: samples and packed must hold what each node may need");
+  TORCH_CHECK(samples.size(0) >= count * routes.most && encoded.size(0) >= count * routes.most,
+              "gear: samples and encoded must hold what each node may need");
   if (goals) CheckLong(*goals, "goals", count);
-  cpu::SendDraws(resolutions, own.const_data_ptr<int64_t>(),
-                 goals ? goals->const_data_ptr<int64_t>() : nullptr, count, routes,
-                 reinterpret_cast<cpu::RowSample*>(Words(samples)), Words(packed), Words(ends));
+  cpu::EncodeDraws(resolutions, own.const_data_ptr<int64_t>(),
+                   goals ? goals->const_data_ptr<int64_t>() : nullptr, count, routes,
+                   reinterpret_cast<cpu::RowSample*>(Words(samples)), Words(encoded), Words(ends));
 }
 
-void TakeDraws(at::Tensor& ring, at::Tensor& origins, at::Tensor& samples, at::Tensor& which,
-               at::Tensor& found, at::TensorList heard, const at::Tensor& records,
-               const at::Tensor& own, const std::optional<at::Tensor>& steps,
-               const at::Tensor& owner, const at::Tensor& asked, const at::Tensor& need_of,
-               int64_t first, int64_t offset, int64_t index, int64_t takes_own) {
+void DecodeDraws(at::Tensor& ring, at::Tensor& origins, at::Tensor& samples, at::Tensor& which,
+                 at::Tensor& found, at::TensorList received, const at::Tensor& records,
+                 const at::Tensor& own, const std::optional<at::Tensor>& steps,
+                 const at::Tensor& owner, const at::Tensor& asked, const at::Tensor& need_of,
+                 int64_t first, int64_t offset, int64_t index, int64_t takes_own) {
   const Resolution* resolutions = Resolutions(records);
   const int64_t count = records.size(0), others = asked.numel(), size = ring.size(0);
   const int64_t words = kPackedWords + (steps ? 1 : 0);
@@ -128,47 +129,48 @@ void TakeDraws(at::Tensor& ring, at::Tensor& origins, at::Tensor& samples, at::T
   CheckBelow(own, "own", count, size);
   CheckBelow(asked, "asked", others, size);
   CheckBelow(owner, "owner", others, routes.num_nodes);
-  TORCH_CHECK(static_cast<int64_t>(heard.size()) == routes.num_nodes,
-              "gear: heard must have the words of each node");
+  TORCH_CHECK(static_cast<int64_t>(received.size()) == routes.num_nodes,
+              "gear: received must have the words of each node");
   std::vector<int64_t> wanted(routes.num_nodes, 0);
   for (int64_t i = 0; i < others; ++i) ++wanted[owner.const_data_ptr<int64_t>()[i]];
-  std::vector<const int64_t*> said(routes.num_nodes);
+  std::vector<const int64_t*> received_words(routes.num_nodes);
   for (int64_t node = 0; node < routes.num_nodes; ++node) {
-    CheckLong(heard[node], "heard", node == index ? 0 : words * wanted[node]);
-    said[node] = heard[node].const_data_ptr<int64_t>();
+    CheckLong(received[node], "received", node == index ? 0 : words * wanted[node]);
+    received_words[node] = received[node].const_data_ptr<int64_t>();
   }
   auto* out = reinterpret_cast<Resolution*>(Words(ring));
-  constexpr int64_t kUnknown = -1;  // id of a sample that this node knows nothing of
+  constexpr int64_t kUnknown = -1;  // id of a sample that this node has no row of
   std::fill(out, out + size, Resolution{kUnknown, 0, 0, 0, 0, 0, 0, 0});
   auto* rows = reinterpret_cast<cpu::RowSample*>(Words(samples));
-  const int64_t taken =
-      cpu::TakeDraws(said.data(), owner.const_data_ptr<int64_t>(), asked.const_data_ptr<int64_t>(),
-                     others, routes, first, out, Words(origins), rows, Words(which));
+  const int64_t taken = cpu::DecodeDraws(received_words.data(), owner.const_data_ptr<int64_t>(),
+                                         asked.const_data_ptr<int64_t>(), others, routes, first,
+                                         out, Words(origins), rows, Words(which));
   Words(found)[0] = taken + cpu::PutDraws(resolutions, own.const_data_ptr<int64_t>(), count, routes,
                                           out, Words(origins), rows + taken, Words(which) + taken);
 }
 
-void PackReports(at::Tensor& packed, at::Tensor& ends, const at::Tensor& reports, int64_t latest) {
+void EncodeReports(at::Tensor& encoded, at::Tensor& ends, const at::Tensor& reports,
+                   int64_t latest) {
   CheckRecords(reports, "reports", kReportWords);
-  CheckRecords(packed, "packed", kPackedReportWords);
+  CheckRecords(encoded, "encoded", kEncodedReportWords);
   CheckTensor(ends, "ends", at::kLong);
   const auto* records = Records<Report>(reports);
   const int64_t count = reports.size(0), num_shards = ends.numel();
-  TORCH_CHECK(packed.size(0) == count, "gear: packed must have a row per report");
+  TORCH_CHECK(encoded.size(0) == count, "gear: encoded must have a row per report");
   for (int64_t i = 0; i < count; ++i) {
     const int64_t shard = records[i].update.slot >> 32;
     TORCH_CHECK(shard >= 0 && shard < num_shards, "gear: report ", i, " must be of one of ",
                 num_shards, " shards, got ", shard);
   }
-  cpu::PackReports(records, count, latest, num_shards,
-                   reinterpret_cast<cpu::PackedReport*>(Words(packed)), Words(ends));
+  cpu::EncodeReports(records, count, latest, num_shards,
+                     reinterpret_cast<cpu::EncodedReport*>(Words(encoded)), Words(ends));
 }
 
-void UnpackReports(at::Tensor& reports, const at::Tensor& packed, int64_t latest) {
+void DecodeReports(at::Tensor& reports, const at::Tensor& encoded, int64_t latest) {
   CheckRecords(reports, "reports", kReportWords);
-  CheckRecords(packed, "packed", kPackedReportWords);
-  TORCH_CHECK(packed.size(0) == reports.size(0), "gear: reports must have a row per packed one");
-  cpu::UnpackReports(Records<cpu::PackedReport>(packed), packed.size(0), latest,
+  CheckRecords(encoded, "encoded", kEncodedReportWords);
+  TORCH_CHECK(encoded.size(0) == reports.size(0), "gear: reports must have a row per encoded one");
+  cpu::DecodeReports(Records<cpu::EncodedReport>(encoded), encoded.size(0), latest,
                      reinterpret_cast<Report*>(Words(reports)));
 }
 

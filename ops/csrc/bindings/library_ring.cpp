@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "bindings/check_ring.h"
+#include "bindings/op_table.h"
 
 namespace gear {
 namespace {
@@ -79,25 +80,4 @@ void Scatter(at::TensorList columns, at::TensorList values, const at::Tensor& pl
 }  // namespace
 }  // namespace gear
 
-TORCH_LIBRARY_FRAGMENT(gear, m) {
-  m.def(
-      "ring_add_(Tensor(a!) state, Tensor(b!) slots, Tensor(c!) begins, Tensor(d!) sums, "
-      "Tensor(e!) minima, Tensor(f!) priorities, Tensor(g!) row_slots, Tensor(h!) placed, Tensor "
-      "lengths, int[] rule, int[] shape, int unit, int alpha, int initial, int most_bits) -> ()");
-  m.def(
-      "ring_select_(Tensor(a!) state, Tensor(b!) resolutions, Tensor(c!) weights, Tensor slots, "
-      "Tensor sums, Tensor minima, Tensor row_slots, Tensor betas, int[] rule, int[] shape, int[] "
-      "draw, int unit) -> ()");
-  m.def(
-      "ring_update_(Tensor(a!) state, Tensor(b!) sums, Tensor(c!) minima, Tensor(d!) priorities, "
-      "Tensor slots, Tensor resolutions, Tensor values, int[] shape, int unit, int alpha, int "
-      "most_bits) -> ()");
-  m.def("scatter_(Tensor(a!)[] columns, Tensor[] values, Tensor placed, int[] sources) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(gear, CPU, m) {
-  m.impl("ring_add_", gear::RingAdd);
-  m.impl("ring_select_", gear::RingSelect);
-  m.impl("ring_update_", gear::RingUpdate);
-  m.impl("scatter_", gear::Scatter);
-}
+TORCH_LIBRARY_IMPL(gear, CPU, m) { GEAR_RING_OPS(GEAR_IMPLEMENT) }

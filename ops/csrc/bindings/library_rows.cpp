@@ -81,9 +81,9 @@ const int64_t* HeadsOf(const at::Tensor& heads) {
 
 }  // namespace
 
-void PackRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
-              const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
-              const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots) {
+void EncodeRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
+                const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
+                const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots) {
   CheckRecords(samples, "samples", kSampleWords);
   CheckRecords(slots, "slots", kSlotWords);
   const cpu::RowLayout layout = LayoutOf(windows, members, columns);
@@ -93,13 +93,13 @@ void PackRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
   CheckSamples(records, count, num_peers, layout.num_needs, slots.size(0));
   CheckTensor(message, "message", at::kLong);
   TORCH_CHECK(
-      cpu::PackRows(records, count, layout, Records<Slot>(slots), data.View(), HeadsOf(heads),
-                    num_peers, LongsOf(sizes, "sizes", num_peers),
-                    static_cast<char*>(message.mutable_data_ptr()), kWordBytes * message.numel()),
+      cpu::EncodeRows(records, count, layout, Records<Slot>(slots), data.View(), HeadsOf(heads),
+                      num_peers, LongsOf(sizes, "sizes", num_peers),
+                      static_cast<char*>(message.mutable_data_ptr()), kWordBytes * message.numel()),
       "gear: rows of samples must lie in the columns");
 }
 
-void UnpackRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at::Tensor& needed,
+void DecodeRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at::Tensor& needed,
                 at::TensorList messages, const at::Tensor& which, const at::Tensor& samples,
                 const at::Tensor& windows, const at::Tensor& members, const at::Tensor& columns,
                 const at::Tensor& heads, at::IntArrayRef room) {
@@ -118,14 +118,14 @@ void UnpackRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at
               "gear: which must have an index of the ring per sample");
   const cpu::RowRoom place = RoomOf(room);
   CheckMessages(messages, num_peers);
-  c10::SmallVector<char*, 16> said;
+  c10::SmallVector<char*, 16> message_bytes;
   c10::SmallVector<int64_t, 16> bytes;
   for (const at::Tensor& message : messages) {
     bytes.push_back(kWordBytes * message.numel());
-    said.push_back(CharsOf(message));
+    message_bytes.push_back(CharsOf(message));
   }
-  const cpu::RowsTaken taken = cpu::UnpackRows(
-      records, count, layout, data.View(), place, HeadsOf(heads), num_peers, said.data(),
+  const cpu::RowsTaken taken = cpu::DecodeRows(
+      records, count, layout, data.View(), place, HeadsOf(heads), num_peers, message_bytes.data(),
       bytes.data(), at, reinterpret_cast<Resolution*>(ring.mutable_data_ptr<int64_t>()),
       LongsOf(sizes, "sizes", num_peers), LongsOf(needed, "needed", 2));
   TORCH_CHECK(taken != cpu::RowsTaken::kShort, "gear: messages must hold the rows of samples");

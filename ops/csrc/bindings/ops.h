@@ -1,5 +1,5 @@
-// The ops on the CPU, checked, as torch's dispatcher and Python call them. The meaning of every op
-// stands in deepspeed_gear/ops/reference, its shapes in deepspeed_gear/ops/functional.py.
+// The ops on the CPU, checked, as torch's dispatcher and Python call them. The meaning of every op,
+// with shapes and dtypes, stands in deepspeed_gear/ops/reference.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -39,8 +39,8 @@ void MinimaUpdate(at::Tensor& minima, const at::Tensor& sums, int64_t num_items,
 
 void TopK(at::Tensor& items, const at::Tensor& priorities, const at::Tensor& sums);
 
-void WriteReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tensor& priorities,
-                  int64_t tail, int64_t batch);
+void AppendReports(at::Tensor& log, const at::Tensor& resolutions, const at::Tensor& priorities,
+                   int64_t tail, int64_t batch);
 
 void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorities, at::Tensor& counts,
                 const at::Tensor& slots, const at::Tensor& updates, int64_t alpha, int64_t unit,
@@ -59,11 +59,11 @@ void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters, at:
             at::ArrayRef<double> pad_values, int64_t threads,
             const std::optional<at::Tensor>& order);
 
-void PackRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
-              const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
-              const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots);
+void EncodeRows(at::Tensor& message, at::Tensor& sizes, at::TensorList stored,
+                const at::Tensor& samples, const at::Tensor& windows, const at::Tensor& members,
+                const at::Tensor& columns, const at::Tensor& heads, const at::Tensor& slots);
 
-void UnpackRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at::Tensor& needed,
+void DecodeRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at::Tensor& needed,
                 at::TensorList messages, const at::Tensor& which, const at::Tensor& samples,
                 const at::Tensor& windows, const at::Tensor& members, const at::Tensor& columns,
                 const at::Tensor& heads, at::IntArrayRef room);
@@ -71,20 +71,22 @@ void UnpackRows(at::TensorList arrivals, at::Tensor& ring, at::Tensor& sizes, at
 void AssignDraws(at::Tensor& owner, at::Tensor& own, at::Tensor& points, at::Tensor& found,
                  const at::Tensor& coordinates, const at::Tensor& totals, int64_t index);
 
-void SendDraws(at::Tensor& samples, at::Tensor& packed, at::Tensor& ends, const at::Tensor& records,
-               const at::Tensor& own, const std::optional<at::Tensor>& steps,
-               const std::optional<at::Tensor>& goals, const at::Tensor& readers,
-               const at::Tensor& need_of, int64_t offset, int64_t index, int64_t takes_own);
+void EncodeDraws(at::Tensor& samples, at::Tensor& encoded, at::Tensor& ends,
+                 const at::Tensor& records, const at::Tensor& own,
+                 const std::optional<at::Tensor>& steps, const std::optional<at::Tensor>& goals,
+                 const at::Tensor& readers, const at::Tensor& need_of, int64_t offset,
+                 int64_t index, int64_t takes_own);
 
-void TakeDraws(at::Tensor& ring, at::Tensor& origins, at::Tensor& samples, at::Tensor& which,
-               at::Tensor& found, at::TensorList heard, const at::Tensor& records,
-               const at::Tensor& own, const std::optional<at::Tensor>& steps,
-               const at::Tensor& owner, const at::Tensor& asked, const at::Tensor& need_of,
-               int64_t first, int64_t offset, int64_t index, int64_t takes_own);
+void DecodeDraws(at::Tensor& ring, at::Tensor& origins, at::Tensor& samples, at::Tensor& which,
+                 at::Tensor& found, at::TensorList received, const at::Tensor& records,
+                 const at::Tensor& own, const std::optional<at::Tensor>& steps,
+                 const at::Tensor& owner, const at::Tensor& asked, const at::Tensor& need_of,
+                 int64_t first, int64_t offset, int64_t index, int64_t takes_own);
 
-void PackReports(at::Tensor& packed, at::Tensor& ends, const at::Tensor& reports, int64_t latest);
+void EncodeReports(at::Tensor& encoded, at::Tensor& ends, const at::Tensor& reports,
+                   int64_t latest);
 
-void UnpackReports(at::Tensor& reports, const at::Tensor& packed, int64_t latest);
+void DecodeReports(at::Tensor& reports, const at::Tensor& encoded, int64_t latest);
 
 void CopyPieces(at::Tensor& out, at::TensorList columns, const at::Tensor& pieces);
 

@@ -16,7 +16,7 @@ struct DrawRoutes {
   int64_t offset;        // of the selection's first sample among those of all tables
   bool takes_own;        // this node copies rows for itself as well
   const int64_t* steps;  // of the n-step return of each own record, or null
-  int64_t words;         // of a packed resolution: 4, or 5 where steps travel
+  int64_t words;         // of an encoded resolution: 4, or 5 where steps travel
 };
 
 // The shard that each coordinate hits; which ones hit shard `index`, and where. Returns their
@@ -25,30 +25,30 @@ int64_t AssignDraws(const int64_t* coordinates, int64_t count, const int64_t* to
                     int64_t num_shards, int64_t index, int64_t* owner, int64_t* own,
                     int64_t* points);
 
-// What other nodes need of this node's draws, by node: samples, and packed resolutions. `goals` are
-// rows of achieved goals, or null. Returns their number.
-int64_t SendDraws(const Resolution* records, const int64_t* own, const int64_t* goals,
-                  int64_t count, const DrawRoutes& routes, RowSample* samples, int64_t* packed,
-                  int64_t* ends);
+// What other nodes need of this node's draws, by node: samples, and encoded resolutions. `goals`
+// are rows of achieved goals, or null. Returns their number.
+int64_t EncodeDraws(const Resolution* records, const int64_t* own, const int64_t* goals,
+                    int64_t count, const DrawRoutes& routes, RowSample* samples, int64_t* encoded,
+                    int64_t* ends);
 
-// Puts packed resolutions of other nodes into the ring; the samples whose rows this node needs, and
-// their indices in the selection. Returns their number.
-int64_t TakeDraws(const int64_t* const* received, const int64_t* owner, const int64_t* asked,
-                  int64_t count, const DrawRoutes& routes, int64_t first, Resolution* ring,
-                  int64_t* origins, RowSample* samples, int64_t* which);
+// Puts encoded resolutions of other nodes into the ring; the samples whose rows this node needs,
+// and their indices in the selection. Returns their number.
+int64_t DecodeDraws(const int64_t* const* received, const int64_t* owner, const int64_t* asked,
+                    int64_t count, const DrawRoutes& routes, int64_t first, Resolution* ring,
+                    int64_t* origins, RowSample* samples, int64_t* which);
 
-// Puts this node's own resolutions into the ring; as TakeDraws those that it copies for itself.
+// Puts this node's own resolutions into the ring; as DecodeDraws those that it copies for itself.
 int64_t PutDraws(const Resolution* records, const int64_t* own, int64_t count,
                  const DrawRoutes& routes, Resolution* ring, int64_t* origins, RowSample* samples,
                  int64_t* which);
 
 // A report on its way to the node that holds its item.
-struct PackedReport {
+struct EncodedReport {
   int64_t handle;  // generation << 32 | slot, or the id where the reporter does not know the slot
   int64_t value;   // priority << 32 | anchor
   int64_t order;   // batches before the latest << 48 | sample number, or one of the last two by id
 };
-static_assert(sizeof(PackedReport) == 24, "a packed report is a row of 3 int64");
+static_assert(sizeof(EncodedReport) == 24, "an encoded report is a row of 3 int64");
 
 inline constexpr int64_t kNumberBits = 48;
 inline constexpr int64_t kMostNumber = (int64_t{1} << kNumberBits) - 1;
@@ -57,12 +57,12 @@ inline constexpr int64_t kAnySlot = (int64_t{1} << 32) - 1;  // in place of a sl
 inline constexpr int64_t kMostBack = (1 << 16) - 1;
 inline constexpr int64_t kById = int64_t{1} << 62;  // the number of a report by id
 
-// Packs reports by shard, which stands above the 32 bits of their slot.
-void PackReports(const Report* reports, int64_t count, int64_t latest, int64_t num_shards,
-                 PackedReport* packed, int64_t* ends);
+// Encodes reports by shard, which stands above the 32 bits of their slot.
+void EncodeReports(const Report* reports, int64_t count, int64_t latest, int64_t num_shards,
+                   EncodedReport* encoded, int64_t* ends);
 
 // The inverse, but for the shard; where the slot is not known: -1, the id in place of the
 // generation.
-void UnpackReports(const PackedReport* packed, int64_t count, int64_t latest, Report* reports);
+void DecodeReports(const EncodedReport* encoded, int64_t count, int64_t latest, Report* reports);
 
 }  // namespace gear::cpu

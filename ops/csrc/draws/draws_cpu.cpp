@@ -50,9 +50,9 @@ int64_t AssignDraws(const int64_t* coordinates, int64_t count, const int64_t* to
   return found;
 }
 
-int64_t SendDraws(const Resolution* records, const int64_t* own, const int64_t* goals,
-                  int64_t count, const DrawRoutes& routes, RowSample* samples, int64_t* packed,
-                  int64_t* ends) {
+int64_t EncodeDraws(const Resolution* records, const int64_t* own, const int64_t* goals,
+                    int64_t count, const DrawRoutes& routes, RowSample* samples, int64_t* encoded,
+                    int64_t* ends) {
   const auto for_each = [&](const auto& visit) {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t replica = (own[i] + routes.offset) % routes.num_replicas;
@@ -70,7 +70,7 @@ int64_t SendDraws(const Resolution* records, const int64_t* own, const int64_t* 
     const int64_t at = place[node]++, need = routes.need_of[node * routes.num_replicas + replica];
     samples[at] = SampleOf(r, node, need, StepsOf(routes, i));
     if (goals != nullptr) samples[at].goal = goals[i];
-    int64_t* words = packed + at * routes.words;
+    int64_t* words = encoded + at * routes.words;
     words[0] = r.id;
     words[1] = r.mass;
     words[2] = Join(r.generation, r.slot);
@@ -81,16 +81,16 @@ int64_t SendDraws(const Resolution* records, const int64_t* own, const int64_t* 
   return place.empty() ? 0 : place.back();
 }
 
-int64_t TakeDraws(const int64_t* const* heard, const int64_t* owner, const int64_t* asked,
-                  int64_t count, const DrawRoutes& routes, int64_t first, Resolution* ring,
-                  int64_t* origins, RowSample* samples, int64_t* which) {
+int64_t DecodeDraws(const int64_t* const* received, const int64_t* owner, const int64_t* asked,
+                    int64_t count, const DrawRoutes& routes, int64_t first, Resolution* ring,
+                    int64_t* origins, RowSample* samples, int64_t* which) {
   const int16_t* needs = routes.need_of + routes.index * routes.num_replicas;
   std::vector<int64_t> taken(routes.num_nodes, 0);
   int64_t found = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t node = owner[i], sample = asked[i];
     if (node == routes.index) continue;
-    const int64_t* words = heard[node] + routes.words * taken[node]++;
+    const int64_t* words = received[node] + routes.words * taken[node]++;
     const Resolution r = {words[0],       Low(words[2]), High(words[2]), 0,
                           High(words[3]), Low(words[3]), words[1],       first + sample};
     ring[sample] = r;
@@ -119,8 +119,8 @@ int64_t PutDraws(const Resolution* records, const int64_t* own, int64_t count,
   return found;
 }
 
-void PackReports(const Report* reports, int64_t count, int64_t latest, int64_t num_shards,
-                 PackedReport* packed, int64_t* ends) {
+void EncodeReports(const Report* reports, int64_t count, int64_t latest, int64_t num_shards,
+                   EncodedReport* encoded, int64_t* ends) {
   std::vector<int64_t> place(num_shards, 0);
   for (int64_t i = 0; i < count; ++i) ++place[reports[i].update.slot >> 32];
   Begin(&place);
@@ -132,7 +132,7 @@ void PackReports(const Report* reports, int64_t count, int64_t latest, int64_t n
     const int64_t back = r.batch >= latest ? 0 : r.batch <= least ? kMostBack : latest - r.batch;
     const int64_t last = is_unknown ? kUnknownById : kKnownById;
     const int64_t number = by_id ? last : r.number & kMostNumber;
-    packed[place[r.update.slot >> 32]++] = {
+    encoded[place[r.update.slot >> 32]++] = {
         is_unknown ? r.update.generation : Join(r.update.generation, r.update.slot),
         Join(static_cast<int64_t>(r.update.priority), r.update.anchor),
         static_cast<int64_t>(static_cast<uint64_t>(back) << kNumberBits |
@@ -141,9 +141,9 @@ void PackReports(const Report* reports, int64_t count, int64_t latest, int64_t n
   std::copy(place.begin(), place.end(), ends);
 }
 
-void UnpackReports(const PackedReport* packed, int64_t count, int64_t latest, Report* reports) {
+void DecodeReports(const EncodedReport* encoded, int64_t count, int64_t latest, Report* reports) {
   for (int64_t i = 0; i < count; ++i) {
-    const PackedReport& p = packed[i];
+    const EncodedReport& p = encoded[i];
     const int64_t number = p.order & kMostNumber;
     const bool is_unknown = number == kUnknownById;
     const int64_t back =

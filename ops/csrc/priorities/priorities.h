@@ -33,8 +33,8 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int6
           int64_t* items);
 
 // Writes the new priorities of samples into a ring of reports, from `tail` modulo its size on.
-void WriteReports(Report* log, int64_t size, const Resolution* resolutions, const float* priorities,
-                  int64_t count, int64_t tail, int64_t batch);
+void AppendReports(Report* log, int64_t size, const Resolution* resolutions,
+                   const float* priorities, int64_t count, int64_t tail, int64_t batch);
 
 // Brings reports into the order in which they count: by batch and sample number, equal ones as they
 // stand. Returns what is in order already, else a copy in `sorted`.
@@ -99,8 +99,9 @@ int64_t TopKScratch(int64_t num_items, int64_t k);
 void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int64_t k,
           int64_t* items, int64_t* scratch, void* stream);
 
-void WriteReports(Report* log, int64_t size, const Resolution* resolutions, const float* priorities,
-                  int64_t count, int64_t tail, int64_t batch, void* stream);
+void AppendReports(Report* log, int64_t size, const Resolution* resolutions,
+                   const float* priorities, int64_t count, int64_t tail, int64_t batch,
+                   void* stream);
 
 // Words of scratch memory that Prioritize needs: items, and a hash table of them.
 int64_t PrioritizeScratch(int64_t count);

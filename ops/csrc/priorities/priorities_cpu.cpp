@@ -195,8 +195,8 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_items, int6
   highest.Write(items, k);
 }
 
-void WriteReports(Report* log, int64_t size, const Resolution* resolutions, const float* priorities,
-                  int64_t count, int64_t tail, int64_t batch) {
+void AppendReports(Report* log, int64_t size, const Resolution* resolutions,
+                   const float* priorities, int64_t count, int64_t tail, int64_t batch) {
   int64_t at = tail % size;
   for (int64_t i = 0; i < count; ++i) {
     const Resolution& r = resolutions[i];

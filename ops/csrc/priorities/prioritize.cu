@@ -87,12 +87,13 @@ __global__ void PrioritizeKernel(const Table table, const Updates updates, int64
 
 }  // namespace
 
-void WriteReports(Report* log, int64_t size, const Resolution* resolutions, const float* priorities,
-                  int64_t count, int64_t tail, int64_t batch, void* stream) {
+void AppendReports(Report* log, int64_t size, const Resolution* resolutions,
+                   const float* priorities, int64_t count, int64_t tail, int64_t batch,
+                   void* stream) {
   if (count == 0) return;
   ReportKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(log, size, resolutions, priorities,
                                                                  count, tail % size, batch);
-  CheckLaunch("WriteReports");
+  CheckLaunch("AppendReports");
 }
 
 int64_t PrioritizeScratch(int64_t count) { return count + TableWords(count); }

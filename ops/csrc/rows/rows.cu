@@ -57,7 +57,7 @@ __device__ int64_t NumberOf(const Plan& plan, int64_t trajectory, int64_t row) {
   return plan.before[read + 1] - first - (plan.reach[read] - row);
 }
 
-// A store, of which rows are packed.
+// A store, of which rows are encoded.
 struct FromStore {
   const Slot* slots;
   int64_t message_bytes;
@@ -72,7 +72,7 @@ struct FromStore {
   }
 };
 
-// Arrivals, into which rows are unpacked.
+// Arrivals, into which rows are decoded.
 struct IntoArrivals {
   cpu::RowRoom room;
   const int64_t* needed;
@@ -151,13 +151,13 @@ __global__ void CopyRowsKernel(const Plan plan, const Where where) {
       const int64_t place = plan.places[read] + row - plan.before[read];
       const Bytes column = plan.columns[c], message = plan.messages[peer];
       char* stored = column.data + place * row_bytes + skip;
-      char* packed = message.data + plan.offsets[c * peers + peer] +
-                     (row - plan.first_rows[cell + peer]) * row_bytes + skip;
+      char* encoded = message.data + plan.offsets[c * peers + peer] +
+                      (row - plan.first_rows[cell + peer]) * row_bytes + skip;
       const int64_t bytes = Min(kPieceBytes, row_bytes - skip);
       if (kToColumn)
-        CopyBytes(packed, message.data + message.size, stored, bytes, lane);
+        CopyBytes(encoded, message.data + message.size, stored, bytes, lane);
       else
-        CopyBytes(stored, column.data + column.size, packed, bytes, lane);
+        CopyBytes(stored, column.data + column.size, encoded, bytes, lane);
     }
   }
 }
@@ -175,8 +175,8 @@ void CopyRows(const Plan& plan, const Where& where, const int64_t* sizes, void* 
 
 }  // namespace
 
-void PackRows(const RowRequest& request, const Slot* slots, const Bytes* columns, int64_t* sizes,
-              char* message, int64_t message_bytes, int64_t* scratch, void* stream) {
+void EncodeRows(const RowRequest& request, const Slot* slots, const Bytes* columns, int64_t* sizes,
+                char* message, int64_t message_bytes, int64_t* scratch, void* stream) {
   if (request.count == 0) return ZeroWords(sizes, request.num_peers, stream);
   const Plan plan = MakePlan(request, sizes, scratch, stream);
   SetPointers(columns, plan.layout.num_columns, plan.columns, stream);
@@ -184,7 +184,7 @@ void PackRows(const RowRequest& request, const Slot* slots, const Bytes* columns
   CopyRows<false>(plan, FromStore{slots, message_bytes}, sizes, stream);
 }
 
-void UnpackRows(const RowRequest& request, const Bytes* columns, const Bytes* messages,
+void DecodeRows(const RowRequest& request, const Bytes* columns, const Bytes* messages,
                 const cpu::RowRoom& room, const int64_t* which, int64_t ring_rows, Resolution* ring,
                 int64_t* sizes, int64_t* needed, int64_t* scratch, void* stream) {
   if (request.count == 0) {

@@ -1,4 +1,4 @@
-// Rows that travel between nodes or devices: packed into messages, and out of them.
+// Rows that travel between nodes or devices: encoded into messages, and out of them.
 // gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
 // Every launch is followed by an error check, which throws std::runtime_error; an empty input
 // returns before it. Nothing waits for the device: what only the device can see (an index in
@@ -62,16 +62,16 @@ enum class RowsTaken { kAll, kNoRoom, kShort, kOutside };
 // messages, one after the other, each from a multiple of 8 bytes on: a head, and the rows column
 // by column. Sets the bytes of rows of each; copies nothing where `message` is too short. Returns
 // false, and copies nothing, if a row lies outside its column.
-bool PackRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
-              const RowColumns& columns, const int64_t* heads, int64_t num_peers, int64_t* sizes,
-              char* message, int64_t message_bytes);
+bool EncodeRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
+                const RowColumns& columns, const int64_t* heads, int64_t num_peers, int64_t* sizes,
+                char* message, int64_t message_bytes);
 
 // Plans the same rows from what the receiver knows, and copies them from each peer's message into
 // the columns of arrivals, from the first row and slot of a room on. Sets the rows and slots that
 // are needed, the bytes of rows of each message, and in the ring, at `which`, the slot of each
 // sample and what is added to a step's number to find its row. Copies all rows, or none and says
 // why: there is no room, a message is too short, the room lies outside the arrivals.
-RowsTaken UnpackRows(const RowSample* samples, int64_t count, const RowLayout& layout,
+RowsTaken DecodeRows(const RowSample* samples, int64_t count, const RowLayout& layout,
                      const RowColumns& columns, const RowRoom& room, const int64_t* heads,
                      int64_t num_peers, char* const* messages, const int64_t* message_bytes,
                      const int64_t* which, Resolution* ring, int64_t* sizes, int64_t* needed);
@@ -83,7 +83,7 @@ namespace gear::cuda {
 using cpu::RowLayout;
 using cpu::RowSample;
 
-// What PackRows and UnpackRows know of the rows that travel. All of it lies on the device, and is
+// What EncodeRows and DecodeRows know of the rows that travel. All of it lies on the device, and is
 // checked there.
 struct RowRequest {
   const RowSample* samples;
@@ -105,11 +105,11 @@ struct Bytes {
 int64_t RowsScratch(const RowRequest& request);
 
 // `columns` and `messages` lie on the host.
-void PackRows(const RowRequest& request, const Slot* slots, const Bytes* columns, int64_t* sizes,
-              char* message, int64_t message_bytes, int64_t* scratch, void* stream);
+void EncodeRows(const RowRequest& request, const Slot* slots, const Bytes* columns, int64_t* sizes,
+                char* message, int64_t message_bytes, int64_t* scratch, void* stream);
 
 // A message that is too short and a room that lies outside end the kernel.
-void UnpackRows(const RowRequest& request, const Bytes* columns, const Bytes* messages,
+void DecodeRows(const RowRequest& request, const Bytes* columns, const Bytes* messages,
                 const cpu::RowRoom& room, const int64_t* which, int64_t ring_rows, Resolution* ring,
                 int64_t* sizes, int64_t* needed, int64_t* scratch, void* stream);
 

@@ -289,9 +289,9 @@ class Planner {
 
 }  // namespace
 
-bool PackRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
-              const RowColumns& columns, const int64_t* heads, int64_t num_peers, int64_t* sizes,
-              char* message, int64_t message_bytes) {
+bool EncodeRows(const RowSample* samples, int64_t count, const RowLayout& layout, const Slot* slots,
+                const RowColumns& columns, const int64_t* heads, int64_t num_peers, int64_t* sizes,
+                char* message, int64_t message_bytes) {
   Planner planner(samples, count, layout, num_peers);
   planner.PlaceInStore(slots);
   planner.Measure(sizes);
@@ -306,7 +306,7 @@ bool PackRows(const RowSample* samples, int64_t count, const RowLayout& layout, 
   return true;
 }
 
-RowsTaken UnpackRows(const RowSample* samples, int64_t count, const RowLayout& layout,
+RowsTaken DecodeRows(const RowSample* samples, int64_t count, const RowLayout& layout,
                      const RowColumns& columns, const RowRoom& room, const int64_t* heads,
                      int64_t num_peers, char* const* messages, const int64_t* message_bytes,
                      const int64_t* which, Resolution* ring, int64_t* sizes, int64_t* needed) {

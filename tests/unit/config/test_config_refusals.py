@@ -162,10 +162,6 @@ WRONG: list[tuple[Any, str]] = [
         'gear.sampler.beta must be {"linear": [from, to, steps]} with from and to in [0, 1] and steps >= 1, '
         "got {'linear': [0.4, 1.2, 10]}",
     ),
-    (
-        {"data": "d", "sampler": {"kind": "prioritized", "beta": {"piecewise": [[5, 0.4]]}}},
-        "gear.sampler.beta must have ascending steps that begin at 0, got {'piecewise': [[5, 0.4]]}",
-    ),
     *(
         (
             {"tables": {name: {"data": "d"}}},

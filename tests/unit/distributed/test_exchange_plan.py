@@ -101,7 +101,7 @@ def test_samples_go_to_whoever_reads_them(
         records = torch.zeros(len(own), 8, dtype=torch.int64)
         records[:, Resolution.SLOT] = own
         tables = torch.from_numpy(found.readers), torch.from_numpy(found.need_of)
-        sent, _, _ = op_wrappers.send_draws(records, own, *tables, offset, index)
+        sent, _, _ = op_wrappers.encode_draws(records, own, *tables, offset, index)
         wanted = [[n, s] for n in range(len(order)) for s in own.tolist() if n in readers[s] and n != index]
         assert sent[:, [RowSample.PEER, RowSample.SLOT]].tolist() == wanted
 

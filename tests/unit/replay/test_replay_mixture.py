@@ -83,8 +83,16 @@ def test_a_bad_priority_of_one_table_changes_none() -> None:
         assert replay.statistics()["priorities_applied"] == 0
 
 
+def share_of_a(number: int) -> float:
+    return 0.0 if number < 2 else 0.5
+
+
+def share_of_b(number: int) -> float:
+    return 1 - share_of_a(number)
+
+
 def test_an_empty_table_matters_when_it_has_a_share() -> None:
-    shares = {"a": {"piecewise": [[0, 0.0], [2, 0.5]]}, "b": {"piecewise": [[0, 1.0], [2, 0.5]]}}
+    shares = {"a": share_of_a, "b": share_of_b}
     with Replay(section({}, shares), schemas={"a": SCHEMA, "b": SCHEMA}) as replay:
         replay.add({"observation": np.zeros((3, 2), np.float32), "reward": np.ones(3, np.float32)}, "b")
         for _ in range(2):

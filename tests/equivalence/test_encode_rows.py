@@ -41,7 +41,7 @@ class Scene(NamedTuple):
     def pack(self, ops: Ops, room: int, **other: Any) -> tuple[Tensor, Tensor]:
         """Return messages, in a room of so many words, and the bytes of rows in each."""
         message, sizes = torch.full((room,), 9), torch.zeros(2, dtype=torch.int64)
-        ops.pack_rows_(message, sizes, other.get("stored", self.stored), *self.given, self.slots)
+        ops.encode_rows_(message, sizes, other.get("stored", self.stored), *self.given, self.slots)
         return message, sizes
 
     def unpack(
@@ -51,7 +51,7 @@ class Scene(NamedTuple):
         arrivals = [torch.zeros((room[0] + room[1]) * size, dtype=torch.uint8) for size in ROW_BYTES]
         ring, which = torch.zeros(self.count, 8, dtype=torch.int64), torch.arange(self.count)
         sizes, needed = torch.zeros(2, 2, dtype=torch.int64).unbind()
-        ops.unpack_rows_(arrivals, ring, sizes, needed, messages, which, *self.given, room)
+        ops.decode_rows_(arrivals, ring, sizes, needed, messages, which, *self.given, room)
         return arrivals, ring, needed
 
 
@@ -136,12 +136,12 @@ def test_any_layout(reference: Ops, native: Ops, count: int, seed: int) -> None:
     rows = num_slots * (steps + 1)
     stored = [torch.randint(0, 256, (rows * size,), dtype=torch.uint8) for size in columns[:, 2].tolist()]
     sizes = torch.zeros(num_peers, dtype=torch.int64)
-    reference.pack_rows_(torch.zeros(0).long(), sizes, stored, *given, slots)
+    reference.encode_rows_(torch.zeros(0).long(), sizes, stored, *given, slots)
     ends = ((heads + sizes + 7) // 8).cumsum(0)
     message = torch.full((int(ends[-1]) + 1,), 9)
     expected, got = [message.clone(), sizes * 0], [message.clone(), sizes * 0]
-    reference.pack_rows_(*expected, stored, *given, slots)
-    native.pack_rows_(*got, stored, *given, slots)
+    reference.encode_rows_(*expected, stored, *given, slots)
+    native.encode_rows_(*got, stored, *given, slots)
     assert all(map(torch.equal, got, expected))
     messages = [part.clone() for part in expected[0][: int(ends[-1])].tensor_split(ends[:-1])]
     for num_rows, room_slots in ((rows, 40), (rows, 0), (3, 40)):
@@ -151,7 +151,7 @@ def test_any_layout(reference: Ops, native: Ops, count: int, seed: int) -> None:
             out = torch.full((count + 3, 8), -1), sizes * 0, torch.zeros(2, dtype=torch.int64)
             which = torch.randperm(count + 3, generator=torch.Generator().manual_seed(seed))[:count]
             room = [4, num_rows, 5, room_slots, 1000, 70]
-            ops.unpack_rows_(arrivals, *out, messages, which, *given, room)
+            ops.decode_rows_(arrivals, *out, messages, which, *given, room)
             unpacked.append([*arrivals, *out])
         assert all(map(torch.equal, *unpacked))
 
@@ -166,12 +166,12 @@ def test_many_peers(reference: Ops, native: Ops, num_peers: int) -> None:
     results = []
     for ops in (reference, native):
         sizes, message = torch.zeros(num_peers, dtype=torch.int64), torch.full((20_000,), 9)
-        ops.pack_rows_(message, sizes, of.stored[:4], *given, heads, of.slots)
+        ops.encode_rows_(message, sizes, of.stored[:4], *given, heads, of.slots)
         ends = ((15 + sizes) // 8).cumsum(0)
         messages = [part.clone() for part in message[: int(ends[-1])].tensor_split(ends[:-1])]
         arrivals = [torch.zeros(1000 * size, dtype=torch.uint8) for size in ROW_BYTES[:4]]
         out = torch.zeros(50, 8).long(), sizes * 0, torch.zeros(2).long()
-        ops.unpack_rows_(arrivals, *out, messages, torch.arange(50), *given, heads, [0, 1000, 0, 100, 0, 0])
+        ops.decode_rows_(arrivals, *out, messages, torch.arange(50), *given, heads, [0, 1000, 0, 100, 0, 0])
         results.append([message, sizes, *arrivals, *out])
     assert results[0][1].any()
     assert all(map(torch.equal, *results))
@@ -234,7 +234,7 @@ def test_wrong_arguments_are_refused(cpu: Ops) -> None:
         ((message, two, of.stored, *of.given, of.slots[:1]), "sample [0-9] must be a step"),
     ):
         with pytest.raises(RuntimeError, match=match):
-            cpu.pack_rows_(*arguments)
+            cpu.encode_rows_(*arguments)
     ring, which, said = torch.zeros(7, 8, dtype=torch.int64), torch.arange(7), [message] * 2
     room = [0, 9, 0, 9, 0, 0]
     arrivals = [torch.zeros(8 * size, dtype=torch.uint8) for size in ROW_BYTES]
@@ -255,7 +255,7 @@ def test_wrong_arguments_are_refused(cpu: Ops) -> None:
         ((arrivals, ring, two, two + 0, said, which, *of.given, [-1, *room[1:]]), "room must be first row"),
     ):
         with pytest.raises(RuntimeError, match=match):
-            cpu.unpack_rows_(*arguments)
+            cpu.decode_rows_(*arguments)
     said = [torch.zeros(1 << 17, dtype=torch.int64)] * 2
     with pytest.raises(RuntimeError, match="the room must lie in the arrivals"):
-        cpu.unpack_rows_(arrivals, ring, two, two + 0, said, which, *of.given, [5, 9, 0, 9, 0, 0])
+        cpu.decode_rows_(arrivals, ring, two, two + 0, said, which, *of.given, [5, 9, 0, 9, 0, 0])
