@@ -1,10 +1,10 @@
-"""The failure detector: ranks that died, stand still or cannot be reached, found while others wait.
+"""The failure detector: finds ranks that died, stand still or cannot be reached while others wait for them.
 
-Each rank counts up a word in its node's shared memory; the leader of each node looks at its ranks' words and
-at their locks, and says through torch.distributed's own rendezvous store how its node does. Whatever a rank
-waits for then asks `check`, which raises. A rank whose main thread stays inside one foreign call, such as the
-all-reduce of a training step that cannot end any more, is ended with the error in its log: there is no other
-way to leave such a call.
+Each rank updates a heartbeat word in its node's shared memory; the ranks of a node check each other's words
+and locks, and their leader exchanges heartbeats with the other nodes through torch.distributed's rendezvous
+store. Every wait calls `check`, which raises once a rank is lost. A rank whose main thread stays inside one
+foreign call, such as the all-reduce of a training step that cannot end any more, is ended with the error in
+its log: there is no other way to leave such a call.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 MOST_BEAT_S = 1.0
-HEARD_BEATS = 3  # by then every node has told what it knows, and heard it from the others
+HEARD_BEATS = 3  # heartbeats after which a problem of one node has been read by all nodes
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114
-_SAID = 300  # characters of an error that others hear
+_MOST_ERROR_CHARS = 300  # of an error that is reported to other ranks
 
 
 class RankWord:
@@ -37,21 +37,21 @@ class RankWord:
 
     HEARTBEAT: Final = 0
     ENDED: Final = 1
-    BATCHES: Final = 2  # batch barriers that it has reached, plus 1
+    BATCHES: Final = 2  # batch barriers that it has passed, plus 1
     NUM_WORDS: Final = 8
     NUM_TEXT_BYTES: Final = 2048
 
 
 class FailureDetector:
-    """Watches the ranks of all nodes, in threads of its own. `check` is for any thread.
+    """Detects the loss of ranks and nodes, in threads of its own. `check` may be called by any thread.
 
     Args:
         memory: A store of this node, whose locks show which processes are attached.
         views: Its regions.
         topology: Where the ranks sit.
-        store: A connection of its own to the rendezvous store, on the leaders of nodes; None elsewhere.
+        store: A connection of its own to the rendezvous store, on node leaders; None elsewhere.
         name: Of this run in the store.
-        timeout_s: How long a rank or a node may be silent.
+        timeout_s: Longest time without a heartbeat of a rank or a node.
     """
 
     def __init__(
@@ -68,48 +68,48 @@ class FailureDetector:
         self._texts: np.ndarray = views["watch/texts"]
         self._timeout_s, self._beat_s = timeout_s, min(MOST_BEAT_S, timeout_s / 8)
         self._ranks, self._peer = topology.peers, memory.peer
-        self._news: Heartbeats | None = None
+        self._heartbeats: Heartbeats | None = None
         if store is not None:
-            self._news = Heartbeats(topology, store, name, timeout_s, self._beat_s, self._look)
+            self._heartbeats = Heartbeats(topology, store, name, timeout_s, self._beat_s, self._local_state)
         self._failure: LostNodeError | None = None
         self._patience_s = STUCK_S
-        self._stop, self._saying = threading.Event(), threading.Lock()
+        self._stop, self._report_lock = threading.Event(), threading.Lock()
         self._main = threading.main_thread()
         self._threads: list[threading.Thread] = []
         self._hook: Any = None
-        self._leaves = False  # this rank ends by itself
+        self._ends_itself = False  # this rank ends by itself, and is not to be ended
 
     @staticmethod
     def regions(num_peers: int) -> list[Region]:
-        """Return what it keeps in the store."""
+        """Return its regions of the store."""
         return [
             Region("watch/words", "int64", (num_peers, RankWord.NUM_WORDS)),
             Region("watch/texts", "uint8", (num_peers, RankWord.NUM_TEXT_BYTES)),
         ]
 
     def prepare(self) -> None:
-        """Say for the first time that this rank and this node are there."""
+        """Publish the first heartbeat of this rank and of this node."""
         self._beat()
-        if self._news is not None:
-            self._news.send()
+        if self._heartbeats is not None:
+            self._heartbeats.send()
 
     def start(self) -> None:
-        """Begin to watch; all ranks have prepared."""
+        """Start the threads that watch for failures, after `prepare` on all ranks."""
         self._hook, sys.excepthook = sys.excepthook, self._explain
         targets = [self._watch]
-        if self._news is not None:
-            targets.append(lambda news=self._news: news.run(self._stop))  # type: ignore[misc]
+        if self._heartbeats is not None:
+            targets.append(lambda beats=self._heartbeats: beats.run(self._stop))  # type: ignore[misc]
         for target in targets:
             thread = threading.Thread(target=target, name="gear-watch", daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def take(self, num_turns: int) -> None:
-        """Say how many turns this rank has taken; one that takes none never says so.
+    def take(self, num_barriers: int) -> None:
+        """Publish how many batch barriers this rank has passed; not called on ranks that take no part.
 
-        If a rank ends after fewer than others have taken, these may wait for it in a collective.
+        If a rank ends after fewer barriers than others have passed, these may wait for it in a collective.
         """
-        self._words[self._peer, RankWord.BATCHES] = num_turns + 1
+        self._words[self._peer, RankWord.BATCHES] = num_barriers + 1
 
     def check(self) -> None:
         """Raise if a rank or a node is lost.
@@ -118,32 +118,33 @@ class FailureDetector:
             LostNodeError: One is; every later call raises it too.
         """
         if self._failure is None:
-            found = self._told() or (self._news.problem if self._news is not None else "")
+            heartbeats = self._heartbeats
+            found = self._reported_problem() or ("" if heartbeats is None else heartbeats.problem)
             if found:
-                self._take_up(found)
+                self._set_failure(found)
         if self._failure is not None:
             if threading.current_thread() is self._main:
-                self._patience_s = max(STUCK_S, self._timeout_s)  # it knows, and may save what it has
+                self._patience_s = max(STUCK_S, self._timeout_s)  # it gets the error, and may save its state
             raise self._failure
 
     def check_ended(self) -> None:
-        """Raise if a rank that has ended was lost: what it says of that may be heard a moment later.
+        """Raise if a rank that has ended was lost; waits until its report must have arrived.
 
         Raises:
             LostNodeError: It was.
         """
         until = time.monotonic() + HEARD_BEATS * self._beat_s
-        while time.monotonic() < until and not self._leaves and not self._stop.is_set():
+        while time.monotonic() < until and not self._ends_itself and not self._stop.is_set():
             self.check()
             time.sleep(self._beat_s / 8)
         self.check()
 
     def part(self) -> None:
-        """Let this rank end by itself, however long that takes: what it waits for has an end."""
-        self._leaves = True
+        """Do not end this rank any more, however long its end takes: its waits have a limit."""
+        self._ends_itself = True
 
     def end(self) -> None:
-        """Say that this rank leaves, and watch no longer."""
+        """Mark this rank as ended, and stop the threads."""
         if self._stop.is_set():
             return
         if self._hook is not None and sys.excepthook == self._explain:
@@ -152,9 +153,9 @@ class FailureDetector:
         self._stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(2 * self._beat_s)  # its store may be gone with another rank
-        if self._news is not None and not any(thread.is_alive() for thread in self._threads):
-            self._news.linger()
+                thread.join(2 * self._beat_s)  # its store may have ended with another rank
+        if self._heartbeats is not None and not any(thread.is_alive() for thread in self._threads):
+            self._heartbeats.linger()
 
     # ---- threads ---------------------------------------------------------------------------------
 
@@ -163,61 +164,61 @@ class FailureDetector:
         while not self._stop.wait(self._beat_s):
             self._beat()
             if self._failure is None:
-                found = self._told() or self._lost_here() or self._lost_nodes()
+                found = self._reported_problem() or self._lost_rank() or self._lost_node()
                 if found:
-                    self._take_up(found)
+                    self._set_failure(found)
                 stuck_since, place = time.monotonic(), None
                 continue
             now = self._place_of_main()
             if now != place:
                 stuck_since, place = time.monotonic(), now
-            elif not self._leaves and time.monotonic() - stuck_since > self._patience_s:
-                self._leave()
+            elif not self._ends_itself and time.monotonic() - stuck_since > self._patience_s:
+                self._exit()
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._hook(kind, error, trace)
         self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Name the rank that is lost after an error that ends this one, such as a broken all-reduce.
+        """Log the rank that is lost after an error that ends this one, such as a broken all-reduce.
 
-        If none is, this one is the first: the others hear of its error.
+        If none is lost, this rank is the first that fails: its error is reported to the others.
         """
-        if self._stop.is_set() or self._leaves:
+        if self._stop.is_set() or self._ends_itself:
             return
         until = time.monotonic()
         if _is_of_transport(error):
             until += self._timeout_s + HEARD_BEATS * self._beat_s
-        while not self._is_known() and time.monotonic() < until:
+        while not self._has_failure() and time.monotonic() < until:
             time.sleep(self._beat_s / 4)
-        self._leaves = True
-        if self._is_known():
+        self._ends_itself = True
+        if self._has_failure():
             if not isinstance(error, LostNodeError):
                 self._log(f"{self._failure}; that is why this rank has failed")
         elif isinstance(error, Exception) and not isinstance(error, (PeerError, NotReadyError)):
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._say(f"rank {self._topology.rank} ({self._node}), which has failed with {said[:_SAID]},")
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:_MOST_ERROR_CHARS]
+            self._report(f"rank {self._topology.rank} ({self._node}), which has failed with {text},")
 
     def note(self, failure: LostNodeError) -> bool:
-        """Take up what an exchange has found, unless more is known in a moment: which rank it was.
+        """Record a failure that an exchange has found, unless a more exact one (which rank) arrives first.
 
         Returns:
-            False if nothing is lost: the node has ended, and a rank that does not need it may go on.
+            False if nothing is lost: the node has ended, and ranks that do not need it may continue.
         """
         patience = HEARD_BEATS * self._beat_s + (self._timeout_s if failure.name == SOME_NODE else 0)
         until = time.monotonic() + patience
-        while not self._is_known() and time.monotonic() < until and not self._stop.is_set():
+        while not self._has_failure() and time.monotonic() < until and not self._stop.is_set():
             time.sleep(self._beat_s / 8)
-        if self._is_known():
+        if self._has_failure():
             return True
-        if self._news is not None and self._news.has_ended(failure.name):
+        if self._heartbeats is not None and self._heartbeats.has_ended(failure.name):
             return False
-        self._say(f"{failure.name}, which does not answer,")
+        self._report(f"{failure.name}, which does not answer,")
         self._failure = failure
         return True
 
-    def _is_known(self) -> bool:
-        """Whether somebody is known to be lost."""
+    def _has_failure(self) -> bool:
+        """Return whether a rank or a node is lost."""
         with contextlib.suppress(LostNodeError):
             self.check()
         return self._failure is not None
@@ -227,11 +228,11 @@ class FailureDetector:
         with contextlib.suppress(Exception):
             print(line, file=sys.stderr, flush=True)
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         """End the process: its main thread waits for a rank that is lost."""
         place = self._place_of_main()
-        time.sleep(2 * self._beat_s)  # so that other nodes hear of it
-        if not self._leaves and self._place_of_main() == place:
+        time.sleep(2 * self._beat_s)  # so that the other nodes read the report
+        if not self._ends_itself and self._place_of_main() == place:
             self._log(f"{self._failure}; this rank waits for it, and is ended")
             os._exit(EXIT_STATUS)
 
@@ -239,9 +240,9 @@ class FailureDetector:
         frame = sys._current_frames().get(self._main.ident or 0)
         return None if frame is None else (id(frame), frame.f_lasti)
 
-    def _take_up(self, found: str) -> None:
-        """Tell all what is wrong, and raise it from now on."""
-        self._say(found)
+    def _set_failure(self, found: str) -> None:
+        """Report a problem to all ranks, and raise it in every later `check`."""
+        self._report(found)
         self._failure = LostNodeError(found, "must live and answer as long as the others train")
 
     # ---- findings --------------------------------------------------------------------------------
@@ -249,19 +250,17 @@ class FailureDetector:
     def _beat(self) -> None:
         self._words[self._peer, RankWord.HEARTBEAT] = time.monotonic_ns()
 
-    def _lost_here(self) -> str:
-        """Return what is wrong with a rank of this node, or nothing."""
+    def _lost_rank(self) -> str:
+        """Describe a rank of this node that is lost; "" if there is none."""
         now = time.monotonic_ns()
         for peer, rank in enumerate(self._ranks):
             if peer == self._peer:
                 continue
             if self._words[peer, RankWord.ENDED]:
-                taken, most = (
-                    int(self._words[peer, RankWord.BATCHES]),
-                    int(self._words[:, RankWord.BATCHES].max()),
-                )
-                if 0 < taken < most:
-                    had = f"{taken - 1} turns of {most - 1}"
+                passed = int(self._words[peer, RankWord.BATCHES])
+                most = int(self._words[:, RankWord.BATCHES].max())
+                if 0 < passed < most:
+                    had = f"{passed - 1} of {most - 1} batch barriers"
                     return f"rank {rank} ({self._node}), which has ended after {had},"
                 continue
             if not self._memory.is_alive(peer):
@@ -276,42 +275,43 @@ class FailureDetector:
     def _node(self) -> str:
         return self._topology.describe(self._topology.node)
 
-    def _look(self) -> tuple[tuple[int, int] | None, str]:
-        """Return what other nodes must know: see `Heartbeats`."""
+    def _local_state(self) -> tuple[tuple[int, int] | None, str]:
+        """Return the content of this node's heartbeat: see `Heartbeats`."""
         words = self._words[:, [RankWord.ENDED, RankWord.BATCHES]].tolist()
         ended = [
-            (taken - 1, rank)
-            for rank, (has_ended, taken) in zip(self._ranks, words, strict=True)
-            if has_ended and taken  # one that takes none is not missed
+            (passed - 1, rank)
+            for rank, (has_ended, passed) in zip(self._ranks, words, strict=True)
+            if has_ended and passed  # no rank waits for one that takes no part in barriers
         ]
         first = min(ended)[::-1] if ended else None
-        return first, self._told()  # after the turns: a rank that fails reports it before it ends
+        return first, self._reported_problem()  # read last: a rank that fails reports it before it ends
 
-    def _lost_nodes(self) -> str:
-        """Return what is wrong with another node, or nothing."""
-        return "" if self._news is None else self._news.lost(int(self._words[:, RankWord.BATCHES].max()) - 1)
+    def _lost_node(self) -> str:
+        """Describe another node, or a rank of it, that is lost; "" if there is none."""
+        most = int(self._words[:, RankWord.BATCHES].max()) - 1
+        return "" if self._heartbeats is None else self._heartbeats.lost(most)
 
-    def _say(self, text: str) -> None:
-        """Tell the ranks of this node, and where this one leads it the other nodes."""
-        with self._saying:
-            if self._news is not None:
-                self._news.report(text)
+    def _report(self, text: str) -> None:
+        """Publish a problem to the ranks of this node and, on a node leader, to the other nodes."""
+        with self._report_lock:
+            if self._heartbeats is not None:
+                self._heartbeats.report(text)
             encoded, row = (
                 np.frombuffer(text.encode()[: RankWord.NUM_TEXT_BYTES], np.uint8),
                 self._texts[self._peer],
             )
             if not row[0]:
                 row[1 : len(encoded)] = encoded[1:]
-                row[0] = encoded[0]  # last: a reader of it sees all
+                row[0] = encoded[0]  # last: a reader that sees it sees the whole text
 
-    def _told(self) -> str:
-        """Return what a rank of this node has found."""
-        said = np.flatnonzero(self._texts[:, 0])
-        return bytes(self._texts[said[0]]).rstrip(b"\0").decode(errors="replace") if len(said) else ""
+    def _reported_problem(self) -> str:
+        """Return the problem that a rank of this node has reported; "" if there is none."""
+        rows = np.flatnonzero(self._texts[:, 0])
+        return bytes(self._texts[rows[0]]).rstrip(b"\0").decode(errors="replace") if len(rows) else ""
 
 
 def _is_of_transport(error: BaseException | None) -> bool:
-    """Whether an error is one of a collective that another rank has left."""
+    """Return whether an error comes from a collective that another rank has left."""
     if isinstance(error, GearError) and not isinstance(error, LostNodeError):
         error = error.__cause__
     if not isinstance(error, RuntimeError) or isinstance(error, GearError):

@@ -1,7 +1,7 @@
-"""What the leaders of nodes tell each other, through torch.distributed's rendezvous store.
+"""Heartbeats between node leaders, through torch.distributed's rendezvous store.
 
-The store lives in one process, mostly that of rank 0, and goes with it. A rank that has read by then that the
-node of rank 0 has ended takes no rank for lost because it receives nothing more.
+The store lives in one process, mostly that of rank 0, and ends with it. A node that has read by then that the
+node of rank 0 has ended does not treat missing heartbeats as a loss.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 from deepspeed_gear.distributed.topology import Topology
 
 LOG = logging.getLogger("deepspeed_gear")
-SOME_NODE = "another node"  # name of a failure of which nothing else is known
-_FOR_EVER = float("inf")  # when a node that has ended was heard last
+SOME_NODE = "another node"  # name in the error of a failure whose node is not known
+_ENDED = float("inf")  # in place of the time of the last heartbeat: the node has ended
 _FIRST = 0  # the node of rank 0
 
 
 class Heartbeats:
-    """What this node tells, and what it has heard of the others.
+    """Publishes this node's heartbeats and reads those of the other nodes.
 
     Args:
         topology: Where the ranks sit.
         store: A connection of its own to the rendezvous store.
         name: Of this run in the store.
-        timeout_s: How long a node may be silent.
-        beat_s: How often it tells and hears.
-        look: Returns that rank of this node which has ended after the fewest turns, and their number, None
-            while none has; and what its ranks have found to be wrong, or nothing.
+        timeout_s: Longest time between two heartbeats of a node.
+        beat_s: Interval of the heartbeats.
+        local_state: Returns the rank of this node that has ended after the fewest batch barriers, with their
+            number, or None while none has ended; and the problem that its ranks have reported, or "".
     """
 
     def __init__(
@@ -41,85 +41,85 @@ class Heartbeats:
         name: str,
         timeout_s: float,
         beat_s: float,
-        look: Callable[[], tuple[tuple[int, int] | None, str]],
+        local_state: Callable[[], tuple[tuple[int, int] | None, str]],
     ) -> None:
         self._topology, self._store, self._name = topology, store, name
-        self._timeout_s, self._beat_s, self._look = timeout_s, beat_s, look
+        self._timeout_s, self._beat_s, self._local_state = timeout_s, beat_s, local_state
         self._others = [node for node in range(topology.num_nodes) if node != topology.node]
-        self._heard = time.monotonic()  # when the store last answered
-        self._nodes: dict[int, tuple[int, float]] = {}  # latest beat of each other node, and when it was new
-        self._left_first: dict[int, tuple[int, int]] = {}  # what `look` gives on the other nodes
-        self._is_cut_off = False  # it hears nothing more
-        self._beat = 0
-        self.problem = ""  # what is wrong: told to all nodes, and heard of them
+        self._answered = time.monotonic()  # when the store last answered
+        self._nodes: dict[int, tuple[int, float]] = {}  # latest heartbeat of each node, and when it was new
+        self._ended_first: dict[int, tuple[int, int]] = {}  # rank of `local_state` on the other nodes
+        self._is_disconnected = False  # reads no more heartbeats
+        self._beat = 0  # number of this node's next heartbeat
+        self.problem = ""  # the first problem that any node has reported; part of each heartbeat
 
     def report(self, problem: str) -> None:
-        """Publish with the next heartbeat what is wrong, unless something is already."""
+        """Publish a problem with the next heartbeat, unless there is one already."""
         self.problem = self.problem or problem
 
     def send(self, ended: bool = False) -> None:
-        """Say how this node does."""
-        left_first, found = self._look()
+        """Publish this node's heartbeat."""
+        ended_first, found = self._local_state()
         self.problem = self.problem or found
-        words = {"beat": self._beat, "ended": ended, "problem": self.problem, "left_first": left_first}
-        self._store.set(self._key(self._topology.node), json.dumps(words))
+        record = {"beat": self._beat, "ended": ended, "problem": self.problem, "left_first": ended_first}
+        self._store.set(self._key(self._topology.node), json.dumps(record))
         self._beat += 1
 
     def run(self, stop: threading.Event) -> None:
-        """Tell and hear until this node ends, and say then that it does.
+        """Exchange heartbeats until this node ends, and publish its end.
 
-        Once the node of rank 0 has ended there are no more turns: this one ends for the others as well, who
-        need not wait for it, and talks no more, since the store may go at any time.
+        Once the node of rank 0 has ended, no more batch barriers follow: this node publishes its own end, so
+        that the others need not wait for it, and stops, since the store may end at any time.
         """
         try:
             while not self._first_has_ended and not stop.wait(self._beat_s):
                 self.send()
-                self._hear()
-                self._heard = time.monotonic()
-            self._is_cut_off = self._first_has_ended
+                self._receive()
+                self._answered = time.monotonic()
+            self._is_disconnected = self._first_has_ended
             self.send(ended=True)
         except Exception as error:
-            self._is_cut_off = True
+            self._is_disconnected = True
             if not stop.is_set() and not self._first_has_ended:
                 LOG.warning("gear: the rendezvous store does not answer: %s", str(error).splitlines()[0])
 
     def linger(self) -> None:
-        """Give the other nodes two beats to hear how this one has ended, where the store may go with it."""
-        if self._topology.rank != 0 or self._is_cut_off:
+        """Keep the store of rank 0 for two more intervals, so that the other nodes can read how this one ended."""
+        if self._topology.rank != 0 or self._is_disconnected:
             return
         until = time.monotonic() + 2 * self._beat_s
         try:
-            while time.monotonic() < until and any(self.heard_at(node) != _FOR_EVER for node in self._others):
+            while time.monotonic() < until and any(self._received_at(node) != _ENDED for node in self._others):
                 time.sleep(self._beat_s / 8)
-                self._hear()
+                self._receive()
         except Exception as error:
-            LOG.debug("gear: the rendezvous store has gone: %s", error)
+            LOG.debug("gear: the rendezvous store has ended: %s", error)
 
-    def heard_at(self, node: int) -> float | None:
-        """Return when a node was heard last, infinite once it has ended; None: not yet."""
+    def _received_at(self, node: int) -> float | None:
+        """Return when a node's last heartbeat was received; None: there was none; infinite: it has ended."""
         return self._nodes[node][1] if node in self._nodes else None
 
     def has_ended(self, name: str) -> bool:
-        """Whether a node has said that it ends; of one that is not known, whether any has."""
-        ended = [node for node in self._others if self.heard_at(node) == _FOR_EVER]
+        """Return whether a node has published its end; for SOME_NODE, whether any node has."""
+        ended = [node for node in self._others if self._received_at(node) == _ENDED]
         return bool(ended) if name == SOME_NODE else name in map(self._topology.describe, ended)
 
-    def lost(self, turns: int) -> str:
-        """Return what is wrong with another node, or nothing.
+    def lost(self, num_barriers: int) -> str:
+        """Describe a rank or node that is lost on another node; "" if there is none.
 
         Args:
-            turns: That ranks of this node have taken.
+            num_barriers: Batch barriers that the ranks of this node have passed.
         """
         if self.problem:
             return self.problem
         now = time.monotonic()
-        for node, (rank, taken) in list(self._left_first.items()):
-            if taken < turns:
-                had = f"{taken} turns of {turns}"
+        for node, (rank, passed) in list(self._ended_first.items()):
+            if passed < num_barriers:
+                had = f"{passed} of {num_barriers} batch barriers"
                 return f"rank {rank} ({self._topology.describe(node)}), which has ended after {had},"
-        if self._is_cut_off and self._first_has_ended:
+        if self._is_disconnected and self._first_has_ended:
             return ""
-        silent = now - self._heard
+        silent = now - self._answered
         if silent > self._timeout_s:
             first, here = (self._topology.describe(node) for node in (_FIRST, self._topology.node))
             if self._topology.node != _FIRST:
@@ -127,32 +127,30 @@ class Heartbeats:
             return f"the rendezvous store, which {here} cannot reach for {silent:.0f} s,"
         for node, (_, since) in list(self._nodes.items()):
             if now - since > self._timeout_s:
-                return (
-                    f"{self._topology.describe(node)}, which has not been heard of for {now - since:.0f} s,"
-                )
+                return f"{self._topology.describe(node)}, whose last heartbeat is {now - since:.0f} s old,"
         return ""
 
     @property
     def _first_has_ended(self) -> bool:
-        return self.heard_at(_FIRST) == _FOR_EVER
+        return self._received_at(_FIRST) == _ENDED
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         texts = self._store.multi_get([self._key(node) for node in self._others])
         for node, text in zip(self._others, texts, strict=True):
             self._note(node, json.loads(text))
 
-    def _note(self, node: int, said: dict[str, Any]) -> None:
+    def _note(self, node: int, record: dict[str, Any]) -> None:
         now = time.monotonic()
         beat, _ = self._nodes.get(node, (-1, now))
-        if said["left_first"] is not None:
-            rank, taken = said["left_first"]
-            self._left_first[node] = int(rank), int(taken)
-        if said["problem"] and not self.problem:
-            self.problem = str(said["problem"])
-        if said["ended"]:  # last: a reader of it sees the reason too
-            self._nodes[node] = beat, _FOR_EVER
-        elif said["beat"] != beat:
-            self._nodes[node] = int(said["beat"]), now
+        if record["left_first"] is not None:
+            rank, passed = record["left_first"]
+            self._ended_first[node] = int(rank), int(passed)
+        if record["problem"] and not self.problem:
+            self.problem = str(record["problem"])
+        if record["ended"]:  # last: a thread that reads it also reads the problem
+            self._nodes[node] = beat, _ENDED
+        elif record["beat"] != beat:
+            self._nodes[node] = int(record["beat"]), now
 
     def _key(self, node: int) -> str:
         return f"gear/{self._name}/{node}"

@@ -21,6 +21,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from process_support import exit_status, in_child
+from replay_support import streams_of
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.batching.batch import Batch
@@ -307,7 +308,7 @@ class OnlineMachine(RuleBasedStateMachine):
             die()
 
         assert exit_status(in_child(write)) == -signal.SIGKILL
-        self.replay._parts.streams["main"]["train"]._next_cleaning = 0.0
+        streams_of(self.replay)["train"]._next_cleaning = 0.0
         self.replay.can_sample()
 
     @rule()

@@ -9,6 +9,8 @@ import torch
 from gear_support import SCHEMA, config_of, lengths_of
 
 from deepspeed_gear import Batch, Replay
+from deepspeed_gear.distributed.topology import Topology
+from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.sampling.batch_stream import BatchStream
 
 LENGTHS = lengths_of(40)
@@ -27,6 +29,16 @@ def online(**options: Any) -> Replay:
 def streams_of(replay: Replay) -> dict[str, BatchStream]:
     """Return the batch streams of the first sampled table by name: "train", and one for each split."""
     return replay._parts.streams[replay.config.sampled_tables[0]]
+
+
+def topology_of(replay: Replay) -> Topology:
+    """Return which ranks and nodes there are, and the place of this one in its replica."""
+    return replay._topology
+
+
+def late_updates_of(replay: Replay) -> AsyncPriorityUpdates:
+    """Return the priorities that are still being computed on a device."""
+    return replay._late_updates
 
 
 def take(replay: Replay, count: int) -> list[Batch]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gear_support import SCHEMA, trajectory
+from replay_support import topology_of
 
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -87,7 +88,7 @@ def run(replay: DeviceReplay) -> list[list[dict[str, torch.Tensor]]]:
             if batch.holders is not None:
                 check_names(batch, replay.batch_info.data_world)
             if replay.config.sampler.kind == "prioritized" and turn != 3:  # no process has to report
-                noise = 0.0 if replay._topology.place.reports else 100.0
+                noise = 0.0 if topology_of(replay).place.reports else 100.0
                 replay.update_priorities_(batch, priorities(batch, turn, noise))
     return found
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from replay_support import late_updates_of
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.transfer.cuda_streams import HostEvent
@@ -44,7 +45,7 @@ class Later:
 def run(section: dict[str, Any], is_late: bool) -> list[list[int]]:
     found = []
     with Replay(section) as replay:
-        replay._late_updates._blocks = Later()
+        late_updates_of(replay)._blocks = Later()
         for turn in range(20):
             batch = replay.sample()
             found.append(batch.sample_number.tolist() + batch.trajectory_id.tolist())
@@ -59,7 +60,7 @@ for options in json.loads(sys.argv[1]):
     assert run(options, True) == run(options, False), options
 
 with Replay(json.loads(sys.argv[1])[0]) as replay:
-    replay._late_updates._blocks = Later()
+    late_updates_of(replay)._blocks = Later()
     batch = replay.sample()
     values = torch.full((batch.num_samples,), torch.nan if rank == 1 else 1.0)
     replay.update_priorities(batch, values.as_subclass(Elsewhere))

@@ -20,6 +20,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from engine_parts import BATCH, task
+from replay_support import topology_of
 from torch import nn
 
 import deepspeed_gear
@@ -202,7 +203,7 @@ def evaluate(engine: Any, losses: Losses) -> int:
     first = min(2, len(iterator))
     engine.eval_batch(iterator, num_micro_batches=first)
     engine.eval_batch(iterator, num_micro_batches=len(iterator))
-    if engine.gear._topology.place.is_last_stage:
+    if topology_of(engine.gear).place.is_last_stage:
         assert losses.checked - before == first + len(iterator)
     return len(iterator)
 
@@ -247,7 +248,7 @@ def train_cases(wanted: dict[str, Any], mode: str, replicas: int, out: Path) -> 
             if number == SAVED:
                 engine.save_checkpoint(f"{out}/{name}")
         replay = engine.gear
-        place, known = replay._topology.place, replay.statistics()
+        place, known = topology_of(replay).place, replay.statistics()
         check_resume(engine, f"{out}/{name}", rows)
         found_here = {
             "coordinates": dict(zip(("pipe", "data", "sequence", "tensor"), place.coordinates, strict=True)),

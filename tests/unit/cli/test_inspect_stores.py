@@ -37,6 +37,7 @@ PROGRAM = """
 import json, sys
 import torch
 from gear_support import SCHEMA, trajectory
+from replay_support import streams_of
 from deepspeed_gear import Replay
 
 replay = Replay(json.loads(sys.argv[1]), schemas={"main": SCHEMA})
@@ -48,7 +49,7 @@ for line in sys.stdin:
     if "prioritized" in sys.argv[1]:
         replay.update_priorities(batch, 0.1 + 8 * torch.rand(16))
         replay.sample()
-    masses = replay._parts.streams["main"]["train"].masses
+    masses = streams_of(replay)["train"].masses
     found = {"draws": replay.statistics()["drawn"]["main"]["draws"]}
     found["masses"] = masses.leaves[masses.leaves > 0].tolist()
     if "prioritized" in sys.argv[1]:

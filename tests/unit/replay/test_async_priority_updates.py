@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gear_support import config_of, lengths_of, wait_until, write_dataset
-from replay_support import streams_of
+from replay_support import late_updates_of, streams_of
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.batching.transfer.cuda_streams import HostEvent
@@ -60,7 +60,7 @@ def priorities(batch: Batch) -> torch.Tensor:
 def made(data: Path, device: Device | None = None, **options: Any) -> Replay:
     replay = Replay(config_of(data, sampler=SAMPLER, fields={"code": {}}, batch_size=16, **options))
     if device is not None:
-        replay._late_updates._blocks = device
+        late_updates_of(replay)._blocks = device
     return replay
 
 
@@ -105,7 +105,7 @@ def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, devic
             time.sleep(0.001)
         assert masses.reports.asked[0] == 1
         device.finish()
-        replay._late_updates.drain()
+        late_updates_of(replay).drain()
         assert masses.reports.asked[0] == 1
         replay.sample()
         assert masses.reports.asked[0] == 2
@@ -149,7 +149,7 @@ def test_what_is_wrong_is_raised_later_and_holds_nobody_up(data: Path, device: D
         late.update_priorities(batch, there(values))
         device.finish()
         with pytest.raises(DataError, match="priority 3 must be finite and at least 0, got nan"):
-            late._late_updates.drain()
+            late_updates_of(late).drain()
         early.sample()
         assert torch.equal(early.sample().trajectory_id, late.sample().trajectory_id)
 
@@ -179,11 +179,11 @@ def test_masks_are_refused_when_they_are_there(data: Path, device: Device) -> No
     fields = {"code": {"offset": -3, "length": 4}, "reward": {"offset": 0, "length": 4}}
     section = config_of(data, sampler=SAMPLER, fields=fields, batch_size=16)
     with Replay(section) as replay:
-        replay._late_updates._blocks = device
+        late_updates_of(replay)._blocks = device
         batch, values = replay.sample(), torch.ones(16, 4)
         replay.update_priorities(batch, there(values), mask=batch.mask["code"])
         device.finish()
-        replay._late_updates.drain()
+        late_updates_of(replay).drain()
         replay.update_priorities(batch, there(values))
         nothing = batch.mask["code"].clone()
         nothing[5] = False
@@ -192,9 +192,9 @@ def test_masks_are_refused_when_they_are_there(data: Path, device: Device) -> No
         with pytest.raises(
             ShapeError, match="mask must be given where fields of the same length have different"
         ):
-            replay._late_updates.drain()
+            late_updates_of(replay).drain()
         with pytest.raises(ShapeError, match="mask of sample 5 must have a step that counts"):
-            replay._late_updates.drain()
+            late_updates_of(replay).drain()
 
 
 def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(data: Path, device: Device) -> None:
@@ -206,7 +206,7 @@ def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(data: Path, 
         replay.update_priorities(batch, there(priorities(batch)))
         masses.give_up()
         device.finish()
-        replay._late_updates.drain()
+        late_updates_of(replay).drain()
         assert masses.reports.asked[0] == NEVER, "what is reported now is due at once"
         replay.set_priorities(ids, torch.ones(16), steps)
 

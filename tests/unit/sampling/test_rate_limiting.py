@@ -206,7 +206,7 @@ def test_an_empty_table_waits_for_a_writer_that_lives(backend: str, prefetch: in
             found.clear()
             for _ in range(prefetch + 1):  # the batches that were prefetched
                 with contextlib.suppress(NotReadyError):
-                    found._parts.train[0].state.limiter_wait.timeout_s = 0.3
+                    streams_of(found)["train"].state.limiter_wait.timeout_s = 0.3
                     found.sample()
             with pytest.raises(NotReadyError, match=r"must hold what the sampler admits within 0\.[3-9]"):
                 found.sample()  # it lives, but adds no more

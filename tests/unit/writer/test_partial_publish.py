@@ -13,6 +13,7 @@ import pytest
 import torch
 from gear_support import wait_until
 from process_support import exit_status, in_child
+from replay_support import streams_of
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.errors import DataError, NotReadyError, StoreError, StoreFullError
@@ -420,7 +421,7 @@ def test_what_a_dead_writer_has_published_stays(notices: str) -> None:
         os.kill(child, signal.SIGKILL)
         exit_status(child)
         if notices == "a cut":
-            found._parts.streams["main"]["train"]._next_cleaning = 0.0
+            streams_of(found)["train"]._next_cleaning = 0.0
             assert drawn(found) == {0, 1, 2}
         elif notices == "a writer":
             for number in (1, 2):
