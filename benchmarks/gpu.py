@@ -18,10 +18,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import support  # noqa: F401  # puts the checkout first
+import gpu_device_table
+import gpu_hopper
+import gpu_host_table
+import gpu_programs
+import gpu_replay
 import torch
-from support import device_placement, hopper_job, host_placement, programs, replay_placement
-from support.device_clock import Clock, Row
 from support.report import Disturbance, document, print_table, write_json
+from gpu_clock import Clock, Row
 
 BLOCKS, BLOCK_S = 9, 0.05
 Figure = Callable[[], Iterator[Row]]
@@ -29,16 +34,16 @@ Figure = Callable[[], Iterator[Row]]
 
 def figures(clock: Clock, is_smoke: bool) -> dict[str, Figure]:
     """Return all figures by name."""
-    device = device_placement.SMOKE if is_smoke else device_placement.Sizes()
-    host = host_placement.SMOKE if is_smoke else host_placement.Sizes()
+    device = gpu_device_table.SMOKE if is_smoke else gpu_device_table.Sizes()
+    host = gpu_host_table.SMOKE if is_smoke else gpu_host_table.Sizes()
     return {
-        "gather": lambda: device_placement.gathers(clock, device),
-        "draw, update": lambda: device_placement.selection(clock, device),
-        "sample and update": lambda: device_placement.steps(clock, device),
-        "host table": lambda: host_placement.collections(clock, host),
-        "replay from host memory": lambda: replay_placement.replays(clock, host),
-        "example": lambda: programs.turns(clock.device, is_smoke),
-        "hopper": lambda: hopper_job.waits(clock.device, is_smoke),
+        "gather": lambda: gpu_device_table.gathers(clock, device),
+        "draw, update": lambda: gpu_device_table.selection(clock, device),
+        "sample and update": lambda: gpu_device_table.steps(clock, device),
+        "host table": lambda: gpu_host_table.collections(clock, host),
+        "replay from host memory": lambda: gpu_replay.replays(clock, host),
+        "example": lambda: gpu_programs.turns(clock.device, is_smoke),
+        "hopper": lambda: gpu_hopper.waits(clock.device, is_smoke),
     }
 
 

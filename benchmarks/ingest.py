@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.inference import measure
-from support.ingesting import STORE_STEPS, W1, W2, Process, reverb_steps, section
 from support.report import Disturbance, document, print_table, write_json
+from ingest_inference import measure
+from ingest_processes import STORE_STEPS, W1, W2, Process, reverb_steps, section
 
 from deepspeed_gear import Replay
 from deepspeed_gear.store.records import Control

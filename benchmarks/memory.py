@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from support.limited import drop_from_cache, run_limited
 from support.ranks import run_ranks
 from support.report import Disturbance, document, print_table, write_json
 from support.workloads import workload
+from memory_limited import drop_from_cache, run_limited
 
 from deepspeed_gear import Column, DatasetWriter, Replay, Schema
 

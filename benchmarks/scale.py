@@ -21,9 +21,9 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from fixed_cost import Timers
-from support.planning import ROW_BYTES, WINDOW, Batch, Node, Wire, routes_at
 from support.report import Disturbance, document, print_table, write_json
+from fixed_cost import Timers
+from scale_planning import ROW_BYTES, WINDOW, Batch, Node, Wire, routes_at
 
 from deepspeed_gear.distributed import node_messages
 from deepspeed_gear.distributed.sharded.resolution_exchange import HEAD_WORDS, ResolutionExchange

@@ -8,9 +8,9 @@ from time import perf_counter_ns, thread_time_ns
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import Gatherer
 from support.limit import CopyLimit
 from support.workloads import Workload
+from deepspeed_gear.batching.gather import Gatherer
 
 FIRST_ROW, ANCHOR = 3, 5  # words of a resolution, ops/csrc/common/slot.h
 _POOL_BYTES = 240e6  # batches that are rotated over: more than any cache holds, as in training

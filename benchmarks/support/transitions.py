@@ -9,12 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_gear import Replay
-from deepspeed_gear.ops import load_backend
-from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
 from support.select_limit import SelectLimit
 from support.subject import RING, Times, timed
 from support.workloads import Workload, workload
+from deepspeed_gear import Replay
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
 
 ALPHA, BETA = 0.6, 0.4
 SAMPLERS = ("prioritized", "uniform")

@@ -158,7 +158,7 @@ def test_what_is_outside_is_refused() -> None:
         (lambda: op_wrappers.encode_draws(records, own, readers + 2, need_of, 0, 0), "readers must be nodes"),
         (lambda: op_wrappers.encode_draws(records, own - 1, readers, need_of, 0, 0), "own must lie in"),
         (lambda: op_wrappers.decode_draws(*taken, 1, 0, 0, 1), "received must have 4 values, got 0"),
-        (lambda: op_wrappers.decode_draws(received, own, own + 1, *taken[3:], 1, 0, 0, 0), "asked must lie in"),
+        (lambda: op_wrappers.decode_draws(*taken[:2], own + 1, *taken[3:], 1, 0, 0, 0), "asked must lie in"),
         (lambda: op_wrappers.decode_draws(received, own + 2, *taken[2:], 1, 0, 0, 0), "owner must lie in"),
     ):
         with pytest.raises((ShapeError, RuntimeError), match=match):

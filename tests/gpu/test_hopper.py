@@ -37,15 +37,15 @@ def test_the_batches_of_a_whole_run_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("placement", CONFIGS)
 def test_it_trains_to_the_return_of_the_cpu(
-    hopper_job: ModuleType, tmp_path: Path, placement: str, capsys: pytest.CaptureFixture[str]
+    gpu_hopper: ModuleType, tmp_path: Path, placement: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The share of waiting is told, not judged: that is what benchmarks/gpu.py is for."""
-    absent = hopper_job.missing(*hopper_job.NEEDED)
+    absent = gpu_hopper.missing(*gpu_hopper.NEEDED)
     if absent:
         pytest.skip(f"not installed: {', '.join(absent)}")
-    hopper_job.prepare(tmp_path)
-    result = hopper_job.run_job(placement, torch.device("cuda"), tmp_path)
-    row = hopper_job.row_of(result, placement).to_json()
+    gpu_hopper.prepare(tmp_path)
+    result = gpu_hopper.run_job(placement, torch.device("cuda"), tmp_path)
+    row = gpu_hopper.row_of(result, placement).to_json()
     with capsys.disabled():
         print(
             f"\nHopper, table in the memory of the {placement}: return {result['return_after']} after "
@@ -58,7 +58,7 @@ def test_it_trains_to_the_return_of_the_cpu(
 
 
 @pytest.fixture
-def hopper_job(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
+def gpu_hopper(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
     """What runs the example, from the benchmarks."""
     monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
-    return importlib.import_module("support.hopper_job")
+    return importlib.import_module("gpu_hopper")

@@ -86,7 +86,7 @@ def test_scale_runs(run_python: Run, tmp_path: Path) -> None:
 
 def test_select_runs(run_python: Run, tmp_path: Path, load: Load) -> None:
     options = ("--ranks", "2", "--figure", str(tmp_path / "growth.png"))
-    rows = rows_of(run_python, tmp_path / "select.json", "select", *options)
+    rows = rows_of(run_python, tmp_path / "selection.json", "selection", *options)
     mine = [row for row in rows if row["what"] == "batch" and row["system"] == "gear"]
     assert [(row["sampler"], row["B"]) for row in mine] == [
         ("prioritized", 256),
@@ -223,7 +223,7 @@ def test_gpu_says_that_there_is_none(run_python: Run) -> None:
 
 
 def test_a_figure_that_fails_is_a_row(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu, clock = load("gpu"), load("support.device_clock")
+    gpu, clock = load("gpu"), load("gpu_clock")
 
     def fails() -> Iterator[Any]:
         yield clock.Row("gather", "B=1", "gear", 2.0, judged="us", at_most=1.0)
@@ -238,7 +238,7 @@ def test_a_figure_that_fails_is_a_row(load: Load, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_the_kernel_beside_gears_compiles(load: Load, tmp_path: Path, architecture: int) -> None:
-    baselines = load("support.device_baselines")
+    baselines = load("gpu_baselines")
     if not baselines.has_nvcc():
         pytest.skip("no nvcc found")
     target = tmp_path / "thread_gather.so"
@@ -249,7 +249,7 @@ def test_the_kernel_beside_gears_compiles(load: Load, tmp_path: Path, architectu
 def test_the_plain_prioritized_buffer_draws_by_mass(load: Load) -> None:
     torch.manual_seed(0)
     columns = {"item": torch.arange(100)}
-    plain = load("support.device_baselines").TorchPrioritized(columns, 5000)
+    plain = load("gpu_baselines").TorchPrioritized(columns, 5000)
     plain.masses.zero_()[[3, 50]] = torch.tensor([1.0, 3.0])
     plain.step(torch.ones(5000))
     drawn = plain.out["item"]
@@ -260,7 +260,7 @@ def test_the_plain_prioritized_buffer_draws_by_mass(load: Load) -> None:
 
 
 def test_a_torchrl_that_does_not_load_is_left_out(load: Load) -> None:
-    placement, clock = load("support.device_placement"), load("support.device_clock")
+    placement, clock = load("gpu_device_table"), load("gpu_clock")
     columns = {"item": torch.arange(100), "done": torch.zeros(100, dtype=torch.bool)}
     timed = clock.Clock(torch.device("cpu"), 2, 0.0)
     row = placement._torchrl(timed, columns, torch.rand(8), lambda: None, 2)
@@ -385,7 +385,7 @@ def test_determinism_compares_every_option(load: Load) -> None:
 
 
 def test_a_command_that_fails_under_a_limit_is_an_error(load: Load) -> None:
-    limited = load("support.limited")
+    limited = load("memory_limited")
     assert limited.run_limited([sys.executable, "-c", "pass"], 512 << 20)["mechanism"]
     with pytest.raises(subprocess.CalledProcessError):
         limited.run_limited([sys.executable, "-c", "raise SystemExit(3)"], 512 << 20)
@@ -414,7 +414,7 @@ def test_the_clock_of_a_gpu(load: Load, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock())
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-    module = load("support.device_clock")
+    module = load("gpu_clock")
     clock = module.Clock(torch.device("cuda"), 4, 0.05)
     replay = clock.graph(lambda: calls.append("run"))
     assert len(calls) == module.WARM_UP + 1

@@ -8,10 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from deepspeed_gear import DeviceReplay
-from support.device_baselines import (
+from gpu_baselines import (
     ALPHA,
     BETA,
     TorchPrioritized,
@@ -19,7 +16,10 @@ from support.device_baselines import (
     has_nvcc,
     torchrl_step,
 )
-from support.device_clock import Clock, Row, Run, median_us, rows_against
+from gpu_clock import Clock, Row, Run, median_us, rows_against
+from torch import Tensor
+
+from deepspeed_gear import DeviceReplay
 
 FIRST_ROW, ANCHOR = 3, 5  # words of a resolution, ops/csrc/common/slot.h
 LENGTH, ROW_BYTES = 20, 64  # of the windows, in steps; of a step

@@ -1,6 +1,6 @@
 """Figures of memory of the host that the device reads, by the ops: by kernels, and by the copy engine.
 
-What a Replay makes of them is in replay_placement.py.
+What a Replay makes of them is in gpu_replay.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_clock import Clock, Row, Run, median_us, rows_against
 from torch import Tensor
 
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Pad, Resolution, Source
-from support.device_clock import Clock, Row, Run, median_us, rows_against
 
 KERNEL_READ = "sequential read of the mapped table by a kernel"
 PINNED_COPY = "copy of as many bytes in one piece"

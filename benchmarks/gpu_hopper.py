@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import ROOT
+from gpu_clock import Row
+from gpu_programs import missing, result_of
 
 from deepspeed_gear.data.ingest import ingest
-from support.device_clock import Row
-from support.programs import ROOT, missing, result_of
 
 CONFIGS = {"host": "hopper.json", "device": "hopper_device.json"}  # by the placement of their table
 NEEDED = ("gymnasium", "mujoco", "matplotlib", "tensorboard")

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import rpc
-
-from deepspeed_gear import Column, Replay, Schema
 from support.nodes import FIRST_ADDRESS, on_wire
 from support.transitions import ALPHA, BETA, fresh_priorities
 from support.workloads import Workload, workload
+from torch.distributed import rpc
+
+from deepspeed_gear import Column, Replay, Schema
 
 _WARM_UP = 20
 _RPC_PORT = 31999

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from support.subject import timed
 
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62, tree_levels, tree_size
 from deepspeed_gear.ops.records import MassUnit, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
-from support.subject import timed
 
 ALPHA = round(0.6 * ONE_Q62)
 BATCH = 4096

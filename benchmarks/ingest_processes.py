@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support import ROOT
 
 from deepspeed_gear import Column, Schema, TrajectoryWriter
 from deepspeed_gear.store.shared_memory import living
@@ -160,7 +158,7 @@ def peers(num_envs: int) -> dict[str, float]:
 
 def reverb_steps(python: str, num_envs: int, seconds: float) -> dict[str, float]:
     """Return steps per second of Reverb, in an interpreter that has it. Its server has another core."""
-    script = Path(__file__).resolve().parent / "reverb_steps.py"
+    script = ROOT / "benchmarks" / "ingest_reverb.py"
     call = [python, str(script), str(num_envs), str(seconds)]
     done = subprocess.run(call, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=300)
     if done.returncode:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_clock import Clock, Row, Run, median_us, rows_against
+from gpu_host_table import Sizes, available_bytes
 from torch import Tensor
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer
-from support.device_clock import Clock, Row, Run, median_us, rows_against
-from support.host_placement import Sizes, available_bytes
 
 FIGURE, BESIDE = "replay from host memory", "training step beside replay"
 PINNED_COPY, ALONE = "copy of as many pinned bytes", "the step alone"

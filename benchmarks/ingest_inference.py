@@ -1,6 +1,6 @@
 """How fast simulators get their actions from a policy in another process, through shared memory.
 
-In the folder of benchmarks: `python -m support.inference [simulators ...]`.
+python benchmarks/ingest_inference.py [simulators ...]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+import support  # noqa: F401  # puts the checkout first
 import numpy as np
 import torch
 

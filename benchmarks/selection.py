@@ -1,4 +1,11 @@
-"""The measurements of select.py: rows, figure and command line."""
+"""How fast items are selected: prioritized and uniform batches against a C loop and against cpprb.
+
+    python benchmarks/selection.py --json F                      one thread: batches, memory, growth, top-k
+    python benchmarks/selection.py --ranks 2 --json F --figure F     also: ranks at once on one store
+
+A batch is sampled, gathered and weighted, and its priorities are updated. The performance pages say what the
+columns mean.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +18,10 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-
-from support.growth import BATCH, microseconds, top_k_ms
 from support.ranks import run_ranks
 from support.report import Disturbance, document, print_table, write_json
 from support.transitions import SAMPLERS, Cpprb, Gear, has_cpprb, limit_of, w2
+from select_growth import BATCH, microseconds, top_k_ms
 
 SIZES = (256, 4096)
 LIMIT_BOUND = {
@@ -243,10 +249,10 @@ def show(rows: Sequence[Row]) -> None:
     print_table(columns, lines)
 
 
-def main(description: str | None) -> None:
+def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--figure", type=Path, help="draw the growth into this file")
@@ -265,3 +271,7 @@ def main(description: str | None) -> None:
         write_json(options.json, document(disturbance, [row.to_json() for row in rows]))
     if options.figure is not None:
         figure(rows, options.figure)
+
+
+if __name__ == "__main__":
+    main()

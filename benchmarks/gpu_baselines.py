@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed_gear.ops import toolchain
 
 ALPHA, BETA, EPSILON = 0.6, 0.4, 1e-3
-SOURCE = Path(__file__).with_name("thread_gather.cu")
+SOURCE = Path(__file__).with_name("gpu_thread_gather.cu")
 
 
 def has_nvcc() -> bool:

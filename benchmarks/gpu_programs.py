@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import ROOT
+from gpu_clock import Row
 
-from support.device_clock import Row
-
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("td3_device.py", "sac_device.py")
 FLAGS = ((), ("--compile",), ("--cudagraphs",), ("--compile", "--cudagraphs"))
 STEPS, SMOKE_STEPS = (4000, 500), (290, 205)  # turns, and random ones before them
